@@ -1,0 +1,107 @@
+"""What Outlast's processes agree on: exit codes, environment variables, places and file formats.
+
+The agent, the training library, the launcher and the operator are different programs, perhaps of different versions. What they
+say to each other is written here and nowhere else. Pure: imports nothing of ours but the standard library.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+API_VERSION = "outlast.dev/v1alpha1"
+KIND = "ElasticJob"
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of a worker (and of a training process that knows Outlast)."""
+
+    DONE = 0
+    FAILED = 1
+    INTERRUPTED = 75
+    """Told to leave, state saved: start me again. Never counts as a failure (EX_TEMPFAIL)."""
+    MISCONFIGURED = 78
+    """The configuration is wrong: starting again cannot help (EX_CONFIG)."""
+
+
+def exit_code(status: int) -> int:
+    """The shell's exit code of a process: `-9` (killed by signal 9, as Python says it) becomes 137."""
+    return 128 - status if status < 0 else status
+
+
+def killed(code: int) -> bool:
+    """Whether an exit code says that somebody killed the process: SIGHUP, SIGINT, SIGKILL, SIGUSR1's 138 and SIGTERM."""
+    return code in (129, 130, 137, 138, 143)
+
+
+class Env:
+    """Environment variables that a training process may read. A job file may not set them."""
+
+    JOB = "OUTLAST_JOB"
+    RUN = "OUTLAST_RUN"
+    """Unique id of this submission; two runs of one name never meet."""
+    WORKER = "OUTLAST_WORKER"
+    """Index of the worker, 0 ... max-1; not its rank."""
+    GENERATION = "OUTLAST_GENERATION"
+    DATA = "OUTLAST_DATA"
+    OUTPUT = "OUTLAST_OUTPUT"
+    """The job's output directory: `checkpoints/`, `logs/`, `ledger/` live in it."""
+    LEDGER = "OUTLAST_LEDGER"
+    NOTICE = "OUTLAST_NOTICE"
+    """Path of the notice file; it exists while this worker is asked to save and leave."""
+    STATE = "OUTLAST_WORKER_STATE"
+    """Directory for the worker's own small files: progress, errors, world."""
+    RENDEZVOUS = "OUTLAST_RENDEZVOUS"
+    """Endpoint of whoever decides the world, as given to `--rdzv-endpoint`."""
+    CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
+    """`300s` or `200 steps`."""
+    CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
+
+    # For the agent alone
+    JOB_FILE = "OUTLAST_JOB_FILE"
+    """The job as submitted, with absolute paths."""
+    CODE = "OUTLAST_CODE"
+    """Directory from which the command runs."""
+    PROBE_PORT = "OUTLAST_PROBE_PORT"
+    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one."""
+    REVIVE = "OUTLAST_REVIVE"
+    """JSON list: the command that starts the decider again when it cannot be reached."""
+
+
+RESERVED_ENV = re.compile(
+    r"^(OUTLAST_|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
+)
+"""Names that a job file's `env` may not set: ours and torchrun's."""
+
+# Below the output of a job
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+LEDGER = "ledger"
+METRICS = "metrics.jsonl"
+COMMIT = "COMMIT"
+"""Written last into a checkpoint's directory; a checkpoint exists from the moment this file does."""
+
+# Below a worker's state directory
+PROGRESS = "progress-{local_rank}.json"
+"""See `runtime.progress`."""
+ERROR = "error-{local_rank}.json"
+"""What a training process died of: `{rank, generation, type, message, traceback, time}`; written by `runtime.rank`."""
+VERDICT = "verdict-{local_rank}.json"
+"""`{pid, reason, time}`: why the agent killed this training process (it hung)."""
+WORKER = "worker.json"
+"""What the agent says of its worker: `{pid, state, reason, code, ranks, probes}`."""
+WORLD = "world.json"
+"""The world this worker is in, written by the rendezvous handler."""
+NOTICE = "notice.json"
+"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the decider calls the world together
+again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
+
+
+def worker_log(index: int) -> str:
+    """File name of a worker's log."""
+    return f"worker-{index}.log"
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory name of the checkpoint of `step`; sorts by step."""
+    return f"step-{step:08d}"

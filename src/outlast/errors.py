@@ -1,0 +1,46 @@
+"""What can go wrong, said to the person who can mend it.
+
+An `OutlastError` is a user's or a machine's mistake: the command line prints its one sentence without a traceback and exits with `exit_code`.
+Everything else is a bug of ours and keeps its traceback. A message holds the value, the expectation and the remedy.
+
+    OutlastError              exit 2
+    ├── InvalidJob            the job file is wrong; `.problems` holds every mistake found
+    ├── NotFound              no such job, file or checkpoint
+    ├── AlreadyRunning        the job runs already, or another process holds its lock
+    └── Superseded            a newer generation has taken over; the holder is a zombie and must stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OutlastError(Exception):
+    """A mistake that its reader can mend."""
+
+    exit_code = 2
+
+
+class InvalidJob(OutlastError):
+    """The job file is wrong.
+
+    `problems` are (line or None, sentence) pairs in file order; the message joins them, one a line.
+    """
+
+    def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        lines = [f"{source}:{line}: {text}" if line else f"{source}: {text}" for line, text in self.problems]
+        super().__init__("\n".join(lines))
+
+
+class NotFound(OutlastError):
+    """Something that was named does not exist."""
+
+
+class AlreadyRunning(OutlastError):
+    """The job is being run by another process."""
+
+
+class Superseded(OutlastError):
+    """This process belongs to a generation that has been replaced."""

@@ -1,0 +1,63 @@
+"""How far one training process is: a small file that it rewrites at every step and that its agent reads.
+
+It is the heartbeat from which hangs are seen, the step in `outlast status`, and the committed step that refunds restarts.
+One positioned write of a fixed size, so that a kill between two lines leaves either the old or the new record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+from outlast import contract
+
+_SIZE = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One record: who, in which phase, at which step, when."""
+
+    generation: int
+    rank: int
+    phase: str
+    """open | restore | train | save | done"""
+    step: int = 0
+    steps: int | None = None
+    """Total steps of the run, when known."""
+    committed: int = 0
+    """Step of the newest committed checkpoint that this process knows of."""
+    warning: str = ""
+    """Something wrong that training survives, e.g. a failed save."""
+    pid: int = 0
+    time: float = 0.0
+    """When this was written, seconds since the epoch."""
+
+
+class Writer:
+    """Writes the progress of one training process."""
+
+    def __init__(self, directory: Path, local_rank: int) -> None:
+        path = directory / contract.PROGRESS.format(local_rank=local_rank)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+    def write(self, record: Progress) -> None:
+        """Replace the record; stamps pid and time."""
+        stamped = dataclasses.replace(record, pid=os.getpid(), time=time.time(), warning=record.warning[:200])
+        os.pwrite(self._fd, json.dumps(dataclasses.asdict(stamped)).encode().ljust(_SIZE)[:_SIZE], 0)
+
+    def close(self) -> None:
+        """Close the file; the last record stays."""
+        os.close(self._fd)
+
+
+def read(directory: Path, local_rank: int) -> Progress | None:
+    """The newest record, or None when there is none yet (or it is being replaced this very moment)."""
+    try:
+        text = (directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes()
+        return Progress(**json.loads(text))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,130 @@
+"""What is known of a job while it runs and after: one document, written by whoever decides, read by everyone.
+
+On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the epoch (UTC).
+"""
+
+from __future__ import annotations
+
+import enum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class State(enum.StrEnum):
+    """Where a job stands. The last three are final."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    RESIZING = "Resizing"
+    """A planned change: the world saves and forms anew; nothing is lost."""
+    RESTARTING = "Restarting"
+    """A failure: the world forms anew from the newest checkpoint."""
+    SUSPENDED = "Suspended"
+    INTERRUPTED = "Interrupted"
+    """Saved and left (Ctrl-C, machine going away): `outlast run` goes on from here."""
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    CANCELLED = "Cancelled"
+
+    @property
+    def final(self) -> bool:
+        """Whether this run will never train again."""
+        return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="ignore", populate_by_name=True)
+
+
+class RankStatus(_Model):
+    """One training process."""
+
+    rank: int
+    local_rank: int
+    pid: int | None = None
+    step: int | None = None
+
+
+class WorkerStatus(_Model):
+    """One worker: an agent and its training processes."""
+
+    index: int
+    state: str = "starting"
+    """starting | fetching | waiting | training | leaving | done | gone"""
+    pid: int | None = None
+    ranks: list[RankStatus] = Field(default_factory=list)
+    restarts: int = 0
+    probes: str | None = None
+    """Where `/healthz`, `/readyz` and `/metrics` are served."""
+
+
+class CheckpointStatus(_Model):
+    """The newest committed checkpoint."""
+
+    step: int
+    path: str
+    time: float
+    bytes: int = 0
+
+
+class Failure(_Model):
+    """The first failing process of the generation that failed last."""
+
+    worker: int
+    rank: int | None = None
+    code: int
+    reason: str
+    """One sentence: `rank 1 on worker 1 was killed by SIGKILL`."""
+    traceback: str = ""
+    """The tail of the traceback, where there was one."""
+    step: int | None = None
+    generation: int = 0
+    time: float = 0.0
+    counted: bool = True
+
+
+class JobStatus(_Model):
+    """A job as `outlast status` shows it."""
+
+    name: str
+    run: str
+    state: State = State.PENDING
+    reason: str = ""
+    """The sentence of the last decision; the same one stands in the log and the ledger."""
+    replicas: int = 0
+    min: int = 0
+    max: int = 0
+    generation: int = 0
+    world: list[int] = Field(default_factory=list)
+    """Worker indices in rank order; empty while there is no world."""
+    processes: int = 1
+    """Training processes per worker."""
+    step: int = 0
+    steps: int | None = None
+    """Total steps of the run, when the training says so."""
+    rate: float | None = None
+    """Steps per second, recently."""
+    restarts: int = 0
+    """Failures that counted since the start of the run."""
+    interruptions: int = 0
+    checkpoint: CheckpointStatus | None = None
+    failure: Failure | None = None
+    warnings: list[str] = Field(default_factory=list)
+    """What the user should know although training goes on, e.g. a save that found the disk full."""
+    workers: list[WorkerStatus] = Field(default_factory=list)
+    goodput: float | None = None
+    """Share of the wall time spent on steps that were kept, 0 ... 1."""
+    output: str = ""
+    launcher: int | None = None
+    """Process id of the launcher, on this machine."""
+    submitted: float = 0.0
+    started: float | None = None
+    finished: float | None = None
+    exit_code: int | None = None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds until the last step at the recent rate, when both are known."""
+        if self.steps is None or not self.rate:
+            return None
+        return max(0.0, (self.steps - self.step) / self.rate)
