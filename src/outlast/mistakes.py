@@ -1,0 +1,209 @@
+"""What is wrong with a document, in sentences: every mistake at once, each with its line, its value and the way out.
+
+`spec.parse` validates with it. Unknown fields are looked at first and, where it is clear what was meant, read as that, so that
+one misspelt word does not hide the mistakes after it. Then pydantic looks at the rest, and its findings become our sentences.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator
+from typing import Any, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+
+from outlast.document import Document, Place
+from outlast.errors import InvalidJob
+
+Model = TypeVar("Model", bound="Checked")
+
+
+class Broken(ValueError):
+    """Rules between the fields of a model that do not hold: (place below the model, sentence) of each."""
+
+    def __init__(self, rules: list[tuple[Place, str]]) -> None:
+        self.rules = rules
+        super().__init__("; ".join(sentence for _, sentence in rules))
+
+
+class Checked(BaseModel):
+    """A frozen part of a document with rules between its fields. Attributes are snake_case, names in the document camelCase."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+        alias_generator=lambda name: to_camel(name.rstrip("_")),
+    )
+
+    @classmethod
+    def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
+        """What is wrong with the choice of fields that are given, whatever their values: place below this part, and sentence."""
+        return iter(())
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        """Rules between the values of the fields that do not hold: place below this part, and sentence."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _hold(self) -> Self:
+        given = [field for field, (_, value) in zip(fields(type(self)), self, strict=True) if value is not None]
+        if broken := [*self.choices(given), *self.rules()]:
+            raise Broken(broken)
+        return self
+
+
+def name(place: Place) -> str:
+    """A place as users write it: `data[0].from`; `spec.` goes without saying."""
+    if len(place) > 1 and place[0] == "spec":
+        place = place[1:]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def validated(model: type[Model], document: Document, *, source: str) -> Model:
+    """The document as a `model`; raises InvalidJob with every mistake in it, in the order of lines."""
+    problems: list[tuple[int | None, str]] = list(document.problems)
+    data = document.data
+    if isinstance(data, dict):
+        data = _Look(model, document, problems).known(model, data, ())
+    try:
+        valid = model.model_validate(data)
+    except ValidationError as error:
+        for place, sentence in _sentences(error):
+            problems.append((document.line(place), sentence))
+    if problems:
+        raise InvalidJob(sorted(dict.fromkeys(problems), key=lambda problem: problem[0] or 0), source=source)
+    return valid
+
+
+# ------------------------------------------------------------------------------------------------------------ unknown fields
+
+
+class _Look:
+    """A look at the names in a document: which are unknown, what was meant, which do not go together."""
+
+    def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
+        self.document = document
+        self.problems = problems
+        self.elsewhere: dict[str, list[str]] = {}
+        """Full names of the fields that are called so: `{"replicas": ["spec.workers.replicas"]}`."""
+        self._index(model, ())
+
+    def _index(self, model: type[Checked], place: Place) -> None:
+        for field, annotation in fields(model).items():
+            self.elsewhere.setdefault(field, []).append(".".join(map(str, (*place, field))))
+            if isinstance(annotation, type) and issubclass(annotation, Checked):
+                self._index(annotation, (*place, field))
+
+    def known(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
+        """The data without fields that `model` does not have, and without those that are given as nothing (`args:`)."""
+        known = fields(model)
+        result: dict[str, Any] = {}
+        for field, value in data.items():
+            if field not in known:
+                meant = self._meant((*place, field), list(known))
+                if meant is None or meant in data:
+                    continue
+                self._rename((*place, field), (*place, meant))
+                field = meant
+            if value is not None:
+                result[field] = self._value(_part(known[field]), value, (*place, field))
+        for below, sentence in model.choices(result):
+            self.problems.append((self.document.line((*place, *below)), sentence))
+        return result
+
+    def _value(self, model: type[Checked] | None, value: Any, place: Place) -> Any:
+        if model and isinstance(value, dict):
+            return self.known(model, value, place)
+        if model and isinstance(value, list):
+            return [self._value(model, item, (*place, index)) for index, item in enumerate(value)]
+        return value
+
+    def _meant(self, place: Place, known: list[str]) -> str | None:
+        """Report the unknown field at `place`; returns the field of the same part that was probably meant."""
+        field = str(place[-1])
+        spelt = {each.lower(): each for each in known}
+        near = difflib.get_close_matches(field.lower().replace("_", "").replace("-", ""), spelt, 1)
+        if field in self.elsewhere:
+            near = []
+            remedy = f"did you mean {' or '.join(self.elsewhere[field])}?"
+        elif near:
+            remedy = f"did you mean {name((*place[:-1], spelt[near[0]]))}?"
+        else:
+            remedy = f"known here are {', '.join(known)}" if len(known) <= 12 else "remove it"
+        self.problems.append((self.document.line(place), f"{name(place)} is unknown; {remedy}"))
+        return spelt[near[0]] if near else None
+
+    def _rename(self, old: Place, new: Place) -> None:
+        """From now on, what was at `old` is at `new`."""
+        for place, line in list(self.document.lines.items()):
+            if place[: len(old)] == old:
+                self.document.lines[(*new, *place[len(old) :])] = line
+
+
+def fields(model: type[Checked]) -> dict[str, Any]:
+    """The fields of a model as they are called in a document, and their types."""
+    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+
+
+def _part(annotation: Any) -> type[Checked] | None:
+    """The part in `Part`, `Part | None` or `tuple[Part, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Checked):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := _part(inner))), None)
+
+
+# ----------------------------------------------------------------------------------------------------------- pydantic's words
+
+
+def _sentences(error: ValidationError) -> Iterator[tuple[Place, str]]:
+    for found in error.errors(include_url=False):
+        place, kind, context = found["loc"], found["type"], found.get("ctx", {})
+        cause = context.get("error")
+        if isinstance(cause, Broken):
+            yield from (((*place, *below), sentence) for below, sentence in cause.rules)
+        elif kind == "missing":
+            yield place, f"{name(place)} is missing; add it"
+        elif kind != "default_factory_not_called":  # follows from another mistake
+            yield place, _sentence(name(place) or "the document", found["input"], kind, context, found["msg"])
+
+
+def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:
+    what = f"{what} ({_shown(value)})"
+    match kind:
+        case "value_error":
+            return f"{what} {context['error']}"
+        case "literal_error":
+            return f"{what} must be {context['expected'].replace(chr(39), '')}"
+        case "int_type" | "int_parsing" | "int_from_float":
+            return f"{what} must be a whole number"
+        case "bool_type" | "bool_parsing":
+            return f"{what} must be true or false"
+        case "greater_than_equal":
+            return f"{what} must be at least {context['ge']}"
+        case "less_than_equal":
+            return f"{what} must be at most {context['le']}"
+        case "string_type":
+            remedy = "" if isinstance(value, list | dict) else f'; put it in quotes: "{_shown(value)}"'
+            return f"{what} must be text{remedy}"
+        case "string_too_short" | "too_short":
+            return f"{what} must not be empty"
+        case "tuple_type":
+            return f"{what} must be a list; put it in brackets: [ ... ]"
+        case "model_type" | "dict_type":
+            return f"{what} must be a mapping of names to values"
+    return f"{what}: {fallback}"
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in a document, shortened."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list" if value else "an empty list"
+    text = str(value).lower() if isinstance(value, bool) else str(value) or '""'
+    return text if len(text) <= 60 else text[:57] + "..."

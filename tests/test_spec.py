@@ -1,0 +1,619 @@
+"""The job file: what is read, what is refused and in which words, what is written back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outlast import contract, spec
+from outlast.cli.validate import schema, validate
+from outlast.errors import InvalidJob, NotFound, OutlastError
+from outlast.units import Every
+
+HEAD = """\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: a}
+spec:
+"""
+FIRST = 5
+"""The line of the first field of the spec below HEAD."""
+
+
+def a_job(fields: str = "", *, run: str = "  module: recipes.smoke\n") -> str:
+    """A job file with these lines in its spec, each with the two spaces that it needs; `run` comes last."""
+    return HEAD + "".join(f"  {line}\n" for line in fields.splitlines()) + run
+
+
+def problems(text: str) -> list[tuple[int | None, str]]:
+    """What is wrong with a job file."""
+    with pytest.raises(InvalidJob) as caught:
+        spec.parse(text)
+    return list(caught.value.problems)
+
+
+def problem(fields: str) -> str:
+    """The only thing that is wrong with a job, on the first line of its spec."""
+    ((line, sentence),) = problems(a_job(fields))
+    assert line == FIRST
+    return sentence
+
+
+# What is read
+
+
+def test_the_smallest_job_has_sensible_defaults() -> None:
+    job = spec.parse(a_job())
+    assert job.metadata.name == "a"
+    assert job.spec.workers.allowed() == (1,)
+    assert job.spec.processes_per_worker == "auto"
+    assert job.spec.checkpoint == spec.Checkpoint(every=Every(duration=timedelta(minutes=5)), keep=3)
+    assert job.spec.restarts == spec.Restarts(limit=10, window=timedelta(hours=1))
+    assert job.spec.interruption.grace == timedelta(seconds=120)
+    assert job.spec.hang.limit == timedelta(minutes=10)
+    assert not job.spec.suspend
+
+
+def test_a_whole_job_is_read() -> None:
+    job = spec.parse("""\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: cifar10, namespace: team-a, labels: {cost-center: 007}}
+spec:
+  image: ghcr.io/outlast/outlast:0.1
+  script: src/train.py
+  args: [--epochs=10, --batch=128]
+  code: ./
+  data: [{from: s3://bucket/cifar-10-batches-py, to: /data}]
+  models: [{from: s3://bucket/weights, name: base}]
+  output: s3://bucket/runs
+  workers: {replicas: 2, min: 1, max: 4}
+  processesPerWorker: 4
+  resources: {cpu: 4, memory: 16Gi, gpu: 4, accelerator: nvidia, sharedMemory: 4Gi}
+  rendezvous: {backend: etcd, endpoint: "etcd:2379"}
+  checkpoint: {every: 200 steps, keep: 2}
+  sync: {every: 10m}
+  restarts: {limit: 3, window: 1h}
+  interruption: {grace: 90s}
+  scheduling: {queue: research, gang: volcano, priorityClassName: high, spot: avoid}
+  environment: {requirements: requirements.txt}
+  env: {NCCL_DEBUG: INFO}
+  hang: {limit: 1m}
+  suspend: true
+  activeDeadlineSeconds: 86400
+  startupDeadlineSeconds: 600
+  ttlSecondsAfterFinished: 0
+  cleanPodPolicy: None
+  volumes: [{claim: scratch, to: /scratch, subPath: a, readOnly: true}]
+  nodeSelector: {zone: a}
+  tolerations: [{key: spot, operator: Exists, effect: NoSchedule}]
+  secrets: [{name: token}, {name: certificates, to: /certificates}]
+  tracking: {mlflow: "http://mlflow:5000"}
+  template: {spec: {containers: [{name: worker, tty: true}]}}
+""")
+    read = job.spec
+    assert job.metadata.labels == {"cost-center": "007"}
+    assert read.data[0].from_ == "s3://bucket/cifar-10-batches-py"
+    assert read.processes_per_worker == 4
+    assert read.resources == spec.Resources(cpu=4.0, memory=16 * 2**30, gpu=4, accelerator="nvidia", shared_memory=4 * 2**30)
+    assert read.checkpoint.every == Every(steps=200)
+    assert read.clean_pod_policy == "None"
+    assert read.template == {"spec": {"containers": [{"name": "worker", "tty": True}]}}
+    assert spec.parse(spec.dump(job)) == job
+
+
+def test_arguments_and_environment_are_what_is_written() -> None:
+    job = spec.parse(a_job("args: [--lr, 3e-3, --id, 0123, --flag, no, --day, 2024-13-45]\nenv: {A: 1.10, B: yes, ON: off, C: }"))
+    assert job.spec.args == ("--lr", "3e-3", "--id", "0123", "--flag", "no", "--day", "2024-13-45")
+    assert job.spec.env == {"A": "1.10", "B": "yes", "ON": "off", "C": ""}
+
+
+def test_a_field_given_as_nothing_has_its_default() -> None:
+    assert spec.parse(a_job("args:\nworkers: {replicas: 2, max: ~}\nhang:")) == spec.parse(a_job("workers: {replicas: 2}"))
+
+
+def test_a_list_may_be_shared_by_an_alias_and_a_mapping_merged() -> None:
+    job = spec.parse(a_job("env: &both {A: x, B: y}\nnodeSelector: {<<: *both, B: z}"))
+    assert job.spec.node_selector == {"A": "x", "B": "z"}
+
+
+def test_a_job_cannot_be_changed() -> None:
+    job = spec.parse(a_job())
+    with pytest.raises(ValueError, match="frozen"):
+        job.spec.suspend = True  # type: ignore[misc]
+
+
+# Numbers of workers
+
+
+@pytest.mark.parametrize(
+    ("workers", "allowed"),
+    [
+        ("{replicas: 2}", (2,)),
+        ("{replicas: 2, min: 1, max: 4}", (1, 2, 3, 4)),
+        ("{replicas: 2, max: 3}", (2, 3)),
+        ("{replicas: 4, min: 2, max: 7, step: 2}", (2, 4, 6)),
+        ("{replicas: 2, sizes: [4, 1, 2]}", (1, 2, 4)),
+        ("{replicas: 2, sizes: [1, 2, 4], min: 2}", (2, 4)),
+    ],
+)
+def test_the_allowed_numbers_of_workers(workers: str, allowed: tuple[int, ...]) -> None:
+    assert spec.parse(a_job(f"workers: {workers}")).spec.workers.allowed() == allowed
+
+
+@pytest.mark.parametrize(
+    ("workers", "sentence"),
+    [
+        ("{replicas: 3, min: 9, max: 2}", "workers.min (9) is above workers.max (2); swap them or raise max"),
+        ("{replicas: 4, max: 2}", "workers.replicas (4) is above workers.max (2); lower replicas or raise max"),
+        ("{replicas: 1, min: 2, max: 4}", "workers.replicas (1) is below workers.min (2); raise replicas or lower min"),
+        ("{min: 2, max: 4}", "workers.replicas (1, the default) is below workers.min (2); raise replicas or lower min"),
+        ("{replicas: 3, sizes: [1, 2, 4]}", "workers.replicas (3) is not an allowed number of workers (1, 2, 4); choose one"),
+        (
+            "{replicas: 3, min: 2, max: 6, step: 2}",
+            "workers.replicas (3) is not an allowed number of workers (2, 4, 6); choose one",
+        ),
+        ("{replicas: 4, sizes: [2, 4], min: 3}", "workers.min (3) is not one of workers.sizes (2, 4); add it or raise min"),
+        ("{replicas: 2, sizes: [2], step: 2}", "workers.step and workers.sizes are both given; keep one"),
+        ("{replicas: 0}", "workers.replicas (0) must be at least 1"),
+        ("{replicas: 10001}", "workers.replicas (10001) must be at most 10000"),
+        ("{replicas: 2.5}", "workers.replicas (2.5) must be a whole number"),
+        ("{replicas: two}", "workers.replicas (two) must be a whole number"),
+        ("{replicas: true}", "workers.replicas (true) must be a whole number"),
+        ("{replicas: 1, sizes: []}", "workers.sizes (an empty list) must not be empty"),
+        ("2", "workers (2) must be a mapping of names to values"),
+    ],
+)
+def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) -> None:
+    assert problem(f"workers: {workers}") == sentence
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ("image: 5", 'image (5) must be text; put it in quotes: "5"'),
+        ("args: --epochs 2", "args (--epochs 2) must be a list; put it in brackets: [ ... ]"),
+        (
+            "code: ftp://host/code",
+            "code (ftp://host/code) is in no store known here; use a path, or one of s3://, gs://, az://, file://, memory://",
+        ),
+        ("output: 's3://'", "output (s3://) must be a path or the URL of a store"),
+        ("data: [{to: /data}]", "data[0].from is missing; add it"),
+        ("data: [{from: a, to: data}]", "data[0].to (data) must be an absolute path in the worker, e.g. /data"),
+        ("data: [{from: a}, {from: b}]", "data[1].to is /data, as data[0].to is; choose another place for one of them"),
+        ("models: [{from: a, name: ..}]", "models[0].name (..) must be a directory's name: letters, digits, dashes and dots"),
+        ("processesPerWorker: 0", "processesPerWorker (0) must be auto or a number from 1 on"),
+        ("processesPerWorker: all", "processesPerWorker (all) must be auto or a number from 1 on"),
+        ("resources: {cpu: 4x}", "resources.cpu (4x) is not a quantity; write 500m or 2"),
+        ("resources: {memory: 16GB}", "resources.memory (16GB) is not a quantity; write 16Gi"),
+        ("resources: {memory: 16}", "resources.memory (16) means 16 bytes, less than any process needs; write 16Gi"),
+        ("resources: {gpu: -1}", "resources.gpu (-1) must be at least 0"),
+        ("resources: {accelerator: tpu}", "resources.accelerator (tpu) must be nvidia, amd or a resource such as nvidia.com/gpu"),
+        ("rendezvous: {backend: zookeeper}", "rendezvous.backend (zookeeper) must be auto, etcd or c10d"),
+        ("rendezvous: {backend: etcd}", "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379"),
+        (
+            "rendezvous: {endpoint: 'etcd:2379'}",
+            "rendezvous.endpoint (etcd:2379) has no use with backend auto; say backend: etcd or c10d",
+        ),
+        (
+            "rendezvous: {backend: etcd, endpoint: etcd}",
+            "rendezvous.endpoint (etcd) must be an address with a port, e.g. etcd:2379",
+        ),
+        ("checkpoint: {every: 0}", 'checkpoint.every (0) must be more than 0; write 5m or "200 steps"'),
+        (
+            "checkpoint: {every: often}",
+            'checkpoint.every (often) is neither a duration nor a number of steps; write 5m or "200 steps"',
+        ),
+        ("checkpoint: {keep: 1}", "checkpoint.keep (1) must be at least 2"),
+        ("sync: 10m", "sync (10m) must be a mapping of names to values"),
+        ("sync: {every: 0s}", "sync.every (0s) must be more than 0"),
+        ("restarts: {limit: -1}", "restarts.limit (-1) must be at least 0"),
+        ("restarts: {window: 1 hour}", "restarts.window (1 hour) is not a duration; write 90s, 5m, 1h30m or 2d"),
+        ("scheduling: {spot: maybe}", "scheduling.spot (maybe) must be prefer, require, avoid or any"),
+        ("suspend: 'yes'", "suspend (yes) must be true or false"),
+        ("environment: {requirements: a, conda: b}", "environment.requirements and environment.conda are both given; keep one"),
+        ("env: {RANK: 0}", "env.RANK is set by Outlast itself; remove it"),
+        ("env: {OUTLAST_JOB: x}", "env.OUTLAST_JOB is set by Outlast itself; remove it"),
+        ("env: {PET_NNODES: 2}", "env.PET_NNODES is set by Outlast itself; remove it"),
+        ("env: {MY-NAME: x}", "env.MY-NAME is not a name for an environment variable; use letters, digits and _"),
+        ("env: [A=x]", "env (a list) must be a mapping of names to values"),
+        ("cleanPodPolicy: Some", "cleanPodPolicy (Some) must be All, Running or None"),
+        ("activeDeadlineSeconds: 1h", "activeDeadlineSeconds (1h) must be a whole number"),
+        ("volumes: [~]", "volumes[0] (nothing) must be a mapping of names to values"),
+        ("module: train.py!", "module (train.py!) must be a Python module, e.g. outlast.recipes.cifar10"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_expected(field: str, sentence: str) -> None:
+    run = "" if field.startswith("module") else "  module: recipes.smoke\n"
+    assert problems(a_job(field, run=run)) == [(FIRST, sentence)]
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("/home/me/train.py", "script (/home/me/train.py) is an absolute path; write it relative to code, e.g. train.py"),
+        ("../train.py", "script (../train.py) must be a file in code, e.g. train.py"),
+        ("''", 'script ("") must be a file in code, e.g. train.py'),
+    ],
+)
+def test_a_script_is_a_file_in_code(script: str, sentence: str) -> None:
+    assert problems(a_job(run=f"  script: {script}\n")) == [(FIRST, sentence)]
+
+
+def test_a_job_runs_a_script_or_a_module() -> None:
+    assert problems(a_job("script: train.py")) == [(6, "script and module are both given; keep one")]
+    assert problems(a_job("args: []", run="")) == [(4, "there is nothing to run; give script (a file in code) or module")]
+
+
+def test_processes_need_a_gpu_each() -> None:
+    assert problem("processesPerWorker: 8\nresources: {gpu: 4}") == (
+        "processesPerWorker (8) is above resources.gpu (4); each process needs a GPU of its own"
+    )
+
+
+def test_the_deadline_to_start_is_not_after_the_deadline_to_end() -> None:
+    assert problem("startupDeadlineSeconds: 20\nactiveDeadlineSeconds: 10") == (
+        "startupDeadlineSeconds (20) is above activeDeadlineSeconds (10); lower it or raise the other"
+    )
+
+
+@pytest.mark.parametrize("name", ["CIFAR", "1st", "a_b", "-a", "a-", "a" * 53])
+def test_a_name_must_be_good_for_kubernetes_too(name: str) -> None:
+    expected = "must be lower-case letters, digits and dashes, from a letter on, at most 52 characters"
+    assert problems(a_job().replace("name: a", f"name: {name}")) == [(3, f"metadata.name ({name}) {expected}")]
+
+
+def test_what_is_missing_is_named() -> None:
+    assert problems("spec: {module: a}") == [
+        (1, "apiVersion is missing; add it"),
+        (1, "kind is missing; add it"),
+        (1, "metadata is missing; add it"),
+    ]
+    assert problems(a_job().replace("name: a", "name:")) == [(3, "metadata.name is missing; add it")]
+
+
+def test_another_kind_of_document_is_refused() -> None:
+    assert problems(a_job().replace("outlast.dev/v1alpha1", "v1").replace("ElasticJob", "Pod")) == [
+        (1, "apiVersion (v1) must be outlast.dev/v1alpha1"),
+        (2, "kind (Pod) must be ElasticJob"),
+    ]
+
+
+# Unknown fields
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ("wrokers: {replicas: 2}", "wrokers is unknown; did you mean workers?"),
+        ("workers: {replica: 2}", "workers.replica is unknown; did you mean workers.replicas?"),
+        ("processes_per_worker: 2", "processes_per_worker is unknown; did you mean processesPerWorker?"),
+        ("data: [{form: a}]", "data[0].form is unknown; did you mean data[0].from?"),
+        ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas?"),
+        ("every: 5m", "every is unknown; did you mean spec.checkpoint.every or spec.sync.every?"),
+        ("xyzzy: 2", "xyzzy is unknown; remove it"),
+        ("checkpoint: {xyzzy: 2}", "checkpoint.xyzzy is unknown; known here are every, keep"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_what_was_meant(field: str, sentence: str) -> None:
+    assert problem(field) == sentence
+
+
+def test_a_field_at_the_wrong_indent_is_told_where_it_belongs() -> None:
+    assert problems(a_job() + "workers: {replicas: 2}\n") == [(6, "workers is unknown; did you mean spec.workers?")]
+
+
+def test_a_misspelt_field_does_not_hide_what_is_wrong_in_it() -> None:
+    assert problems(a_job("wrokers:\n  replicas: 0")) == [
+        (5, "wrokers is unknown; did you mean workers?"),
+        (6, "workers.replicas (0) must be at least 1"),
+    ]
+
+
+# Several mistakes, and lines
+
+
+def test_every_mistake_is_reported_with_its_line() -> None:
+    text = """\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata:
+  name: CIFAR
+spec:
+  checkpoint:
+    every: 5 min
+    keep: 1
+  workers:
+    replicas: 2
+    min: 9
+    max: 4
+  frobnicate: true
+  args:
+    - --epochs
+    - [2]
+  env:
+    OK: fine
+    RANK: 1
+"""
+    assert problems(text) == [
+        (4, "metadata.name (CIFAR) must be lower-case letters, digits and dashes, from a letter on, at most 52 characters"),
+        (5, "there is nothing to run; give script (a file in code) or module"),
+        (7, 'checkpoint.every (5 min) is neither a duration nor a number of steps; write 5m or "200 steps"'),
+        (8, "checkpoint.keep (1) must be at least 2"),
+        (11, "workers.min (9) is above workers.max (4); swap them or raise max"),
+        (13, "frobnicate is unknown; remove it"),
+        (16, "args[1] (a list) must be text"),
+        (19, "env.RANK is set by Outlast itself; remove it"),
+    ]
+
+
+def test_the_message_is_one_line_a_mistake() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        spec.parse(a_job("suspend: 5\nxyzzy: 1"), source="my.yaml")
+    assert str(caught.value) == "my.yaml:5: suspend (5) must be true or false\nmy.yaml:6: xyzzy is unknown; remove it"
+    assert caught.value.exit_code == 2
+
+
+def test_a_key_that_is_given_twice_is_a_mistake() -> None:
+    assert problems(a_job("workers: {replicas: 2}\nsuspend: true\nworkers: {replicas: 3}")) == [
+        (7, "workers is given twice, first on line 5; keep one")
+    ]
+
+
+def test_a_long_value_is_shortened() -> None:
+    assert problem("suspend: " + "x" * 100) == f"suspend ({'x' * 57}...) must be true or false"
+
+
+# Texts that hold no job
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "sentence"),
+    [
+        ("", None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`"),
+        ("# nothing yet\n", None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`"),
+        ("[1, 2]", 1, "the document (a list) must be a mapping of names to values"),
+        ("hello", 1, "the document (hello) must be a mapping of names to values"),
+        ("a: 1\n---\nb: 2\n", 3, "a second document starts here; write one job a file"),
+        ("a: b: c", 1, "this is not YAML: mapping values are not allowed here (column 5)"),
+        ("a:\n\tb: c", 2, "this is not YAML: a tab cannot indent; use spaces (column 1)"),
+        ("a: \0", None, "this is not YAML: unacceptable character #x0000: special characters are not allowed"),
+        ("a: &a [*a]", None, "the document is nested too deeply, or an alias in it refers to itself"),
+        ("a: " + "[" * 2000, None, "the document is nested too deeply, or an alias in it refers to itself"),
+        ("a: [x", 1, "this is not YAML: expected ',' or ']', but got '<stream end>' while parsing a flow sequence (column 6)"),
+    ],
+)  # fmt: skip
+def test_a_text_without_a_job_is_refused_in_one_sentence(text: str, line: int | None, sentence: str) -> None:
+    assert problems(text) == [(line, sentence)]
+
+
+def test_a_key_must_be_text() -> None:
+    assert (5, "a key must be text, not a list or a mapping") in problems(a_job("? [a, b]\n: c"))
+
+
+def test_a_tag_that_would_run_code_is_refused() -> None:
+    ((line, sentence),) = problems("a: !!python/name:os.system x")
+    assert (line, sentence[:56]) == (1, "this is not YAML: could not determine a constructor for ")
+
+
+@given(st.text())
+def test_no_text_makes_a_traceback(text: str) -> None:
+    with pytest.raises(InvalidJob):
+        spec.parse(text)
+
+
+NAMES = st.sampled_from(sorted({name for model in spec.schema()["$defs"].values() for name in model["properties"]}))
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.dates(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(NAMES, ANYTHING, max_size=4), st.dictionaries(NAMES, ANYTHING, max_size=2))
+def test_no_document_makes_a_traceback(fields: dict[str, Any], metadata: dict[str, Any]) -> None:
+    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": metadata, "spec": fields}
+    text = yaml.safe_dump(document)
+    found: tuple[tuple[int | None, str], ...] = ()
+    try:
+        spec.parse(text)
+    except InvalidJob as error:
+        found = error.problems
+    assert all(line is not None and 1 <= line <= text.count("\n") for line, _ in found)
+
+
+# Written back
+
+TEXTS = st.dictionaries(st.from_regex(r"[A-Z]{1,4}", fullmatch=True), st.text(max_size=8), max_size=3)
+SECONDS = st.timedeltas(min_value=timedelta(microseconds=1))
+PATHS = st.from_regex(r"/[a-z]{1,3}", fullmatch=True)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> spec.Job:
+    """Right jobs of many kinds."""
+    sizes = sorted(draw(st.sets(st.integers(1, 50), min_size=1, max_size=4)))
+    sources = draw(st.lists(PATHS, max_size=3, unique=True))
+    fields = {
+        draw(st.sampled_from(["module", "script"])): "train",
+        "args": draw(st.lists(st.text(max_size=8), max_size=4)),
+        "data": [{"from": f"s3://bucket{path}", "to": path} for path in sources],
+        "workers": draw(
+            st.just({"replicas": sizes[0], "sizes": sizes}) | st.just({"replicas": sizes[-1], "min": sizes[0], "max": sizes[-1]})
+        ),
+        "processesPerWorker": draw(st.just("auto") | st.integers(1, 16)),
+        "resources": {"cpu": draw(st.integers(1, 10**6)) / 1000, "memory": draw(st.integers(2**20, 2**50))},
+        "checkpoint": {"every": draw(st.builds(Every, SECONDS) | st.builds(Every, steps=st.integers(1, 10**9)))},
+        "restarts": {"limit": draw(st.integers(0, 100)), "window": draw(SECONDS)},
+        "env": draw(TEXTS),
+        "nodeSelector": draw(TEXTS),
+        "suspend": draw(st.booleans()),
+        "template": draw(st.dictionaries(st.text(max_size=5), ANYTHING_JSON, max_size=3)),
+    }
+    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "a", "labels": draw(TEXTS)}}
+    return spec.Job.model_validate({**document, "spec": fields})
+
+
+ANYTHING_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(jobs())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_job_survives_being_written_and_read(job: spec.Job) -> None:
+    assert spec.parse(spec.dump(job)) == job
+
+
+def test_what_is_as_by_default_is_not_written() -> None:
+    job = spec.parse(a_job("workers: {replicas: 2}\ncheckpoint: {every: 5m, keep: 4}"))
+    assert yaml.safe_load(spec.dump(job))["spec"] == {
+        "module": "recipes.smoke",
+        "workers": {"replicas": 2, "min": 2, "max": 2},
+        "checkpoint": {"keep": 4},
+    }
+
+
+# Files
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A directory with a script and what it needs."""
+    for name in ("train.py", "requirements.txt", "src/train.py", "data/images.bin"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def a_file(directory: Path, fields: str, run: str = "  script: train.py\n") -> Path:
+    path = directory / "job.yaml"
+    path.write_text(a_job(fields, run=run))
+    return path
+
+
+def test_paths_are_relative_to_the_job_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = "code: src\ndata: [{from: data}, {from: s3://bucket/a, to: /a}]\noutput: runs"
+    a_file(project, fields + "\nenvironment: {requirements: requirements.txt}")
+    monkeypatch.chdir(project.parent)
+    found = spec.load(Path(project.name) / "job.yaml").spec
+    assert found.code == str(project / "src")
+    assert [data.from_ for data in found.data] == [str(project / "data"), "s3://bucket/a"]
+    assert found.output == str(project / "runs")
+    assert found.environment.requirements == str(project / "requirements.txt")
+
+
+def test_absolute_paths_and_file_urls_stay_what_they_are(project: Path) -> None:
+    found = spec.load(a_file(project, f"code: {project}/src\ndata: [{{from: 'file://{project}/data'}}]")).spec
+    assert found.code == str(project / "src")
+    assert found.data[0].from_ == str(project / "data")
+
+
+def test_the_code_of_a_script_is_the_job_files_directory_and_a_module_needs_none(project: Path) -> None:
+    assert spec.load(a_file(project, "")).spec.code == str(project)
+    assert spec.load(a_file(project, "", run="  module: recipes.smoke\n")).spec.code is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "run", "line", "sentence"),
+    [
+        ("", "  script: trian.py\n", 5, "script (trian.py) is not in {0}; correct it, or say with code: where it is"),
+        ("code: source", "  script: train.py\n", 5, "code ({0}/source) does not exist; correct the path"),
+        ("environment:\n  conda: c.yml", "  module: a\n", 6, "environment.conda ({0}/c.yml) does not exist; correct the path"),
+    ],
+)
+def test_code_that_is_not_there_is_a_mistake_with_its_line(
+    project: Path, fields: str, run: str, line: int, sentence: str
+) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        spec.load(a_file(project, fields, run), code=True)
+    assert caught.value.problems == ((line, sentence.format(project)),)
+
+
+def test_a_job_is_read_when_its_code_has_gone(project: Path) -> None:
+    path = a_file(project, "")
+    (project / "train.py").unlink()
+    assert spec.load(path).spec.script == "train.py"
+
+
+def test_data_is_looked_for_only_when_asked(project: Path) -> None:
+    path = a_file(project, "data: [{from: data}, {from: nowhere, to: /other}]")
+    spec.load(path, code=True)
+    with pytest.raises(InvalidJob) as caught:
+        spec.load(path, data=True)
+    assert caught.value.problems == ((5, f"data[1].from ({project}/nowhere) does not exist; get the data, or correct the path"),)
+
+
+def test_a_file_that_is_not_there_is_told_with_a_near_one(project: Path) -> None:
+    a_file(project, "")
+    with pytest.raises(NotFound) as caught:
+        spec.load(project / "jobs.yaml")
+    assert str(caught.value) == f"{project}/jobs.yaml: there is no such file; did you mean {project}/job.yaml?"
+
+
+def test_a_directory_is_no_job_file(project: Path) -> None:
+    with pytest.raises(OutlastError, match=r"is a directory; give the path of a job file, e\.g\. .*/job\.yaml$"):
+        spec.load(project)
+
+
+def test_a_file_that_is_not_text_is_no_job_file(project: Path) -> None:
+    (project / "job.yaml").write_bytes(b"\xff\x00\xfe")
+    with pytest.raises(InvalidJob, match=r"job\.yaml: this is not text in UTF-8; save it as that$"):
+        spec.load(project / "job.yaml")
+
+
+def test_a_file_saved_by_a_windows_editor_is_read(project: Path) -> None:
+    (project / "job.yaml").write_bytes(b"\xef\xbb\xbf" + a_job().replace("\n", "\r\n").encode())
+    assert spec.load(project / "job.yaml").metadata.name == "a"
+
+
+# outlast validate
+
+
+def test_validate_says_ok_and_how_many_workers(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate([a_file(project, "workers: {replicas: 2, min: 1, max: 4}")]) == 0
+    assert validate([a_file(project, "workers: {replicas: 2, sizes: [1, 2, 4]}")]) == 0
+    assert validate([a_file(project, "")]) == 0
+    assert capsys.readouterr().out == "a: ok (2 workers, 1–4)\na: ok (2 workers of 1, 2, 4)\na: ok (1 worker)\n"
+
+
+def test_validate_reports_every_mistake_of_every_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_file(project, "suspend: 5\nxyzzy: 1")
+    assert validate([path, project / "elsewhere"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        f"{path}:5: suspend (5) must be true or false",
+        f"{path}:6: xyzzy is unknown; remove it",
+        f"{project}/elsewhere: there is no such file; give the path of a job file",
+    ]
+
+
+def test_the_schema_describes_every_field_and_refuses_unknown_ones() -> None:
+    described = json.loads(schema())
+    for model in (described, *described["$defs"].values()):
+        assert model["additionalProperties"] is False
+        assert model["description"]
+        for name, field in model["properties"].items():
+            assert field.get("description"), name
+    assert described["$defs"]["Checkpoint"]["properties"]["every"]["default"] == "5m"
+    assert described["$defs"]["Sync"]["properties"]["every"]["default"] == "10m"
+
+
+def test_the_vocabulary_imports_nothing_heavy() -> None:
+    code = "import sys, outlast.spec; print([name for name in ('torch', 'numpy', 'typer', 'rich') if name in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
