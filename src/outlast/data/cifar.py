@@ -1,0 +1,186 @@
+"""CIFAR-10's Python batches: `data_batch_1` ... `data_batch_5`, `test_batch` and `batches.meta`, all pickled dicts.
+
+Recipes read them with `train` and `test`; `data.digits` writes other images in the same form. Pixels stay uint8: the 50,000
+training images of CIFAR-10 are 154 MB, a quarter of what they are as float32. A pickle can run any code when it is loaded, so
+the files are opened with an unpickler that knows numpy arrays and little else. What is not CIFAR-10 is refused in one sentence,
+`NotCifar`.
+
+Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outlast import contract
+from outlast.errors import OutlastError
+
+TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
+TEST = "test_batch"
+META = "batches.meta"
+CLASSES = 10
+SHAPE = (3, 32, 32)
+"""Channels, rows, columns; a row of `data` is one image in this order."""
+
+
+class NotCifar(OutlastError):
+    """A directory does not hold CIFAR-10. Starting again cannot help, hence the exit code."""
+
+    exit_code = contract.Exit.MISCONFIGURED
+
+    def __init__(self, directory: Path | str, reason: str) -> None:
+        remedy = "unpack cifar-10-python.tar.gz there, or run: outlast data get digits --to DIR"
+        super().__init__(f"{directory} is not CIFAR-10: {reason}; {remedy}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """One part of the dataset, in the order of its files."""
+
+    x: NDArray[np.uint8]
+    """Pixels, (n, 3, 32, 32)."""
+    y: NDArray[np.int64]
+    """Labels, (n,), 0 ... 9."""
+    names: tuple[str, ...]
+    """Names of the ten classes."""
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+def train(directory: Path) -> Images:
+    """The training images of the CIFAR-10 in `directory`, or in `cifar-10-batches-py` below it. Raises NotCifar."""
+    return _read(directory, TRAIN)
+
+
+def test(directory: Path) -> Images:
+    """The held-out images. Raises NotCifar."""
+    return _read(directory, (TEST,))
+
+
+def write(directory: Path, file: str, x: NDArray[np.uint8], y: Sequence[int], title: str) -> None:
+    """Write one batch file of images `x` (n, 3, 32, 32) with labels `y`, as CIFAR-10's authors did."""
+    rows = np.ascontiguousarray(x).reshape(len(x), -1)
+    _dump(directory / file, {b"batch_label": title.encode(), b"labels": [int(i) for i in y], b"data": rows})
+
+
+def write_meta(directory: Path, names: Sequence[str], per_batch: int) -> None:
+    """Write `batches.meta`, the names of the ten classes."""
+    label_names = [name.encode() for name in names]
+    _dump(directory / META, {b"num_cases_per_batch": per_batch, b"label_names": label_names, b"num_vis": 3072})
+
+
+def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
+    with path.open("wb") as file:
+        pickle.dump(
+            content, file, protocol=4
+        )  # 3 is the first with bytes of its own; numpy's form for 5 is newer than many readers
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(directory: Path, files: Sequence[str]) -> Images:
+    below = directory / "cifar-10-batches-py"  # what the archive unpacks to
+    root = below if below.is_dir() and not (directory / META).exists() else directory
+    if not root.is_dir():
+        raise NotCifar(root, "there is no such directory")
+    missing = [file for file in (META, *files) if not (root / file).is_file()]
+    if missing:
+        raise NotCifar(root, f"it has no {' and no '.join(missing)}")
+
+    names = _load(root, META).get(b"label_names")
+    if not isinstance(names, list) or len(names) != CLASSES:
+        raise NotCifar(root, f"label_names in {META} is not a list of {CLASSES} names")
+    parts = [_batch(root, file) for file in files]
+    return Images(
+        x=np.concatenate([x for x, _ in parts]),  # (n, 3, 32, 32)
+        y=np.concatenate([y for _, y in parts]),  # (n,)
+        names=tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names),
+    )
+
+
+def _batch(root: Path, file: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    content = _load(root, file)
+    data, labels = content.get(b"data"), content.get(b"labels")
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != np.prod(SHAPE):
+        found = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
+        raise NotCifar(root, f"data in {file} is {found}, not uint8 of shape (n, 3072)")
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
+        raise NotCifar(root, f"labels in {file} is not a list of whole numbers")
+    if len(labels) != len(data):
+        raise NotCifar(root, f"{file} has {len(data)} images and {len(labels)} labels")
+    wrong = next((label for label in labels if not 0 <= label < CLASSES), None)
+    if wrong is not None:
+        raise NotCifar(root, f"{file} has a label {wrong}, and labels are 0 to {CLASSES - 1}")
+    return data.reshape(-1, *SHAPE), np.array(labels, dtype=np.int64)
+
+
+def _load(root: Path, file: str) -> dict[bytes, Any]:
+    with (root / file).open("rb") as opened:
+        try:
+            content = _Unpickler(opened).load()
+        except OSError:
+            raise  # the disk's fault, not the file's
+        except _Refused as refused:
+            raise NotCifar(root, f"{file} {refused}") from refused
+        except Exception as error:  # whatever bytes that are no pickle make the unpickler do
+            raise NotCifar(root, f"{file} is damaged or not a pickle ({type(error).__name__}: {error})") from error
+    if not isinstance(content, dict):
+        raise NotCifar(root, f"{file} holds a {type(content).__name__}, not a dict")
+    return {key.encode() if isinstance(key, str) else key: value for key, value in content.items()}
+
+
+class _Refused(Exception):
+    """A pickle asked for something that CIFAR-10 does not need."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Loads numpy arrays, bytes, text, numbers, lists and dicts."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle may call or refer to; everything else is refused."""
+        known = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's
+        if known is None:
+            raise _Refused(f"wants to run {module}.{name} when it is opened; only numpy arrays are allowed")
+        return known
+
+
+def _empty_array(*_: object) -> NDArray[np.uint8]:
+    """Stands in for numpy's `_reconstruct`; shape, type and bytes follow as the array's state, which numpy checks."""
+    return np.empty(0, np.uint8)
+
+
+def _array_of_buffer(buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...], order: str) -> NDArray[Any]:
+    if order not in ("C", "F"):
+        raise _Refused(f"has an array of order {order!r}")
+    return np.frombuffer(buffer, dtype).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _bytes_of_text(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", b"latin1"):
+        raise _Refused(f"has text in {encoding!r}")
+    return text.encode("latin1")
+
+
+class _Name:
+    """A class that a pickle may name but not call."""
+
+
+_ALLOWED: dict[tuple[str, str], Callable[..., Any] | _Name] = {
+    ("numpy._core.multiarray", "_reconstruct"): _empty_array,
+    ("numpy", "ndarray"): _Name(),  # the first argument of _reconstruct
+    ("numpy", "dtype"): np.dtype,
+    ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,  # protocol 5
+    ("_codecs", "encode"): _bytes_of_text,  # bytes in protocol 2, written by Python 3
+}

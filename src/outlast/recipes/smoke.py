@@ -1,0 +1,129 @@
+"""Smoke test: does this cluster train? A small network on made-up data, a second of work, and an exit code that can be trusted.
+
+    outlast run examples/smoke.yaml
+    torchrun --nproc-per-node 2 -m outlast.recipes.smoke --world 2
+    python -m outlast.recipes.smoke
+
+Exits with 78 and says why when the loss falls by less than 30 %, when the ranks end with different weights, or when the world is
+not the one that --world asks for: none of these gets better by starting again. Uses nccl on GPUs and gloo on CPUs. Interrupted or
+killed, it goes on from its newest checkpoint.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outlast.errors import OutlastError
+from outlast.recipes import results, settings
+from outlast.recipes.settings import flag
+from outlast.training import Stream, session
+
+
+@dataclass(frozen=True)
+class Settings:
+    epochs: int = flag(2, "passes over the samples; two are enough for the loss to fall by 80 %", least=1)
+    batch: int = flag(256, "samples a step, over all ranks: the result does not depend on the world", least=1)
+    samples: int = flag(4096, "samples in the made-up dataset", least=1)
+    features: int = flag(128, "numbers in a sample", least=1)
+    classes: int = flag(4, "classes; one is right for a sample", least=2)
+    lr: float = flag(3e-3, "AdamW's learning rate", least=0)
+    seed: int = flag(42, "seed of the data, the weights and the order of samples")
+    world: int | None = flag(None, "number of ranks there must be; default: any", least=1)
+
+
+def made_up(s: Settings) -> tuple[Tensor, Tensor]:
+    """Samples (n, f) and their classes (n,): which of some random directions a sample points along most."""
+    generator = torch.Generator().manual_seed(s.seed)
+    x = torch.randn(s.samples, s.features, generator=generator)  # (n, f)
+    directions = torch.randn(s.features, s.classes, generator=generator)  # (f, c)
+    return x, (x @ directions).argmax(1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train, and exit with 0 only when all is well."""
+    s = settings.parse(Settings, argv, __doc__)
+    started = time.monotonic()
+    with session.open(seed=s.seed) as run:
+        say(f"[DDP] rank {run.rank} of {run.world_size} on {run.device} of {socket.gethostname()}, {dist.get_backend()}")
+        if s.world is not None and run.world_size != s.world:
+            raise OutlastError(
+                f"the world has {run.world_size} ranks and --world asks for {s.world}; start {s.world} or drop --world"
+            )
+
+        x, y = (tensor.to(run.device) for tensor in made_up(s))  # (n, f), (n,)
+        model = nn.Sequential(nn.Linear(s.features, 256), nn.ReLU(), nn.Linear(256, s.classes)).to(run.device)
+        first = mean_loss(model, x, y)  # before resume: of the untrained weights, in every generation
+        net = run.ddp(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr)
+        stream = Stream((x, y), batch=s.batch, seed=s.seed, epochs=s.epochs)
+        step = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
+
+        loss, steps, since = torch.zeros((), device=run.device), 0, time.monotonic()
+        for batch in stream:
+            optimizer.zero_grad()
+            for (x_, y_), share in batch.split(net):  # (b, f), (b,)
+                part = F.cross_entropy(net(x_), y_) * share
+                part.backward()
+                loss += part.detach()
+            optimizer.step()
+            step += 1
+            steps += 1
+            if batch.ends_epoch:
+                epoch, mine = batch.epoch + 1, loss / steps
+                say(f"[TRAIN] rank={run.rank} epoch={epoch} loss={mine:.4f} time={time.monotonic() - since:.2f}s")
+                all_ = run.log(step, reduce=True, loss=mine)["loss"]
+                if run.rank == 0:
+                    say(f"[EPOCH] {epoch}/{s.epochs} step={step} loss={all_:.4f}")
+                loss, steps, since = torch.zeros_like(loss), 0, time.monotonic()
+            else:
+                run.log(step)
+            leaving = run.interrupted()
+            if leaving or run.due(step):
+                run.save(step)
+
+        last = mean_loss(model, x, y)
+        hashes = [""] * run.world_size
+        dist.all_gather_object(hashes, results.sha256(model))
+        wrong = problems(first, last, hashes)
+        if run.rank == 0:
+            results.write_weights(run.output / "model.pt", model)
+            results.write_json(run.output / "final.json", {"step": step, "loss": last, "weights_sha256": hashes[0]})
+            said = wrong or [f"the loss fell by {1 - last / first:.0%}, {run.world_size} ranks agree on weights {hashes[0][:12]}"]
+            say(f"[DONE] first={first:.4f} last={last:.4f} time={time.monotonic() - started:.2f}s: {'; '.join(said)}")
+    if wrong:
+        raise OutlastError(f"the smoke test failed: {'; '.join(wrong)}")
+
+
+def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
+    """What speaks against this cluster: losses before and after, and what each rank thinks the weights are."""
+    found = []
+    fell = 1 - last / first
+    if not fell >= 0.3:  # neither does a loss that is not a number
+        found.append(f"the loss fell by {fell:.0%} from {first:.4f} to {last:.4f}, less than 30 %")
+    if strangers := [rank for rank, digest in enumerate(hashes) if digest != hashes[0]]:
+        found.append(f"rank {', '.join(map(str, strangers))} ended with other weights than rank 0")
+    return found
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Over all samples, which every rank has."""
+    return F.cross_entropy(model(x), y).item()
+
+
+def say(line: str) -> None:
+    """One whole line at once, though many processes share the output."""
+    print(line + "\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    settings.run(main)

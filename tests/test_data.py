@@ -1,0 +1,200 @@
+"""Datasets: what is read is checked, what is written is whole, and a pickle cannot run code."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outlast.data import cifar, digits
+from outlast.errors import OutlastError
+
+NAMES = [f"class {i}" for i in range(10)]
+
+
+def some_images(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
+
+
+def a_dataset(directory: Path, per_file: int = 4) -> Path:
+    directory.mkdir(parents=True)
+    for i, file in enumerate((*cifar.TRAIN, cifar.TEST)):
+        cifar.write(directory, file, some_images(per_file, seed=i), [(i + j) % 10 for j in range(per_file)], file)
+    cifar.write_meta(directory, NAMES, per_batch=per_file)
+    return directory
+
+
+def replace(directory: Path, file: str, content: Any, protocol: int = 4) -> None:
+    (directory / file).write_bytes(pickle.dumps(content, protocol=protocol))
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(cifar.NotCifar) as refused:
+        cifar.train(directory)
+    assert refused.value.exit_code == 78
+    message = str(refused.value)
+    assert message.startswith(f"{directory} is not CIFAR-10: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{directory} is not CIFAR-10: ").split("; unpack")[0]
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    root = a_dataset(tmp_path / "data", per_file=4)
+    train, test = cifar.train(root), cifar.test(root)
+    assert train.x.dtype == np.uint8
+    np.testing.assert_array_equal(train.x, np.concatenate([some_images(4, seed=i) for i in range(5)]))
+    assert train.y.tolist() == [(i + j) % 10 for i in range(5) for j in range(4)]
+    assert (len(train), len(test), train.names) == (20, 4, tuple(NAMES))
+
+
+def test_the_directory_that_the_archive_unpacks_to_is_found(tmp_path: Path) -> None:
+    a_dataset(tmp_path / "cifar-10-batches-py")
+    assert len(cifar.train(tmp_path)) == 20
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_batch_in_any_pickle_protocol_is_read(tmp_path: Path, protocol: int) -> None:
+    root = a_dataset(tmp_path / "data")
+    x = some_images(3, seed=9).reshape(3, -1)
+    replace(root, "data_batch_1", {b"labels": [1, 2, 3], b"data": x}, protocol)
+    np.testing.assert_array_equal(cifar.train(root).x[:3].reshape(3, -1), x)
+
+
+def test_a_batch_pickled_by_python_2_is_read(tmp_path: Path) -> None:
+    root = a_dataset(tmp_path / "data")
+    pixels = bytes(range(256)) * 12
+    # the opcodes of the original archive: text keys as Python 2 str, the array through numpy.core.multiarray._reconstruct
+    original = (
+        b"\x80\x02}q\x01(U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b\x87Rq\x05"
+        b"(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01\x87Rq\x07(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xff"
+        b"K\x00tb\x89T\x00\x0c\x00\x00" + pixels + b"tbU\x06labelsq\x09]q\x0aK\x06au."
+    )
+    (root / "data_batch_1").write_bytes(original)
+    train = cifar.train(root)
+    assert train.x[0].tobytes() == pixels
+    assert train.y[0] == 6
+
+
+class Calls:
+    """Pickles as a call of `function(*args)`."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    root = a_dataset(tmp_path / "data")
+    witness = tmp_path / "ran"
+    replace(root, "data_batch_2", {b"data": Calls(Path.touch, witness)}, protocol)
+    assert "when it is opened; only numpy arrays are allowed" in refusal(root)
+    replace(root, "data_batch_2", {b"data": Calls(eval, f"open({str(witness)!r}, 'w')")}, protocol)
+    assert "data_batch_2 wants to run" in refusal(root)
+    assert not witness.exists()
+
+
+def test_an_array_that_claims_more_memory_than_it_brings_is_refused(tmp_path: Path) -> None:
+    root = a_dataset(tmp_path / "data")
+    replace(root, "data_batch_1", {b"data": Calls(np.ndarray, (1 << 40, 3072))})
+    assert refusal(root).startswith("data_batch_1 is damaged or not a pickle")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({b"labels": [1]}, "data in data_batch_3 is NoneType, not uint8 of shape (n, 3072)"),
+        (
+            {b"labels": [1], b"data": np.zeros((1, 3072))},
+            "data in data_batch_3 is float64 of shape (1, 3072), not uint8 of shape (n, 3072)",
+        ),
+        (
+            {b"labels": [1], b"data": np.zeros((1, 784), np.uint8)},
+            "data in data_batch_3 is uint8 of shape (1, 784), not uint8 of shape (n, 3072)",
+        ),
+        ({b"fine_labels": [1], b"data": np.zeros((1, 3072), np.uint8)}, "labels in data_batch_3 is not a list of whole numbers"),
+        ({b"labels": [1, 2], b"data": np.zeros((1, 3072), np.uint8)}, "data_batch_3 has 1 images and 2 labels"),
+        ({b"labels": [10], b"data": np.zeros((1, 3072), np.uint8)}, "data_batch_3 has a label 10, and labels are 0 to 9"),
+        ([1, 2], "data_batch_3 holds a list, not a dict"),
+    ],
+)
+def test_a_batch_of_the_wrong_form_is_refused_in_one_sentence(tmp_path: Path, content: Any, reason: str) -> None:
+    root = a_dataset(tmp_path / "data")
+    replace(root, "data_batch_3", content)
+    assert refusal(root) == reason
+
+
+def test_a_directory_that_is_not_cifar_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "nowhere") == "there is no such directory"
+    assert refusal(tmp_path) == f"it has no batches.meta and no {' and no '.join(cifar.TRAIN)}"
+    root = a_dataset(tmp_path / "data")
+    replace(root, "batches.meta", {b"label_names": [b"cat"]})
+    assert refusal(root) == "label_names in batches.meta is not a list of 10 names"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_a_torn_batch_is_refused(tmp_path: Path, share: float) -> None:
+    root = a_dataset(tmp_path / "data")
+    whole = (root / "data_batch_5").read_bytes()
+    (root / "data_batch_5").write_bytes(whole[: int(len(whole) * share)])
+    assert refusal(root).startswith("data_batch_5 is damaged or not a pickle")
+
+
+def test_the_digits_are_1442_training_and_355_test_images_with_every_class_in_every_file(tmp_path: Path) -> None:
+    root = tmp_path / "below" / "digits"
+    summary = digits.write(root)
+    assert summary == digits.Summary(root, train=1442, test=355, written=True)
+    assert str(summary) == f"wrote 1442 training and 355 test images of 10 digits in {root}"
+
+    train, test = cifar.train(root), cifar.test(root)
+    assert (train.x.shape, test.x.shape) == ((1442, 3, 32, 32), (355, 3, 32, 32))
+    assert train.names == digits.NAMES
+    assert np.bincount(test.y).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
+    first = cifar._read(root, ["data_batch_1"])
+    assert np.bincount(first.y).min() >= 28
+    assert {image.tobytes() for image in train.x}.isdisjoint(image.tobytes() for image in test.x)
+    assert 0 == train.x.min() < train.x.max() == 255
+    assert sorted(path.name for path in root.parent.iterdir()) == ["digits"]
+
+
+def test_writing_the_digits_again_changes_nothing(tmp_path: Path) -> None:
+    digits.write(tmp_path)  # an empty directory is fine
+    before = {path.name: (path.stat().st_ino, path.read_bytes()) for path in tmp_path.iterdir()}
+    assert digits.write(tmp_path) == digits.Summary(tmp_path, train=1442, test=355, written=False)
+    assert before == {path.name: (path.stat().st_ino, path.read_bytes()) for path in tmp_path.iterdir()}
+    assert set(before) == {*cifar.TRAIN, cifar.TEST, cifar.META}
+
+
+def test_the_digits_never_replace_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(OutlastError, match="holds other files; choose a new or an empty directory"):
+        digits.write(tmp_path)
+    other = a_dataset(tmp_path / "other")
+    with pytest.raises(OutlastError, match=r"holds other images \(class 0, "):
+        digits.write(other)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutlastError, match=r"cannot write the digits to .*file/digits: .+; choose another directory"):
+        digits.write(tmp_path / "file" / "digits")
+
+
+def test_without_scikit_learn_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(OutlastError, match=r"pip install 'outlast\[digits\]'"):
+        digits.write(tmp_path / "digits")
+    assert not (tmp_path / "digits").exists()
+
+
+def test_the_readers_import_neither_torch_nor_scikit_learn() -> None:
+    code = "import sys; from outlast.data import cifar, digits; print(sorted({'torch', 'sklearn'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
