@@ -1,0 +1,193 @@
+"""The goodput report for a terminal, and the same account as JSON.
+
+`plain` is for files and pipes, `rich` for a terminal that shows colours; both are made of the same lines.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outlast import units
+from outlast.report.goodput import Goodput
+from outlast.report.timeline import Bucket, Incident
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_LOOK = {
+    Bucket.TRAINING: ("█", "green", "training"),
+    Bucket.REPLAYED: ("▒", "red", "replayed steps"),
+    Bucket.CHECKPOINT: ("▪", "cyan", "checkpoint stall"),
+    Bucket.RENDEZVOUS: ("┼", "magenta", "rendezvous"),
+    Bucket.RESTORE: ("▴", "blue", "restore"),
+    Bucket.STARTUP: ("▁", "yellow", "start-up"),
+    Bucket.QUEUE: ("·", "bright_black", "queue"),
+    Bucket.HANG: ("!", "bright_red", "hang"),
+    Bucket.IDLE: (" ", "bright_black", "idle"),
+}
+"""Glyph in the timeline (where no colour helps), colour, name."""
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+_BAR = 30
+_SHOWN = 20
+"""Incidents listed in the terminal, the latest ones."""
+
+_Line = list[tuple[str, str]]
+"""Fragments of text with their style."""
+
+
+def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
+    """The report without colours, at most `width` columns wide but for long sentences, ending with a newline."""
+    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in _lines(goodput, title, width))
+
+
+def rich(goodput: Goodput, title: str = "", width: int = 100) -> Text:
+    """The report for `rich.console.Console.print`."""
+    from rich.text import Text
+
+    return Text("\n", no_wrap=True, overflow="fold").join(Text.assemble(*line) for line in _lines(goodput, title, width))
+
+
+def as_json(goodput: Goodput) -> dict[str, Any]:
+    """The account as plain values for JSON; times are seconds, instants seconds since the epoch."""
+    fields = (
+        *("start", "end", "state", "wall_s", "goodput", "steps_kept", "steps_replayed", "step_mean_s", "step_median_s", "worlds"),
+        *("failures", "restarts", "interruptions", "hangs", "saves", "saves_failed"),
+    )
+    return {
+        **{field: getattr(goodput, field) for field in fields},
+        "seconds": {bucket.value: seconds for bucket, seconds in goodput.seconds.items()},
+        "segments": [{"start": s.start, "end": s.end, "bucket": s.bucket.value} for s in goodput.segments],
+        "incidents": [{field: getattr(i, field) for field in Incident.__slots__} for i in goodput.incidents],
+    }
+
+
+def _lines(goodput: Goodput, title: str, width: int) -> list[_Line]:
+    return [
+        _headline(goodput, title),
+        [],
+        *_buckets(goodput),
+        [],
+        *_strip(goodput, width),
+        [],
+        *_counts(goodput),
+        *_incidents(goodput, width),
+    ]
+
+
+def _headline(goodput: Goodput, title: str) -> _Line:
+    state = goodput.state or "running"
+    style = {"Succeeded": "bold green", "Failed": "bold red"}.get(state, "bold")
+    line: _Line = [(f"{title}  ", "bold")] if title else []
+    line += [(state, style), (f"  {units.human_seconds(goodput.wall_s)}", "")]
+    line += [("  goodput ", ""), (_percent(goodput.goodput), "bold")]
+    return line
+
+
+def _buckets(goodput: Goodput) -> list[_Line]:
+    """Every bucket that took time, the largest first; training on top."""
+    rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
+    lines: list[_Line] = []
+    for bucket in rows:
+        if not goodput.microseconds[bucket] and bucket is not Bucket.TRAINING:
+            continue
+        glyph, colour, name = _LOOK[bucket]
+        share = goodput.share(bucket)
+        figures = f"{_seconds(goodput.seconds[bucket]):>11}  {_percent(share):>7}  "
+        lines.append([(f"  {glyph} ", colour), (f"{name:<17}", ""), (figures, ""), (_bar(share), colour)])
+    return lines
+
+
+def _seconds(seconds: float) -> str:
+    """Like `units.human_seconds`, but all stretches below a minute in the same unit."""
+    return f"{seconds:.2f}s" if seconds < 59.995 else units.human_seconds(seconds)
+
+
+def _percent(share: float) -> str:
+    """A share with one decimal; never 100.0 % of something incomplete."""
+    return f"{100 * share if share >= 1 else min(99.9, 100 * share):.1f} %"
+
+
+def _bar(share: float) -> str:
+    """A bar of up to `_BAR` columns in eighths of a column; what took any time at all has a sliver."""
+    eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+
+
+def _strip(goodput: Goodput, width: int) -> list[_Line]:
+    """The run from left to right; a column shows what took the most of it, but never hides the only sign of a bucket."""
+    columns = max(20, width - 4)
+    total = goodput.end - goodput.start
+    if total <= 0:
+        return []
+    weight = [dict.fromkeys(Bucket, 0.0) for _ in range(columns)]
+    for segment in goodput.segments:
+        begin = (segment.start - goodput.start) / total * columns
+        end = (segment.end - goodput.start) / total * columns
+        for i in range(int(begin), min(columns, int(end) + 1)):
+            weight[i][segment.bucket] += max(0.0, min(end, i + 1) - max(begin, i))
+    shown = [max(column, key=column.__getitem__) for column in weight]
+    for bucket in Bucket:
+        if goodput.microseconds[bucket] and bucket not in shown:
+            best = max(range(columns), key=[column[bucket] for column in weight].__getitem__)
+            if shown.count(shown[best]) > 1:
+                shown[best] = bucket
+    line: _Line = [("  ", "")]
+    line += [(_LOOK[bucket][0], _LOOK[bucket][1]) for bucket in shown]
+    ends = f"{_at(0):<{columns // 2}}{_at(total):>{columns - columns // 2}}"
+    return [line, [(f"  {ends}", "bright_black")]]
+
+
+def _counts(goodput: Goodput) -> list[_Line]:
+    steps = f"{goodput.steps_kept:,} kept"
+    if goodput.steps_replayed:
+        steps += f", {goodput.steps_replayed:,} replayed"
+    if goodput.step_median_s is not None and goodput.step_mean_s is not None:
+        median, mean = units.human_seconds(goodput.step_median_s), units.human_seconds(goodput.step_mean_s)
+        steps += f"; {median} each in the median, {mean} in the mean"
+    if not goodput.steps_kept + goodput.steps_replayed:
+        steps = "none reported"
+    saves = f"{goodput.saves:,} committed"
+    if goodput.saves_failed:
+        saves += f", {goodput.saves_failed:,} failed"
+    happened = [
+        _many(goodput.failures, "failure"),
+        _many(goodput.hangs, "hang"),
+        _many(goodput.interruptions, "interruption"),
+        _many(goodput.restarts, "restart"),
+    ]
+    worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
+    return [[(f"  {name:<9}", "bold"), (text, "")] for name, text in (("steps", steps), ("saves", saves), ("worlds", worlds))]
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count > 1 else ''}" if count else ""
+
+
+def _incidents(goodput: Goodput, width: int) -> list[_Line]:
+    lines: list[_Line] = [[]] if goodput.incidents else []
+    column = len(_at(goodput.wall_s))
+    if len(goodput.incidents) > _SHOWN:
+        lines.append([(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON", "bright_black")])
+    for incident in goodput.incidents[-_SHOWN:]:
+        text = " ".join(incident.text.split())
+        line: _Line = [(f"  {_at(incident.time - goodput.start):>{column}}  ", "bright_black")]
+        lines.append([*line, (text, "red" if incident.kind in ("failure", "hang") else "yellow")])
+        cost = [] if incident.recovery_s is None else [f"{units.human_seconds(incident.recovery_s)} to the next {_next(goodput)}"]
+        if incident.replayed or (incident.recovery_s is not None and goodput.steps_kept):
+            cost.append(f"{incident.replayed:,} step{'s' if incident.replayed != 1 else ''} replayed")
+        if cost and 4 + column + len(text) + 3 + len(", ".join(cost)) <= width:
+            lines[-1].append((f" … {', '.join(cost)}", "bold"))
+        elif cost:
+            lines.append([(f"  {'':{column}}  ", ""), (f"… {', '.join(cost)}", "bold")])
+    return lines
+
+
+def _next(goodput: Goodput) -> str:
+    return "step" if goodput.steps_kept else "world"
+
+
+def _at(seconds: float) -> str:
+    """A moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,470 @@
+"""The timeline of a job: the ledger's events folded, in order, into stretches of time that each have an owner.
+
+Called by `report.goodput` only. The fold believes nobody: events may come late, twice, torn, in the wrong order, from a
+generation that was replaced, or not at all. Whatever comes, every instant between the first event and the end has one owner.
+
+Time belongs to a step, from the end of the step before it to its own end. What becomes of the step decides about its time: kept
+is training; taken back by a restore from before it is replayed, and so is the step that a failure cut short. All other time has
+the bucket of the phase that the job was in. Why so: `docs/decisions/0004-goodput.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Sequence
+
+from outlast.runtime.ledger import Event
+
+
+class Bucket(enum.StrEnum):
+    """What a stretch of time was spent on."""
+
+    TRAINING = "training"
+    """Steps whose result was kept. The share of this in the wall time is the goodput."""
+    REPLAYED = "replayed"
+    """Steps whose result was lost: taken back by a restore, or cut short by a failure."""
+    CHECKPOINT = "checkpoint"
+    """Training stood still for a save; a save in the background costs nothing here."""
+    RENDEZVOUS = "rendezvous"
+    """From the end of a world (failure, interruption, planned change) until the next one was formed."""
+    RESTORE = "restore"
+    """Reading a checkpoint back."""
+    STARTUP = "startup"
+    """Starting processes, importing, building the model; what a first step takes longer than others; leaving at the end."""
+    QUEUE = "queue"
+    """Submitted (or resumed), before the first worker started."""
+    HANG = "hang"
+    """From the last step until a hang was noticed."""
+    IDLE = "idle"
+    """Suspended, interrupted, or nobody there to run the job."""
+
+
+@dataclasses.dataclass(slots=True)
+class Incident:
+    """Something that happened to the run."""
+
+    time: float
+    kind: str
+    """failure | hang | interruption | change | launcher | save | damaged"""
+    text: str
+    """The sentence of whoever decided or saw it."""
+    worker: int | None = None
+    generation: int = -1
+    """The world that it ended or happened in."""
+    recovery_s: float | None = None
+    """Until the next step had ended, or until the next world for a script that reports no steps.
+    None: not yet, or training never stopped."""
+    replayed: int = 0
+    """Steps whose result it cost."""
+
+
+# Reading the ledger
+
+_REOPENS = ("submitted", "launcher", "resumed", "worker")
+_FOREVER = 1e12
+Timed = tuple[int, Event]
+"""An event and its time in microseconds since the epoch."""
+
+
+def microseconds(t: float) -> int:
+    """Seconds as a whole number of microseconds, the resolution of the ledger."""
+    return round(t * 1e6)
+
+
+def _int(event: Event, field: str) -> int | None:
+    value = event.get(field)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _text(event: Event, field: str, otherwise: str) -> str:
+    value = event.get(field)
+    return value if isinstance(value, str) and value else otherwise
+
+
+def in_order(events: Iterable[Event]) -> list[Timed]:
+    """Events with a usable time and a known kind, in the order of time; those of one instant as they come.
+
+    What other machines' clocks put after `finished` happened before it, unless the job was taken up again.
+    """
+
+    def usable(event: Event) -> bool:
+        t, kind = event.get("t"), event.get("kind")
+        return (
+            isinstance(t, (int, float))
+            and -_FOREVER < t < _FOREVER
+            and isinstance(kind, str)
+            and hasattr(Timeline, f"_on_{kind}")
+        )
+
+    ordered: list[Timed] = []
+    finished: Timed | None = None
+    for t, event in sorted(((microseconds(event["t"]), event) for event in events if usable(event)), key=lambda timed: timed[0]):
+        if finished is None:
+            if event["kind"] == "finished":
+                finished = t, event
+            else:
+                ordered.append((t, event))
+        elif event["kind"] in _REOPENS:
+            ordered += [finished, (t, event)]
+            finished = None
+        elif event["kind"] != "finished":
+            ordered.append((finished[0], event))
+    return ordered if finished is None else [*ordered, finished]
+
+
+def _last_steps(ordered: Iterable[Timed]) -> dict[int, int]:
+    """When the last step of each generation ended: until then its world was not broken, whatever was reported meanwhile."""
+    last: dict[int, int] = {}
+    newest = -1
+    for t, event in ordered:
+        if event["kind"] in ("world", "session", "step"):
+            generation = _int(event, "generation")
+            newest = max(newest, 0 if generation is None else generation)
+            if event["kind"] == "step" and generation in (newest, None):
+                last[newest] = t
+    return last
+
+
+# The fold
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+    """One execution of a step, also one that never came to its end; the time it took goes where its bucket says in the end."""
+
+    bucket: Bucket = Bucket.TRAINING
+    first: bool = False
+    """First of its world: what it takes longer than an ordinary step is start-up."""
+    number: int = 0
+    life: int = 0
+    us: int = 0
+
+
+class Timeline:
+    """Folds events, in order, into spans of time with an owner: a bucket, or the step whose fate decides."""
+
+    def __init__(self, start: int, ordered: Sequence[Timed]) -> None:
+        self.spans: list[tuple[int, int, Bucket | Step]] = []
+        self.executed: list[Step] = []
+        self.kept: list[Step] = []
+        self.incidents: list[Incident] = []
+        self.seen = start  # time of the newest event
+        self.finished: str | None = None
+        self.worlds = self.failures = self.restarts = self.interruptions = self.hangs = self.saves = self.saves_failed = 0
+        self._last_steps = _last_steps(ordered)
+        self._blind = not any(event["kind"] in ("session", "step") for _, event in ordered)
+        self._since = start
+        self._phase = Bucket.QUEUE
+        self._after_save = Bucket.TRAINING
+        self._step: Step | None = None  # under way; owns the time spent in phase TRAINING
+        self._last_step = start
+        self._durable = start
+        self._generation = -1
+        self._life = 0  # grows with every start of the training processes, and with every restore
+        self._members: frozenset[int | None] | None = None
+        self._broken = False
+        self._suspended = False
+        self._why = ""  # the planned call that the present world is to follow
+        self._launchers = 0
+        self._open: list[Incident] = []  # training has not gone on since
+
+    def feed(self, t: int, event: Event) -> None:
+        """Take in the next event; `t` never falls."""
+        getattr(self, "_on_" + event["kind"])(t, event)
+        self.seen = t
+
+    def stop(self, now: int) -> None:
+        """Nothing more is known: what is under way goes on until now, unless the job has ended."""
+        if self.finished is None:
+            self._cut(now)
+
+    # Moving along the timeline
+
+    def _cut(self, t: int) -> None:
+        """End the span under way."""
+        if t <= self._since:
+            return
+        owner: Bucket | Step = self._phase
+        if self._phase is Bucket.TRAINING and self._step is not None:
+            owner = self._step
+            self._step.us += t - self._since
+        self.spans.append((self._since, t, owner))
+        self._since = t
+
+    def _enter(self, phase: Bucket, t: int) -> None:
+        self._cut(t)
+        self._phase = phase
+
+    def _drop(self, fate: Bucket, t: int) -> None:
+        """The step under way will never end; its time belongs to `fate`."""
+        self._cut(t)
+        if self._step is not None:
+            self._step.bucket = fate
+            self._step = None
+
+    def _goes_on(self, t: int) -> bool:
+        """Whether the present world has yet to make its last step: then it was not broken, whatever was reported."""
+        return t < self._last_steps.get(self._generation, t)
+
+    def _end_world(self, fate: Bucket, t: int) -> None:
+        """Training stops, at once or after the world's last step."""
+        if self._goes_on(t):
+            self._broken = True
+        elif self._phase not in (Bucket.IDLE, Bucket.QUEUE):
+            self._drop(fate, t)
+            self._phase = Bucket.IDLE if self._suspended else Bucket.RENDEZVOUS
+
+    def _form(self, generation: int, t: int) -> None:
+        self._drop(Bucket.RENDEZVOUS, t)
+        self.restarts += any(incident.kind in ("failure", "hang") for incident in self._open)
+        self.worlds += 1
+        self._generation = generation
+        self._members = None
+        self._broken, self._why = False, ""
+        self._life += 1
+        self._phase = Bucket.STARTUP
+        if self._blind:
+            self._phase = Bucket.TRAINING
+            self._recovered(t)
+
+    def _current(self, event: Event, t: int) -> bool:
+        """Whether an event of the training is of the present world; one of a newer world proves that it was formed."""
+        generation = _int(event, "generation")
+        if generation is None:
+            generation = max(0, self._generation)
+        if generation > self._generation:
+            self._form(generation, t)
+        return generation == self._generation
+
+    def _concerns(self, event: Event) -> bool:
+        """Whether an event of the launcher or an agent is about a member of the present world, or may be."""
+        generation, worker = _int(event, "generation"), _int(event, "worker")
+        if generation is not None and generation < self._generation:
+            return False
+        return self._members is None or worker is None or worker in self._members
+
+    def _roll_back(self, step: int) -> None:
+        """The results of all steps after this one are lost."""
+        before = len(self.kept)
+        while self.kept and self.kept[-1].number > step:
+            self.kept.pop().bucket = Bucket.REPLAYED
+        if self._open:
+            self._open[0].replayed += before - len(self.kept)
+
+    def _recovered(self, t: int) -> None:
+        """Training goes on in a newer world: what ended the older ones is over."""
+        for incident in self._open:
+            if incident.generation < self._generation:
+                incident.recovery_s = t / 1e6 - incident.time
+        self._open = [incident for incident in self._open if incident.recovery_s is None]
+
+    def _incident(self, t: int, kind: str, text: str, event: Event, *, stops: bool) -> None:
+        incident = Incident(t / 1e6, kind, text, _int(event, "worker"), self._generation)
+        self.incidents.append(incident)
+        if stops:
+            self._open.append(incident)
+
+    def _cause(self) -> Incident | None:
+        """What ended the present world, if that is known already: what is reported later are consequences."""
+        return next((incident for incident in self._open if incident.generation == self._generation >= 0), None)
+
+    def _rests(self) -> None:
+        """Nobody expects training to go on: what it was told to leave for is no loss of time."""
+        self._open = [incident for incident in self._open if incident.kind in ("failure", "hang")]
+
+    # What the launcher says
+
+    def _on_submitted(self, t: int, event: Event) -> None:
+        self._suspended = False
+        self._taken_up(t, event)
+
+    def _on_resumed(self, t: int, event: Event) -> None:
+        self._suspended = False
+        self._rests()
+        self._taken_up(t, event)
+
+    def _on_launcher(self, t: int, event: Event) -> None:
+        self._launchers += 1
+        if self._launchers == 1:
+            self._wake(Bucket.QUEUE, t)
+        elif event.get("adopted") and self._phase not in (Bucket.IDLE, Bucket.QUEUE):
+            self._incident(t, "launcher", "the launcher was started again; training went on meanwhile", event, stops=False)
+        else:
+            self._taken_up(t, event)
+
+    def _taken_up(self, t: int, event: Event) -> None:
+        """Somebody takes care of the job again. If it had not ended, its processes were gone since their last word."""
+        if self._phase not in (Bucket.IDLE, Bucket.QUEUE) and not self._goes_on(t):
+            self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
+            self._drop(Bucket.REPLAYED, self.seen)
+            self._phase = Bucket.IDLE
+        self._wake(Bucket.QUEUE, t)
+
+    def _on_suspended(self, t: int, event: Event) -> None:
+        self._suspended = True
+        if self._phase in (Bucket.QUEUE, Bucket.STARTUP, Bucket.RENDEZVOUS):
+            self._enter(Bucket.IDLE, t)
+
+    def _on_worker(self, t: int, event: Event) -> None:
+        self._wake(Bucket.STARTUP, t)
+        if self._phase is Bucket.QUEUE:
+            self._enter(Bucket.STARTUP, t)
+
+    def _wake(self, phase: Bucket, t: int) -> None:
+        self.finished = None
+        if self._phase is Bucket.IDLE and not self._suspended:
+            self._enter(phase, t)
+
+    def _on_called(self, t: int, event: Event) -> None:
+        generation = _int(event, "generation")
+        if generation is not None and generation <= self._generation:
+            return
+        reason = _text(event, "reason", "the world was called together again")
+        if event.get("planned") and not self._blind and self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT):
+            self._why = reason
+            return  # it saves first, and says `interrupted` when it has
+        if not event.get("planned"):
+            if all(incident.generation != self._generation for incident in self._open):
+                self._incident(t, "failure", reason, event, stops=True)
+            self._end_world(Bucket.REPLAYED, t)
+        else:
+            if self._generation >= 0:
+                self._incident(t, "change", reason, event, stops=True)
+            self._end_world(Bucket.RENDEZVOUS, t)
+
+    def _on_world(self, t: int, event: Event) -> None:
+        generation = _int(event, "generation")
+        generation = self._generation + 1 if generation is None else generation
+        if generation > self._generation:
+            self._form(generation, t)
+        if generation == self._generation:
+            workers = event.get("workers")
+            self._members = frozenset(w for w in workers if isinstance(w, int)) if isinstance(workers, list) else None
+
+    def _on_failure(self, t: int, event: Event) -> None:
+        counted = event.get("counted") is not False
+        self.failures += counted
+        reason = _text(event, "reason", f"worker {event.get('worker')} failed")
+        concerns = self._concerns(event)
+        cause = self._cause() if concerns else None
+        if cause is None:
+            self._incident(t, "failure" if counted else "interruption", reason, event, stops=concerns)
+        elif cause.kind == "failure" and cause.worker is None:  # so far only the call that followed it was known
+            cause.text, cause.worker = reason, _int(event, "worker")
+        if concerns:
+            self._end_world(Bucket.REPLAYED, t)
+
+    def _on_exited(self, t: int, event: Event) -> None:
+        interrupted = bool(event.get("interrupted"))
+        if self._members and _int(event, "worker") in self._members and (interrupted or event.get("code") != 0):
+            self._end_world(Bucket.CHECKPOINT if interrupted else Bucket.REPLAYED, t)
+
+    def _on_finished(self, t: int, event: Event) -> None:
+        self.finished = _text(event, "state", "finished")
+        self._cut(t)
+        if self._step is not None and self.finished == "Succeeded":
+            for i in range(len(self.spans) - 1, -1, -1):  # after the last step: until the last save was durable, then leaving
+                start, end, owner = self.spans[i]
+                if start < self._last_step:
+                    break
+                if owner is self._step:
+                    self.spans[i] = start, end, Bucket.CHECKPOINT if end <= self._durable else Bucket.STARTUP
+        self._drop(Bucket.REPLAYED, t)
+        self._phase = Bucket.IDLE
+        self._rests()
+
+    # What an agent says
+
+    def _on_hang(self, t: int, event: Event) -> None:
+        self.hangs += 1
+        silent = event.get("silent_s")
+        silent = silent if isinstance(silent, (int, float)) and 0 <= silent < _FOREVER else None
+        concerns = self._concerns(event)
+        if not concerns or self._cause() is None:
+            who = f"rank {event.get('rank')} on worker {event.get('worker')}"
+            self._incident(t, "hang", f"{who} {_text(event, 'reason', 'hung')}", event, stops=concerns)
+        if concerns and not self._goes_on(t) and self._phase not in (Bucket.IDLE, Bucket.QUEUE, Bucket.RENDEZVOUS):
+            if self._step is None and silent is not None:
+                self._cut(max(self._since, t - microseconds(silent)))
+            self._phase = Bucket.HANG if self._step is None else Bucket.TRAINING
+            self._end_world(Bucket.HANG, t)
+
+    # What the training says
+
+    def _on_session(self, t: int, event: Event) -> None:
+        if event.get("rank") not in (0, None) or not self._current(event, t):
+            return
+        if self._phase in (Bucket.TRAINING, Bucket.CHECKPOINT, Bucket.RESTORE):  # plain torchrun restarts in the same generation
+            self._drop(Bucket.RENDEZVOUS, t)
+            self._phase = Bucket.STARTUP
+            self._life += 1
+        if self._phase is Bucket.STARTUP:
+            self._cut(t)  # the first step may begin here
+
+    def _on_restoring(self, t: int, event: Event) -> None:
+        if self._current(event, t) and self._phase in (Bucket.STARTUP, Bucket.TRAINING):
+            self._drop(Bucket.STARTUP, t)
+            self._phase = Bucket.RESTORE
+
+    def _on_restored(self, t: int, event: Event) -> None:
+        step = _int(event, "step")
+        if not self._current(event, t) or step is None:
+            return
+        self._life += 1
+        self._roll_back(step)
+        if self._phase in (Bucket.STARTUP, Bucket.RESTORE, Bucket.TRAINING):
+            self._drop(Bucket.STARTUP, t)
+            self._phase = Bucket.TRAINING
+            self._step = Step(first=True)
+
+    def _on_step(self, t: int, event: Event) -> None:
+        number = _int(event, "step")
+        if number is None or not self._current(event, t):
+            return
+        if self._phase is Bucket.STARTUP:
+            self._phase = Bucket.TRAINING
+            self._step = Step(first=True)
+        self._cut(t)
+        step = self._step or Step(first=True)
+        self._step, self._phase, self._last_step = Step(), Bucket.TRAINING, t
+        if not self.kept or self.kept[-1].life != self._life or self.kept[-1].number < number:  # else reported twice
+            self._roll_back(number - 1)
+            step.number, step.life = number, self._life
+            self.executed.append(step)
+            self.kept.append(step)
+        self._recovered(t)
+        if self._broken and not self._goes_on(t):
+            self._broken = False
+            self._end_world(Bucket.REPLAYED, t)
+
+    def _on_saving(self, t: int, event: Event) -> None:
+        if self._phase is Bucket.STARTUP or (self._phase is Bucket.TRAINING and self._step is not None):
+            self._after_save = self._phase
+            self._enter(Bucket.CHECKPOINT, t)
+
+    def _on_staged(self, t: int, event: Event) -> None:
+        if self._phase is Bucket.CHECKPOINT:
+            self._enter(self._after_save, t)
+
+    def _on_committed(self, t: int, event: Event) -> None:
+        self.saves += 1
+        self._durable = t
+        self._cut(t)
+
+    def _on_save_failed(self, t: int, event: Event) -> None:
+        self.saves_failed += 1
+        why = _text(event, "reason", "no reason given")
+        self._incident(t, "save", f"step {event.get('step')} could not be saved: {why}", event, stops=False)
+
+    def _on_damaged(self, t: int, event: Event) -> None:
+        name, why = _text(event, "path", "a checkpoint").rsplit("/", 1)[-1], _text(event, "reason", "no reason given")
+        self._incident(t, "damaged", f"{name} is damaged and was skipped: {why}", event, stops=False)
+
+    def _on_interrupted(self, t: int, event: Event) -> None:
+        self.interruptions += 1
+        stops = self._phase not in (Bucket.IDLE, Bucket.QUEUE, Bucket.RENDEZVOUS)
+        said = _text(event, "reason", "told to leave")
+        self._incident(t, "interruption", f"{self._why}; {said}" if self._why else said, event, stops=stops)
+        if stops:
+            self._end_world(Bucket.CHECKPOINT, t)

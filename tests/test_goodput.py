@@ -1,0 +1,552 @@
+"""Where the time goes: the account of `report.goodput`, and the report made of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.report import goodput, text
+from outlast.report.timeline import Bucket, Incident
+
+KILLED = "rank 1 on worker 1 was killed by SIGKILL; restart 1 of 10"
+
+
+class Story:
+    """A ledger told in seconds: `at` is the present, every verb takes some time and writes what the processes write."""
+
+    def __init__(self, at: float = 0.0) -> None:
+        self.at = at
+        self.generation = 0
+        self.step = 0
+        self.events: list[dict] = []
+
+    def say(self, kind: str, after: float = 0.0, **fields: object) -> Story:
+        self.at = round(self.at + after, 6)
+        self.events.append({"t": self.at, "kind": kind, "source": "story", **fields})
+        return self
+
+    def submitted(self) -> Story:
+        return (
+            self.say("submitted", run="r", job="j")
+            .say("launcher", pid=1, adopted=0)
+            .say("worker", 1, worker=0)
+            .say("worker", worker=1)
+        )
+
+    def world(self, after: float = 0.0, workers: tuple[int, ...] = (0, 1)) -> Story:
+        self.generation += 1
+        return self.say("world", after, generation=self.generation, workers=list(workers), reason="all here")
+
+    def session(self, after: float = 0.0) -> Story:
+        for rank in (1, 0):
+            self.say("session", after if rank else 0, generation=self.generation, rank=rank, world_size=2)
+        return self
+
+    def restored(self, step: int = 0, after: float = 0.0) -> Story:
+        self.step = step
+        self.say("restoring", generation=self.generation)
+        return self.say("restored", after, generation=self.generation, step=step, path=None)
+
+    def steps(self, count: int, each: float = 1.0) -> Story:
+        for _ in range(count):
+            self.step += 1
+            self.say("step", each, generation=self.generation, step=self.step)
+        return self
+
+    def save(self, stall: float = 0.0, durable: float = 0.0) -> Story:
+        self.say("saving", step=self.step).say("staged", stall, step=self.step, stall_s=stall)
+        return self.say("committed", durable, step=self.step, path="p", bytes=1, seconds=stall + durable)
+
+    def failure(self, after: float = 0.0, worker: int = 1, reason: str = KILLED, counted: bool = True) -> Story:
+        self.say(
+            "failure", after, generation=self.generation, worker=worker, rank=worker, code=137, reason=reason, counted=counted
+        )
+        return self.say("called", generation=self.generation + 1, reason=f"lost worker {worker}", planned=False)
+
+    def finished(self, after: float = 0.0, state: str = "Succeeded") -> Story:
+        return self.say("finished", after, state=state, reason="", step=self.step, code=0)
+
+    def account(self, now: float | None = None) -> goodput.Goodput:
+        return goodput.buckets(self.events, self.at if now is None else now)
+
+
+def training(story: Story | None = None) -> Story:
+    """A job in its first world, just restored: 1 s queue, 2 s start-up."""
+    return (story or Story()).submitted().world(1).session(1).restored()
+
+
+def spent(account: goodput.Goodput) -> dict[str, float]:
+    """Seconds of the buckets that took any."""
+    return {bucket.value: seconds for bucket, seconds in account.seconds.items() if seconds}
+
+
+def test_an_undisturbed_run_trains_all_the_time_but_for_its_start_and_end():
+    account = training().steps(10).say("scaled", replicas=2).finished(0.5).account()
+    assert spent(account) == {"queue": 1, "startup": 2.5, "training": 10}
+    assert account.wall_s == 13.5
+    assert account.goodput == pytest.approx(10 / 13.5)
+    assert (account.state, account.worlds, account.steps_kept, account.steps_replayed) == ("Succeeded", 1, 10, 0)
+    assert (account.step_median_s, account.step_mean_s, account.failures, account.restarts) == (1, 1, 0, 0)
+    assert account.incidents == ()
+    assert [(s.start, s.end, s.bucket.value) for s in account.segments] == [
+        (0, 1, "queue"),
+        (1, 3, "startup"),
+        (3, 13, "training"),
+        (13, 13.5, "startup"),
+    ]
+
+
+def test_steps_after_the_restored_one_were_lost_with_the_step_under_way():
+    story = training().steps(4).save(0.1, 0.2).steps(3).failure(0.5)
+    story.world(0.25).session(1).restored(4, after=0.5).steps(5).finished()
+    account = story.account()
+    # the save stalls 0.1 s; training goes on while it becomes durable
+    assert spent(account) == {
+        "queue": 1,
+        "startup": 3,
+        "training": 9,
+        "checkpoint": 0.1,
+        "replayed": 3.5 + 0.2,
+        "rendezvous": 0.25,
+        "restore": 0.5,
+    }
+    assert (account.steps_kept, account.steps_replayed) == (9, 3)
+    assert (account.worlds, account.failures, account.restarts, account.saves) == (2, 1, 1, 1)
+    assert account.incidents == (Incident(10.8, "failure", KILLED, 1, 1, pytest.approx(2.75), 3),)
+
+
+def test_what_the_others_die_of_when_a_worker_is_lost_is_not_another_incident():
+    story = training().steps(2)
+    story.say("called", generation=2, reason="lost worker 1", planned=False)
+    story.failure().say("failure", 0.1, generation=1, worker=0, rank=0, code=1, reason="rank 0 raised", counted=False)
+    story.say("exited", 0.1, worker=0, code=1, reason="", interrupted=False).world(0.3).session().restored().steps(1)
+    account = story.account()
+    assert [(i.kind, i.text, i.worker, i.recovery_s) for i in account.incidents] == [("failure", KILLED, 1, 1.5)]
+    assert spent(account)["rendezvous"] == 0.5
+    assert (account.failures, account.restarts) == (1, 1)
+
+
+def test_a_world_that_fails_before_its_first_step_prolongs_the_same_recovery():
+    story = (
+        training()
+        .steps(2)
+        .failure()
+        .world(1)
+        .session(1)
+        .failure(1, worker=0, reason="again")
+        .world(1)
+        .session(1)
+        .restored(0)
+        .steps(2)
+    )
+    account = story.account()
+    assert [(i.text, i.recovery_s, i.replayed) for i in account.incidents] == [(KILLED, 6, 2), ("again", 3, 0)]
+    assert spent(account) == {"queue": 1, "startup": 2 + 2 + 1, "rendezvous": 2, "replayed": 2, "training": 2}
+    assert account.restarts == 2
+
+
+def test_a_planned_change_loses_no_step():
+    story = training().steps(3).say("scaled", replicas=3).say("called", generation=2, reason="scale to 3", planned=True).steps(1)
+    story.save(0.1, 0.4).say("interrupted", 0.1, step=4, reason="saved step 4")
+    story.say("exited", 0.2, worker=0, code=75, interrupted=True).world(0.3, (0, 1, 2)).session(1).restored(4, 0.5).steps(
+        6
+    ).finished()
+    account = story.account()
+    # leaving waits until the save is durable: all of it is the checkpoint's
+    assert spent(account) == {"queue": 1, "startup": 3, "training": 10, "checkpoint": 0.6, "rendezvous": 0.5, "restore": 0.5}
+    assert (account.steps_kept, account.steps_replayed, account.interruptions, account.failures, account.restarts) == (
+        10,
+        0,
+        1,
+        0,
+        0,
+    )
+    assert account.incidents == (Incident(7.6, "interruption", "scale to 3; saved step 4", None, 1, pytest.approx(3.0), 0),)
+
+
+def test_a_hang_begins_with_the_last_step():
+    story = (
+        training()
+        .steps(3)
+        .say("hang", 8, worker=1, rank=1, pid=8, silent_s=7.9, reason="hung: stopped (SIGSTOP) for 8 s at step 3")
+    )
+    story.say("hang", worker=0, rank=0, pid=7, silent_s=7.9).failure(0.5, reason="rank 1 hung")
+    account = story.world(0.5).session().restored(0).steps(4).account()
+    assert spent(account) == {"queue": 1, "startup": 2, "replayed": 3, "hang": 8, "rendezvous": 1, "training": 4}
+    assert (account.hangs, account.failures, account.restarts) == (2, 1, 1)
+    assert [(i.kind, i.text, i.worker, i.recovery_s, i.replayed) for i in account.incidents] == [
+        ("hang", "rank 1 on worker 1 hung: stopped (SIGSTOP) for 8 s at step 3", 1, 2, 3)
+    ]
+
+
+def test_a_hang_before_the_first_step_lasts_as_long_as_the_process_was_silent():
+    account = (
+        Story().submitted().world(1).session(1).say("restoring", generation=1).say("hang", 9, worker=0, silent_s=6.0).account()
+    )
+    assert spent(account) == {"queue": 1, "startup": 2, "restore": 3, "hang": 6}
+
+
+def test_a_hang_that_passes_costs_the_step_its_time_and_nothing_else():
+    account = training().steps(1).say("hang", 3, worker=0, rank=0, silent_s=3).steps(1).account()
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 5}
+
+
+def test_suspended_is_idle_from_the_save_until_a_worker_starts_again():
+    story = training().steps(2).say("suspended").say("called", generation=2, reason="suspended", planned=True).steps(1)
+    story.save(0.5).say("interrupted", step=3, reason="suspended").say("exited", 1, worker=0, code=75, interrupted=True)
+    story.say("resumed", 60).say("worker", 2, worker=0).world(1).session().restored(3).steps(1)
+    account = story.account()
+    assert spent(account) == {"queue": 1 + 2, "startup": 2 + 1, "training": 4, "checkpoint": 0.5, "idle": 61}
+    assert [i.recovery_s for i in account.incidents] == [None]
+
+
+def test_an_interrupted_run_that_goes_on_was_idle_in_between():
+    story = training().steps(2).save().say("interrupted", step=2, reason="Ctrl-C").finished(0.5, "Interrupted")
+    assert spent(story.account(now=1e6)) == {"queue": 1, "startup": 2, "training": 2, "rendezvous": 0.5}
+    story.say("launcher", 100, pid=2, adopted=0).say("worker", 1, worker=0).world(1).session().restored(2).steps(2).finished()
+    account = story.account()
+    assert spent(account) == {"queue": 2, "startup": 3, "training": 4, "rendezvous": 0.5, "idle": 100}
+    assert (account.state, account.steps_kept, account.restarts) == ("Succeeded", 4, 0)
+
+
+def test_a_launcher_that_takes_over_living_workers_costs_nothing():
+    account = training().steps(2).say("launcher", 0.5, pid=2, adopted=2).steps(1, 0.5).account()
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 3}
+    assert [(i.kind, i.recovery_s) for i in account.incidents] == [("launcher", None)]
+
+
+def test_a_launcher_that_died_with_its_workers_left_the_job_idle():
+    story = training().steps(2).save(durable=0.25).steps(2)
+    story.say("resumed", 49.5).say("launcher", 0.5, pid=2, adopted=0).say("worker", 1, worker=0).world(1).session().restored(
+        2
+    ).steps(2)
+    account = story.account()
+    assert spent(account) == {"queue": 2.5, "startup": 3, "training": 4, "replayed": 2.25, "idle": 49.5}
+    assert [(i.kind, i.time, i.recovery_s, i.replayed) for i in account.incidents] == [("launcher", 7.25, 53, 2)]
+
+
+def test_a_script_that_reports_nothing_trains_while_it_is_in_a_world():
+    story = Story().submitted().world(1).failure(10).say("worker", 0.5, worker=1).world(0.5).finished(20)
+    account = story.account()
+    assert spent(account) == {"queue": 1, "startup": 1, "training": 30, "rendezvous": 1}
+    assert [(i.text, i.recovery_s) for i in account.incidents] == [(KILLED, 1)]
+    assert (account.steps_kept, account.step_mean_s) == (0, None)
+    planned = (
+        Story()
+        .submitted()
+        .world(1)
+        .say("called", 5, generation=2, reason="scale to 3", planned=True)
+        .world(2)
+        .finished(5)
+        .account()
+    )
+    assert spent(planned) == {"queue": 1, "startup": 1, "training": 10, "rendezvous": 2}
+    assert [(i.kind, i.text, i.recovery_s) for i in planned.incidents] == [("change", "scale to 3", 2)]
+
+
+def test_processes_that_never_reach_a_step_are_start_up():
+    story = Story().submitted().world(1).session(1)
+    for _ in range(3):
+        story.failure(1).world(1).session(1)
+    assert spent(story.failure(1).finished(0.5, "Failed").account()) == {"queue": 1, "startup": 9, "rendezvous": 3.5}
+
+
+def test_a_failure_outside_the_world_does_not_stop_training():
+    story = training().steps(1).say("failure", 0.5, generation=0, worker=5, code=1, reason="no GPU", counted=True).steps(1, 0.5)
+    account = story.account()
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 2}
+    assert [(i.text, i.recovery_s) for i in account.incidents] == [("no GPU", None)]
+    assert account.failures == 1
+
+
+def test_what_a_first_step_takes_longer_than_others_is_start_up():
+    account = training().steps(1, 31.0).steps(4, 1.0).account()
+    assert spent(account) == {"queue": 1, "startup": 32, "training": 5}
+    assert account.step_mean_s == 1
+    without_restore = Story().submitted().world(1).session(1).steps(1, 31.0).steps(4, 1.0).account()
+    assert spent(without_restore) == spent(account)
+
+
+def test_a_save_in_the_middle_of_a_step_takes_only_its_stall_from_it():
+    story = training().steps(4).say("saving", 0.25, step=4).say("staged", 0.5, step=4, stall_s=0.5).steps(1, 0.25)
+    assert spent(story.account()) == {"queue": 1, "startup": 2, "training": 4.5, "checkpoint": 0.5}
+
+
+def test_after_the_last_step_the_run_waits_for_its_save_and_leaves():
+    story = training().steps(2).say("saving", step=2).say("staged", 0.5, step=2).say("committed", 2, step=2).finished(1)
+    assert spent(story.account()) == {"queue": 1, "startup": 3, "training": 2, "checkpoint": 2.5}
+
+
+def test_a_failed_save_costs_its_stall_and_is_reported():
+    story = training().steps(1).say("saving", step=1).say("save_failed", 0.25, step=1, reason="no space left on device")
+    story.say("staged", 0.25, step=1, stall_s=0.5).steps(1)
+    account = story.account()
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 2, "checkpoint": 0.5}
+    assert account.saves_failed == 1
+    assert [(i.kind, i.text) for i in account.incidents] == [("save", "step 1 could not be saved: no space left on device")]
+
+
+def test_a_running_job_is_accounted_for_until_now():
+    story = training().steps(2)
+    assert spent(story.account(now=5.5)) == {"queue": 1, "startup": 2, "training": 2.5}
+    assert story.account(now=5.5).state is None
+    assert goodput.buckets([], 7.0).wall_s == 0
+    assert goodput.buckets([], 7.0).goodput == 0
+
+
+def test_small_differences_between_clocks_change_small_amounts():
+    story = training().steps(2)
+    story.events[4]["t"] += 1.01  # the world, by a launcher whose clock is ahead of the session of its own training
+    story.failure(-0.05)  # the failure, by a launcher whose clock is behind the last step
+    account = story.world(0.15).session().restored(2).steps(1).say("finished", -0.02, state="Succeeded").account()
+    assert spent(account) == pytest.approx({"queue": 1, "startup": 2, "training": 2.98, "rendezvous": 0.1})
+    assert account.steps_kept == 3
+    assert [(i.text, i.recovery_s) for i in account.incidents] == [(KILLED, pytest.approx(1.13))]
+
+
+def test_steps_of_a_replaced_world_count_for_nothing():
+    story = training().steps(3).failure().world().session().restored(1).steps(1)
+    story.say("step", generation=1, step=4).say("restored", generation=1, step=0).say("session", generation=1, rank=0).steps(1)
+    account = story.account()
+    assert (account.steps_kept, account.steps_replayed) == (3, 2)
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 3, "replayed": 2}
+
+
+def test_the_training_alone_is_enough_under_plain_torchrun():
+    story = Story().session(0).restored(0, 0.5).steps(3)
+    account = story.session(5).restored(2, 0.5).steps(2).account()
+    assert spent(account) == {"restore": 1, "training": 4, "replayed": 1, "rendezvous": 5}
+    assert (account.steps_kept, account.steps_replayed) == (4, 1)
+
+
+def test_a_step_that_comes_again_without_a_word_of_a_restore_was_lost():
+    story = training().steps(3).failure().world().session()
+    story.step = 1
+    account = story.steps(3).account()
+    assert (account.steps_kept, account.steps_replayed) == (4, 2)
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 4, "replayed": 2}
+
+
+# Any ledger at all
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=3), st.integers(-3, 6), st.floats(), st.just([0, 1]), st.just({}), st.just(10**400)
+)
+TIMES = st.one_of(st.integers(0, 200).map(lambda n: n / 8), st.integers(0, 25).map(float))
+KINDS = (
+    "submitted launcher worker exited called world failure scaled suspended resumed finished session restoring restored step "
+    "saving staged committed save_failed damaged interrupted hang chaos unheard-of"
+)
+FIELDS = (
+    "generation",
+    "step",
+    "rank",
+    "worker",
+    "workers",
+    "planned",
+    "counted",
+    "adopted",
+    "interrupted",
+    "code",
+    "silent_s",
+    "state",
+)
+
+
+def plausible(name: str) -> st.SearchStrategy[object]:
+    if name in ("planned", "counted", "adopted", "interrupted"):
+        return st.booleans()
+    if name == "workers":
+        return st.lists(st.integers(0, 2), max_size=3)
+    if name == "state":
+        return st.sampled_from(["Succeeded", "Failed", "Interrupted", "Suspended", "T"])
+    return st.integers(0, 4) if name != "step" else st.integers(0, 12)
+
+
+FIELDSETS = st.fixed_dictionaries({}, optional={name: st.one_of(plausible(name), plausible(name), JUNK) for name in FIELDS})
+EVENTS = st.lists(
+    st.builds(
+        lambda t, kind, fields: {"t": t, "kind": kind, "source": "s", **fields},
+        st.one_of(TIMES, TIMES, TIMES, TIMES, JUNK),
+        st.sampled_from(KINDS.split()),
+        FIELDSETS,
+    ),
+    max_size=60,
+)
+
+
+def accounted(account: goodput.Goodput) -> None:
+    """What holds of every account."""
+    assert all(us >= 0 for us in account.microseconds.values())
+    assert sum(account.microseconds.values()) == round(account.end * 1e6) - round(account.start * 1e6)
+    edges = [account.start, *(segment.end for segment in account.segments)]
+    assert [segment.start for segment in account.segments] == edges[:-1]
+    assert edges[-1] == account.end
+    assert all(segment.start < segment.end for segment in account.segments)
+    assert all(a.bucket is not b.bucket for a, b in zip(account.segments, account.segments[1:], strict=False))
+    assert 0 <= account.goodput <= 1
+    assert account.steps_kept >= 0
+    assert account.steps_replayed >= 0
+    assert all(i.recovery_s is None or i.recovery_s >= 0 for i in account.incidents)
+    assert account.steps_replayed >= sum(i.replayed for i in account.incidents)
+
+
+@given(EVENTS, st.floats(0, 50))
+def test_any_events_sum_to_the_wall_time(events, now):
+    account = goodput.buckets(events, now)
+    accounted(account)
+    assert text.plain(account, "job")
+    json.dumps(text.as_json(account), allow_nan=False)
+
+
+@given(EVENTS, st.floats(25, 50), st.floats(0, 50))
+def test_no_bucket_shrinks_while_time_passes(events, now, longer):
+    before, after = goodput.buckets(events, now), goodput.buckets(events, now + longer)
+    assert all(after.microseconds[bucket] >= before.microseconds[bucket] for bucket in Bucket)
+
+
+@given(EVENTS, st.randoms(use_true_random=False))
+def test_the_order_of_the_lines_does_not_matter(events, rng):
+    distinct = [event | {"t": i * 0.25} for i, event in enumerate(events)]
+    shuffled = list(distinct)
+    rng.shuffle(shuffled)
+    assert goodput.buckets(shuffled, 50) == goodput.buckets(distinct, 50)
+
+
+@given(EVENTS)
+def test_events_that_are_reported_twice_count_once(events):
+    steps = [event for event in events if event["kind"] in ("step", "session", "restoring", "restored", "world")]
+    once, twice = goodput.buckets(steps, 50), goodput.buckets([event for event in steps for _ in (1, 2)], 50)
+    assert (twice.steps_kept, twice.microseconds) == (once.steps_kept, once.microseconds)
+
+
+MS = st.integers(1, 5000).map(lambda ms: ms / 1000)
+
+
+@given(st.data())
+def test_a_told_story_is_accounted_for_to_the_microsecond(data):
+    """A job lives through anything that happens to jobs; the account is what was told, bucket by bucket."""
+    story, truth, kept = Story(), dict.fromkeys(Bucket, 0.0), []
+    each = data.draw(MS)  # every step takes as long, so that warming up is nothing
+
+    def spend(bucket: Bucket, most: float = 5.0) -> float:
+        seconds = min(most, data.draw(MS))
+        truth[bucket] += seconds
+        return seconds
+
+    def start(committed: int, waiting: Bucket = Bucket.RENDEZVOUS) -> None:
+        story.world(spend(waiting)).session(spend(Bucket.STARTUP)).restored(committed, spend(Bucket.RESTORE))
+        while kept and kept[-1] > committed:
+            kept.pop()
+            truth[Bucket.TRAINING] -= each
+            truth[Bucket.REPLAYED] += each
+
+    story.say("submitted").say("worker", spend(Bucket.QUEUE), worker=0)
+    story.world(spend(Bucket.STARTUP)).session(spend(Bucket.STARTUP)).restored(0, spend(Bucket.RESTORE))
+    story.steps(2, each)
+    kept += [1, 2]
+    truth[Bucket.TRAINING] += 2 * each
+    committed = 0
+    for act in data.draw(st.lists(st.sampled_from(["train", "save", "kill", "hang", "resize", "suspend", "stop"]), max_size=12)):
+        if act == "train":
+            count = data.draw(st.integers(1, 5))
+            story.steps(count, each)
+            kept += range(story.step - count + 1, story.step + 1)
+            truth[Bucket.TRAINING] += count * each
+        elif act == "save":
+            story.save(spend(Bucket.CHECKPOINT))
+            committed = story.step
+        elif act == "kill":
+            story.failure(spend(Bucket.REPLAYED, most=each))
+            start(committed)
+        elif act == "hang":
+            story.say("hang", spend(Bucket.HANG), worker=0, rank=0).failure(spend(Bucket.RENDEZVOUS), 0)
+            start(committed)
+        else:
+            if act == "suspend":
+                story.say("suspended")
+            story.save(spend(Bucket.CHECKPOINT)).say("interrupted", spend(Bucket.CHECKPOINT), step=story.step, reason=act)
+            committed = story.step
+            if act == "stop":
+                story.finished(spend(Bucket.RENDEZVOUS), "Interrupted").say("submitted", spend(Bucket.IDLE))
+            if act == "suspend":
+                story.say("resumed", spend(Bucket.IDLE))
+            if act == "resize":
+                start(committed)
+            else:
+                story.say("worker", spend(Bucket.QUEUE), worker=0)
+                start(committed, waiting=Bucket.STARTUP)
+    story.finished(spend(Bucket.STARTUP))
+    account = story.account()
+    accounted(account)
+    assert account.seconds == pytest.approx(truth, abs=1e-6 * len(story.events))
+    assert account.steps_kept == len(kept)
+
+
+# The report
+
+
+def a_report() -> goodput.Goodput:
+    story = training().steps(40, 0.5).save(0.1).steps(6, 0.5).failure(0.25)
+    return story.world(0.2).session(1).restored(40, 0.3).steps(60, 0.5).finished(0.4).account()
+
+
+PLAIN = """\
+cifar10  Succeeded  58s  goodput 85.8 %
+
+  █ training              50.00s   85.8 %  █████████████████████████▊
+  ▁ start-up               3.40s    5.8 %  █▊
+  ▒ replayed steps         3.25s    5.6 %  █▋
+  · queue                  1.00s    1.7 %  ▌
+  ▴ restore                0.30s    0.5 %  ▏
+  ┼ rendezvous             0.20s    0.3 %  ▏
+  ▪ checkpoint stall       0.10s    0.2 %  ▏
+
+"""
+
+
+def test_the_report_shows_where_the_time_went():
+    report = text.plain(a_report(), "cifar10", width=80)
+    assert report.startswith(PLAIN)
+    assert report.endswith(f"  0:26  {KILLED}\n        … 2.0s to the next step, 6 steps replayed\n")
+    assert max(len(line) for line in report.splitlines()) <= 80
+    strip = report.split("\n\n")[2].splitlines()[0].strip()
+    assert set(strip) == set("█▁▒·▴┼▪")
+
+
+def test_the_coloured_report_has_the_same_words():
+    rich = text.rich(a_report(), "cifar10", width=80)
+    assert [line.rstrip() for line in rich.plain.splitlines()] == text.plain(a_report(), "cifar10", width=80).splitlines()
+    assert rich.spans
+
+
+def test_an_incident_stands_on_one_line_where_it_fits():
+    assert f"  0:26  {KILLED} … 2.0s to the next step, 6 steps replayed\n" in text.plain(a_report(), width=120)
+
+
+def test_many_incidents_are_cut_short():
+    story = training()
+    for n in range(30):
+        story.steps(1).say("damaged", path=f"/out/step-{n}", reason="COMMIT is torn")
+    report = text.plain(story.account())
+    assert "10 earlier incidents are in the JSON" in report
+    assert report.count(" is damaged and was skipped: COMMIT is torn\n") == 20
+
+
+def test_the_json_holds_the_whole_account():
+    account = a_report()
+    document = json.loads(json.dumps(text.as_json(account)))
+    assert document["wall_s"] == account.wall_s
+    assert document["goodput"] == account.goodput
+    assert document["seconds"] == {"training": 50, "replayed": 3.25, "checkpoint": 0.1, "rendezvous": 0.2, "restore": 0.3} | {
+        "startup": 3.4,
+        "queue": 1,
+        "hang": 0,
+        "idle": 0,
+    }
+    assert document["incidents"][0]["text"] == KILLED
+    assert document["segments"][0] == {"start": 0, "end": 1, "bucket": "queue"}
+    assert document["steps_kept"] == 100

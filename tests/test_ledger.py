@@ -1,0 +1,96 @@
+"""The ledger: what processes append is there to read, however they end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from outlast.runtime import ledger
+from outlast.runtime.ledger import Ledger
+
+WRITE_FOR_EVER = """
+import sys
+from pathlib import Path
+from outlast.runtime.ledger import Ledger
+mine = Ledger(Path(sys.argv[1]), sys.argv[2])
+n = 0
+while True:
+    mine.write("step", generation=1, step=n, note="x" * (n % 200))
+    n += 1
+    if n == 100:
+        print("going", flush=True)
+"""
+
+
+def test_an_event_has_a_time_a_kind_a_source_and_its_fields(tmp_path):
+    mine = Ledger(tmp_path / "ledger", "launcher")
+    mine.write("world", generation=2, workers=[0, 1], reason="all here\n")
+    mine.close()
+    (event,) = ledger.read(tmp_path / "ledger")
+    assert event.pop("t") > 1.6e9
+    assert event == {"kind": "world", "source": "launcher", "generation": 2, "workers": [0, 1], "reason": "all here\n"}
+
+
+def test_events_of_all_sources_come_in_the_order_of_time(tmp_path):
+    a, b = Ledger(tmp_path, "a"), Ledger(tmp_path, "b")
+    for n in range(6):
+        (a if n % 2 else b).write("step", step=n)
+    assert [event["step"] for event in ledger.read(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    a.close()
+    b.close()
+
+
+def test_a_process_that_comes_back_appends_to_what_it_wrote(tmp_path):
+    for attempt in (1, 2):
+        mine = Ledger(tmp_path, "launcher")
+        mine.write("launcher", attempt=attempt)
+        mine.close()
+    assert [event["attempt"] for event in ledger.read(tmp_path)] == [1, 2]
+
+
+def test_lines_that_are_no_events_are_left_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"t": 2, "kind": "step"}\n[1]\n{"t": 3}\n\nnull\n\xff\n{"t": 1, "kind": "world"}\n{"t": 4, "ki'
+    )
+    (tmp_path / "notes.txt").write_text("not a ledger")
+    assert ledger.read(tmp_path) == [{"t": 1, "kind": "world"}, {"t": 2, "kind": "step"}]
+
+
+def test_there_is_nothing_in_a_ledger_that_nobody_wrote(tmp_path):
+    assert ledger.read(tmp_path / "nowhere") == []
+
+
+def test_a_killed_writer_leaves_whole_lines(tmp_path):
+    """Two processes write as fast as they can and are killed; every line but perhaps the last of each file is whole."""
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path), name], stdout=subprocess.PIPE, text=True)
+        for name in "ab"
+    ]
+    try:
+        assert [writer.stdout.readline() for writer in writers] == ["going\n", "going\n"]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert [writer.returncode for writer in writers] == [-signal.SIGKILL] * 2
+    for name in "ab":
+        lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines[:-1]] == list(range(len(lines) - 1))
+    found = ledger.read(tmp_path)
+    assert [event["step"] for event in found if event["source"] == "a"][:100] == list(range(100))
+    assert [event["t"] for event in found] == sorted(event["t"] for event in found)
+
+
+def test_a_full_disk_drops_events_and_ends_nothing(tmp_path):
+    """A limit on the size of files stands in for the full disk; the process goes on to its end."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    script = limit + WRITE_FOR_EVER.replace("while True:", "for _ in range(1000):")
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), "a"], check=False, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    steps = [event["step"] for event in ledger.read(tmp_path)]
+    assert steps == list(range(len(steps)))
+    assert 0 < len(steps) < 1000
+    assert Path(tmp_path / "a.jsonl").stat().st_size <= 20_000
