@@ -1,0 +1,209 @@
+"""torchrun's door to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
+
+torch's elastic agent asks three things of a handler: give me the next world (`next_rendezvous`), has anything changed (`num_nodes_waiting`,
+asked 20 times a second), is it over (`RendezvousClosedError`). The answers come from whoever decides the world, through a transport. The
+process group uses a TCPStore that the world's first agent hosts, on a socket that it listened on before it offered its address: no port is
+guessed, none can be taken meanwhile, and every generation has a fresh one.
+
+Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from outlast import contract
+from outlast.rendezvous import local
+from outlast.rendezvous.world import Standing, World
+from outlast.runtime import notice, progress
+
+BACKEND = "outlast"
+STORE_TIMEOUT_S = 30.0
+"""How long to wait for the store of a world's first member. A dead host refuses at once; this is for a host that hangs."""
+
+
+class Leaving(RendezvousClosedError):  # type: ignore[misc]
+    """This worker was told to leave; there is no next world for it."""
+
+
+class Handler(RendezvousHandler):  # type: ignore[misc]
+    """One worker's membership.
+
+    `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
+    """
+
+    def __init__(self, client: local.Client, *, run_id: str, id: int, state: Path, host: str, processes: int) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._id = id
+        self._state = state
+        self._host = host
+        self._processes = processes
+        self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
+        self.world: World | None = None
+        self.formed = 0.0
+        """When the current world reached this worker, seconds since the epoch."""
+        self._next: dict[str, Any] = {}
+        self._said_leaving = False
+
+    # What the elastic agent's loop tells us between two worlds
+
+    def failed(self, failure: dict[str, Any]) -> None:
+        """The training processes of the current world failed."""
+        self._next = {"failed": True, "failure": failure}
+
+    def done(self) -> None:
+        """The training processes of the current world have finished."""
+        self._next = {"standing": Standing.DONE}
+
+    @property
+    def closed(self) -> local.Closed | None:
+        """Why there is no further world, once there is none."""
+        return self._client.closed
+
+    def leaving(self) -> bool:
+        """Whether this worker was told to leave."""
+        return notice.read(self._notice).get("kind") == "leave"
+
+    # torch's interface
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return self._client.closed is not None
+
+    def set_closed(self) -> None:
+        """Nothing: who decides the world decides its end, too."""
+
+    def shutdown(self) -> bool:
+        self._client.close()
+        return True
+
+    def num_nodes_waiting(self) -> int:
+        """1 when this worker must stop its training processes and ask for the next world."""
+        if self._client.closed is not None:
+            return 1
+        asked = notice.read(self._notice)
+        if asked.get("kind") == "leave":
+            self._say_leaving()
+            return int(not self._listening() or time.time() > asked["deadline"])
+        called = self._client.called
+        if called is None or self.world is None or called.generation <= self.world.generation:
+            return 0
+        if not called.planned or not self._listening() or time.time() > called.deadline:
+            return 1
+        if asked.get("generation") != called.generation:
+            notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
+        return 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next world with this worker in it, and connect to its store."""
+        while True:
+            listener = socket.create_server((self._host, 0), backlog=1024)
+            try:
+                world = self._next_world(f"{self._host}:{listener.getsockname()[1]}")
+                return self._join(world, listener)
+            except (RuntimeError, OSError) as problem:
+                if isinstance(problem, RendezvousClosedError):
+                    raise
+                # The host of the store died between its offer and our connection: say so and ask again.
+                reason = f"worker {self._id} cannot reach the store of generation {world.generation} at {world.address}: {problem}"
+                failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time(), "echo": True}
+                self.failed(failure)
+            finally:
+                listener.close()
+
+    def _next_world(self, address: str) -> World:
+        generation = self.world.generation if self.world else 0
+        fields: dict[str, Any] = {"standing": Standing.WAITING, "failed": False, "failure": None, **self._next}
+        self._next = {}
+        if not self._said_leaving:
+            self._client.report(address=address, generation=generation, **fields)
+        while True:
+            if self._client.closed is not None:
+                raise RendezvousClosedError(self._client.closed.reason)
+            if self.leaving():
+                self._say_leaving()
+                raise Leaving("this worker was told to leave")
+            world = self._client.world
+            if world is not None and world.generation > generation and self._id in world.members:
+                return world
+            self._client.wait(0.1)
+
+    def _join(self, world: World, listener: socket.socket) -> RendezvousInfo:
+        rank = world.members.index(self._id)
+        host, port = world.address.rsplit(":", 1)
+        self.world = world
+        self.formed = time.time()
+        os.environ[contract.Env.GENERATION] = str(world.generation)
+        if notice.read(self._notice).get("kind") == "call":
+            self._notice.unlink(missing_ok=True)
+        fields = dataclasses.asdict(world)
+        partial = self._state / (contract.WORLD + ".tmp")
+        partial.write_text(json.dumps(fields))
+        partial.replace(self._state / contract.WORLD)
+        self._client.report(standing=Standing.TRAINING, generation=world.generation, world=fields, failed=False, failure=None)
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        if rank == 0:
+            store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
+        else:
+            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+        return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
+
+    def _listening(self) -> bool:
+        """Whether the training reads notices, i.e. has opened a session: then it saves and leaves by itself."""
+        records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
+        generation = self.world.generation if self.world else 0
+        return all(record is not None and record.generation == generation and record.phase != "started" for record in records)
+
+    def _say_leaving(self) -> None:
+        if not self._said_leaving:
+            self._said_leaving = True
+            self._client.report(standing=Standing.LEAVING)
+
+
+def create(params: RendezvousParameters) -> Handler:
+    """A handler from torchrun's `--rdzv-*` options; what they do not say comes from the worker's environment."""
+    if not params.endpoint.startswith(local.SCHEME):
+        raise ValueError(f"--rdzv-endpoint={params.endpoint!r} is not one that outlast knows; expected unix:///path/to/launcher.sock")
+    id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
+    state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or ".")
+    client = local.Client(params.endpoint, run=params.run_id, id=id)
+    processes = int(params.get("processes", "1"))
+    return Handler(client, run_id=params.run_id, id=id, state=state, host=params.local_addr or "127.0.0.1", processes=processes)
+
+
+def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What torch's registry loads: a function that returns the creator."""
+    return create
+
+
+@contextlib.contextmanager
+def member(client: local.Client, **fields: Any) -> Any:
+    """A handler that hangs up at the end."""
+    handler = Handler(client, **fields)
+    try:
+        yield handler
+    finally:
+        handler.shutdown()

@@ -1,0 +1,326 @@
+"""The agent: first process of a worker, in a pod or on this machine. It imports no torch and outlives everything it starts.
+
+    python -m outlast.runtime.agent            configured by the environment, see `contract.Env`
+
+It carries out what `runtime.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent, tells the training
+when to leave, finds hung processes, answers probes, and exits with a code of `contract.Exit`, however the training ends. Its own state on disk
+(`worker.json`) is replaced as a whole, so it may be killed between any two lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast import contract
+from outlast.errors import OutlastError
+from outlast.runtime import daemon, lifecycle, notice, prepare, probes, progress, shim
+from outlast.runtime.ledger import Ledger
+from outlast.runtime.lifecycle import Phase
+
+if TYPE_CHECKING:
+    from outlast import spec
+
+LOOK_S = 0.1
+REVIVE_AFTER_S = 1.5
+"""How long the decider may be out of reach before we start it again."""
+
+
+class Agent:
+    """One worker's agent. `main` makes one and runs it."""
+
+    def __init__(self, warm: subprocess.Popen[bytes], job: spec.Job, environ: dict[str, str]) -> None:
+        self.job = job
+        self.index = int(environ[contract.Env.WORKER])
+        self.state = Path(environ[contract.Env.STATE])
+        self.output = Path(environ[contract.Env.OUTPUT])
+        self.environ = environ
+        self.notice = Path(environ[contract.Env.NOTICE])
+        self.processes = processes_per_worker(job)
+        self.ledger = Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
+        self.worker = lifecycle.Worker()
+        self.deadline = float("inf")
+        self.exit: lifecycle.Exit | None = None
+        self.health = probes.Health()
+        self._warm = warm
+        self._elastic: socket.socket | None = None
+        self._launched = False
+        self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_w, False)
+        self._written: dict[str, Any] = {}
+        self._unreachable_since: float | None = None
+        self._condemned: set[int] = set()
+        """Pids of hung processes that we have killed."""
+        labels = {"job": job.metadata.name, "worker": str(self.index)}
+        port = int(environ.get(contract.Env.PROBE_PORT, "0"))
+        self.probes = probes.serve(lambda: self.health, labels, port=port)
+
+    def run(self) -> lifecycle.Exit:
+        """Live from the first event to the exit."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        self.notice.unlink(missing_ok=True)
+        self._happened(lifecycle.Started())
+        while self.exit is None:
+            self._wait()
+            while not self._events.empty():
+                self._happened(self._events.get())
+            self._look()
+        self._write("done" if self.exit.code == contract.Exit.DONE else "gone")
+        self._warm.kill()  # and with it whatever it forked
+        self._warm.wait()
+        return self.exit
+
+    # Effects
+
+    def _happened(self, event: lifecycle.Event) -> None:
+        self.worker, effects = lifecycle.step(self.worker, event)
+        for effect in effects:
+            match effect:
+                case lifecycle.Prepare(phase):
+                    threading.Thread(target=self._prepare, args=(phase,), daemon=True).start()
+                case lifecycle.Launch():
+                    self._launched = True
+                case lifecycle.Notify(reason, deadline):
+                    self.deadline = deadline
+                    notice.write(self.notice, "leave", reason, deadline)
+                case lifecycle.Kill():
+                    print(f"outlast | the time to leave is over ({self.worker.leaving}); ending the training", flush=True)
+                    self._warm.kill()
+                case lifecycle.Push():  # on this machine the output is written in place
+                    self._events.put(lifecycle.Pushed())
+                case lifecycle.Exit():
+                    self.exit = effect
+
+    def _prepare(self, phase: Phase) -> None:
+        try:
+            if phase is Phase.CODE:
+                prepare.code(self.job, Path(self.environ[contract.Env.CODE]))
+            elif phase is Phase.DATA:
+                data = prepare.data(self.job, self.state / "data")
+                if data is not None:
+                    self.environ[contract.Env.DATA] = str(data)
+            elif phase is Phase.ENVIRONMENT:
+                prepare.environment()
+        except OutlastError as problem:
+            self._put(lifecycle.Unprepared(phase, str(problem), retry=False))
+        except OSError as problem:
+            self._put(lifecycle.Unprepared(phase, f"{phase}: {problem}", retry=True))
+        else:
+            self._put(lifecycle.Prepared(phase))
+
+    def _launch(self) -> None:
+        """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
+        try:
+            sock = shim.connect(str(self.state / "warm.sock"))
+        except OSError:
+            if self._warm.poll() is not None:
+                self._events.put(lifecycle.Trained(contract.exit_code(self._warm.returncode)))
+                self._launched = False
+            return
+        grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
+        argv = [str(self.processes), grace, *prepare.command(self.job, self.environ)]
+        shim.request(sock, "elastic", argv, self.environ, self.environ[contract.Env.CODE], (0, 1, 2))
+        self._elastic = sock
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        grace = self.job.spec.interruption.grace.total_seconds()
+        self._events.put(lifecycle.Told(f"worker {self.index} received {signal.Signals(number).name}", time.time(), grace))
+
+    def _put(self, event: lifecycle.Event) -> None:
+        self._events.put(event)
+        os.write(self._wake_w, b"\0")
+
+    # Looking around
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_r, selectors.EVENT_READ)
+            if self._elastic is not None:
+                selector.register(self._elastic, selectors.EVENT_READ)
+            for key, _ in selector.select(LOOK_S):
+                if key.fileobj is self._elastic:
+                    self._elastic_ended()
+                else:
+                    os.read(self._wake_r, 4096)
+
+    def _elastic_ended(self) -> None:
+        assert self._elastic is not None
+        try:
+            reply = self._elastic.recv(4096)
+        except OSError:
+            reply = b""
+        status = json.loads(reply)["status"] if reply else -signal.SIGKILL  # the warm process died, and all with it
+        self._elastic.close()
+        self._elastic = None
+        self._events.put(lifecycle.Trained(contract.exit_code(status)))
+
+    def _look(self) -> None:
+        now = time.time()
+        if self._launched and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
+            self._launch()
+        if self.worker.leaving and now > self.deadline:
+            self.deadline = float("inf")
+            self._events.put(lifecycle.GraceOver())
+        records = [progress.read(self.state, local_rank) for local_rank in range(self.processes)]
+        found = [
+            lifecycle.Process(local_rank, record, _stopped(record.pid))
+            for local_rank, record in enumerate(records)
+            if record is not None and record.pid not in self._condemned and _alive(record.pid)
+        ]
+        if self.worker.phase is Phase.TRAINING:
+            hang = lifecycle.hung(found, now, self.job.spec.hang.limit.total_seconds())
+            if hang is not None:
+                self._end_hang(hang, found)
+            self._revive()
+        self._report(found, now)
+        if not self.state.is_dir():  # somebody removed the job under us
+            self._warm.kill()
+            os._exit(contract.Exit.FAILED)
+
+    def _end_hang(self, hang: lifecycle.Hang, found: list[lifecycle.Process]) -> None:
+        """Dump the stacks, leave the verdict for the elastic agent, kill."""
+        stacks = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        dump_stacks([process.progress.pid for process in found], stacks)
+        for process, reason in hang.victims:
+            record = process.progress
+            print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {stacks}", flush=True)
+            path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
+            path.write_text(json.dumps({"pid": record.pid, "reason": reason, "time": time.time()}))
+            self.ledger.write(
+                "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(time.time() - record.time, 1),
+                state="stopped" if process.stopped else "stuck", stacks=str(stacks), reason=reason,
+            )  # fmt: skip
+            self._condemned.add(record.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGKILL)
+
+    def _revive(self) -> None:
+        """Start the decider again when it has been out of reach for a while; whoever of us is second finds its lock held."""
+        revive = self.environ.get(contract.Env.REVIVE)
+        if not revive or self.worker.leaving:
+            return
+        now = time.monotonic()
+        try:
+            shim.connect(self.environ[contract.Env.RENDEZVOUS].removeprefix("unix://")).close()
+            self._unreachable_since = None
+        except OSError:
+            if self._unreachable_since is None:
+                self._unreachable_since = now
+            elif now - self._unreachable_since > REVIVE_AFTER_S:
+                self._unreachable_since = now + REVIVE_AFTER_S
+                daemon.start(json.loads(revive), Path(os.devnull))
+
+    def _report(self, found: list[lifecycle.Process], now: float) -> None:
+        current = [p for p in found if p.progress.phase != "done"]
+        training = bool(current) and self.worker.phase is Phase.TRAINING
+        state = str(self.worker.phase)
+        if self.worker.phase is Phase.TRAINING:
+            state = "leaving" if self.worker.leaving else "training" if training else "waiting"
+        ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in found]
+        self._write(state, ranks)
+        metrics: dict[str, float] = {"leaving": float(bool(self.worker.leaving))}
+        healthy, reason = True, state
+        if found:
+            first = found[0].progress
+            age = now - max(p.progress.time for p in found)
+            metrics |= {
+                "step": first.step,
+                "committed_step": first.committed,
+                "generation": first.generation,
+                "progress_age_seconds": age,
+            }
+            if first.steps is not None:
+                metrics["steps_total"] = first.steps
+            limit = self.job.spec.hang.limit.total_seconds() * lifecycle.OTHERS_FIRST
+            if first.phase in ("train", "save") and age > limit:
+                healthy, reason = False, f"no progress for {age:.0f} s"
+        self.health = probes.Health(healthy, training, reason, metrics)
+
+    def _write(self, state: str, ranks: list[dict[str, Any]] | None = None) -> None:
+        record = {
+            "pid": os.getpid(),
+            "state": state,
+            "reason": self.worker.reason or self.worker.leaving,
+            "code": self.exit.code if self.exit else None,
+            "ranks": ranks or [],
+            "probes": self.probes,
+        }
+        if record == self._written or not self.state.is_dir():
+            return
+        self._written = record
+        partial = self.state / "worker.tmp"
+        partial.write_text(json.dumps(record))
+        partial.replace(self.state / contract.WORKER)
+
+
+def processes_per_worker(job: spec.Job) -> int:
+    """`auto` means one process per GPU of the job's resources, else one."""
+    count = job.spec.processes_per_worker
+    return max(1, job.spec.resources.gpu) if count == "auto" else int(count)
+
+
+def dump_stacks(pids: list[int], path: Path) -> None:
+    """Write the Python stacks of processes to `path` with py-spy; a problem with that is written there instead."""
+    texts = []
+    for pid in pids:
+        py_spy = Path(sys.executable).with_name("py-spy")
+        argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+            texts.append(done.stdout or f"process {pid}: py-spy says: {done.stderr}")
+        except (OSError, subprocess.TimeoutExpired) as problem:
+            texts.append(f"process {pid}: no stack: {problem}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(texts))
+
+
+def _stopped(pid: int) -> bool:
+    return _kernel_state(pid) in ("T", "t")
+
+
+def _alive(pid: int) -> bool:
+    return _kernel_state(pid) not in ("", "Z", "X")
+
+
+def _kernel_state(pid: int) -> str:
+    """The state letter of proc(5), "" for no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def main() -> None:
+    """Start the warm process first (it takes longest), then live."""
+    state = os.environ[contract.Env.STATE]
+    environ = dict(os.environ)
+    warm = subprocess.Popen([sys.executable, "-m", "outlast.runtime.warm", os.path.join(state, "warm.sock")], stdin=subprocess.DEVNULL)
+    try:
+        from outlast import spec
+
+        job = spec.load(Path(environ[contract.Env.JOB_FILE]))
+        environ = {**environ, **job.spec.env}
+        ended = Agent(warm, job, environ).run()
+    except OutlastError as problem:
+        warm.kill()
+        ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
+    print(f"outlast | worker {environ[contract.Env.WORKER]}: {ended.reason} (exit {ended.code})", flush=True)
+    sys.exit(ended.code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+"""Processes that outlive whoever starts them: the launcher, started by the command line or by a worker that misses it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def start(argv: Sequence[str], log: Path) -> None:
+    """Start a command in a session of its own, its output appended to `log`; nobody here is its parent, so nobody has to wait for it."""
+    with open(log, "ab") as file:
+        subprocess.run(
+            ["sh", "-c", '"$@" &', "sh", *argv], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, check=True
+        )

@@ -1,0 +1,117 @@
+"""The worker's elastic agent: torch's own, as torchrun runs it, kept alive from one world to the next.
+
+torchrun ends when its processes fail for good, and pays for its start again. Here the same agent class runs in a loop: each world's end
+is reported (what failed, with which code, first) and the next world awaited, without importing torch anew. Forked from `runtime.warm` by the
+worker's agent; exits with a code of `contract.Exit` or the one that the decider names.
+
+    elastic PROCESSES GRACE_S COMMAND [ARG ...]        COMMAND as for `runtime.rank`
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from outlast import contract
+from outlast.rendezvous import local
+from outlast.rendezvous.handler import Handler, member
+from outlast.runtime import shim
+
+MONITOR_S = 0.05
+_ECHO = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|by peer|socket (closed|timeout)|store.*(closed|failed)|nccl|gloo|timed out", re.I)
+"""How collectives complain when somebody else has died. Such an error is an echo, not the cause."""
+
+
+def main(argv: list[str]) -> None:
+    """Train in world after world until there is no further one; raises SystemExit."""
+    import torch.distributed.elastic.rendezvous as rendezvous
+
+    processes, grace_s, command = int(argv[0]), argv[1], argv[2:]
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the world alone: no round through the store
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
+    state = Path(os.environ[contract.Env.STATE])
+    run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
+    client = local.Client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id)
+    with member(client, run_id=run_id, id=id, state=state, host="127.0.0.1", processes=processes) as handler:
+        while True:
+            try:
+                failures = _train(handler, state, processes, [str(state / "warm.sock"), grace_s, *command])
+            except rendezvous.RendezvousClosedError:
+                closed = handler.closed
+                sys.exit(closed.code if closed else contract.Exit.INTERRUPTED)
+            if not failures:
+                handler.done()
+            elif any(failure["code"] == contract.Exit.INTERRUPTED for failure in failures):
+                if handler.leaving():
+                    sys.exit(contract.Exit.INTERRUPTED)
+            else:
+                first = min(failures, key=lambda failure: (failure["echo"], failure["time"]))
+                print(f"outlast | {first['reason']}", file=sys.stderr, flush=True)
+                handler.failed(first)
+
+
+def _train(handler: Handler, state: Path, processes: int, shim_args: list[str]) -> list[dict[str, Any]]:
+    """Join worlds and run the training processes until they end; the failures, none if all went well."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    class Agent(LocalElasticAgent):  # type: ignore[misc]
+        def _exit_barrier(self) -> None:
+            """Workers that are done wait at the rendezvous, where the death of another is noticed."""
+
+    several = processes > 1
+    agent = Agent(
+        WorkerSpec(
+            role="outlast",
+            local_world_size=processes,
+            rdzv_handler=handler,
+            entrypoint=sys.executable,
+            args=("-I", "-S", shim.__file__, *shim_args),
+            max_restarts=0,
+            monitor_interval=MONITOR_S,
+            local_addr="127.0.0.1",
+        ),
+        DefaultLogsSpecs(log_dir=tempfile.mkdtemp(prefix="ranks-", dir=state), tee=Std.ALL if several else Std.NONE),
+        log_line_prefix_template="[rank ${rank}] " if several else None,
+    )
+    result = agent.run()
+    return [_failure(state, handler, rank, failure) for rank, failure in result.failures.items()]
+
+
+def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str, Any]:
+    """What became of one training process, in our words."""
+    record = _read(state / contract.ERROR.format(local_rank=process.local_rank), newer_than=handler.formed)
+    verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank), newer_than=handler.formed)
+    code = contract.exit_code(process.exitcode)
+    worker = os.environ[contract.Env.WORKER]
+    what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
+    stopped_by_us = process.exitcode == -signal.SIGTERM
+    return {
+        "rank": rank,
+        "code": code,
+        "reason": f"rank {rank} on worker {worker} {what}",
+        "traceback": record.get("traceback", ""),
+        "time": record.get("time", time.time()),
+        "echo": not verdict and (stopped_by_us or bool(record.get("traceback") and _ECHO.search(record["message"]))),
+    }
+
+
+def _how(exitcode: int) -> str:
+    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with code {exitcode}"
+
+
+def _read(path: Path, *, newer_than: float) -> dict[str, Any]:
+    try:
+        record = dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+    return record if record.get("time", 0.0) >= newer_than else {}

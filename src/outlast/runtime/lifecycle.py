@@ -1,0 +1,249 @@
+"""The life of a worker, as a pure state machine: what has happened in, what to do out.
+
+    starting -> fetching code, data, environment, checkpoint -> training -> pushing -> ended
+                          (told to leave at any time: finish early, save if there is something to save, exit 75)
+
+Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports the events; it decides
+nothing. There is no clock, file or process here; times are seconds since the epoch and arrive with the events.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from outlast import contract
+from outlast.runtime.progress import Progress
+
+
+class Phase(enum.StrEnum):
+    """Where the worker is in its life; the order is the order of work."""
+
+    STARTING = "starting"
+    CODE = "fetching code"
+    DATA = "fetching data"
+    ENVIRONMENT = "making the environment"
+    CHECKPOINT = "restoring the checkpoint"
+    TRAINING = "training"
+    PUSHING = "pushing"
+    ENDED = "ended"
+
+
+PREPARATION = (Phase.CODE, Phase.DATA, Phase.ENVIRONMENT, Phase.CHECKPOINT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """The state: phase, and what the end will be."""
+
+    phase: Phase = Phase.STARTING
+    leaving: str = ""
+    """Why it was told to leave; empty if it was not."""
+    code: int | None = None
+    """The exit code, as soon as it is settled."""
+    reason: str = ""
+
+
+# Events
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """The agent runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The work of a preparing phase is done."""
+
+    phase: Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Unprepared:
+    """It cannot be done; `retry` says whether starting again could help."""
+
+    phase: Phase
+    reason: str
+    retry: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The elastic agent has ended with this exit code (128+n for signal n)."""
+
+    code: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """SIGTERM, a spot notice, a drain: leave within `grace_s` from `now`."""
+
+    reason: str
+    now: float
+    grace_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GraceOver:
+    """The time to leave is used up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pushed:
+    """Output and logs are where they belong, or cannot be brought there (`problem`)."""
+
+    problem: str = ""
+
+
+Event: TypeAlias = Started | Prepared | Unprepared | Trained | Told | GraceOver | Pushed
+
+
+# Effects
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Do the work of a preparing phase."""
+
+    phase: Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Start the elastic agent and with it the training."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Notify:
+    """Tell the training to save and leave."""
+
+    reason: str
+    deadline: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """End the elastic agent and the training, at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Push what is left, logs included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """End the agent."""
+
+    code: int
+    reason: str
+
+
+Effect: TypeAlias = Prepare | Launch | Notify | Kill | Push | Exit
+
+
+def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
+    """What the worker is after an event, and what must be done about it. An event that does not fit changes nothing."""
+    match event:
+        case Started() if worker.phase is Phase.STARTING:
+            return _enter(worker, PREPARATION[0])
+        case Prepared(phase) if worker.phase is phase:
+            if worker.leaving:
+                return _end(worker, contract.Exit.INTERRUPTED, f"left before training: {worker.leaving}")
+            following = PREPARATION.index(phase) + 1
+            return _enter(worker, PREPARATION[following] if following < len(PREPARATION) else Phase.TRAINING)
+        case Unprepared(phase, reason, retry) if worker.phase is phase:
+            return _end(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
+        case Trained(code) if worker.phase is Phase.TRAINING:
+            if worker.leaving and code != contract.Exit.DONE:
+                return _push(worker, contract.Exit.INTERRUPTED, worker.leaving)
+            return _push(worker, code, _verdict(code))
+        case Told(reason, now, grace_s) if not worker.leaving and worker.phase not in (Phase.PUSHING, Phase.ENDED):
+            told = dataclasses.replace(worker, leaving=reason)
+            if worker.phase is Phase.TRAINING:
+                return told, (Notify(reason, now + grace_s),)
+            return _end(told, contract.Exit.INTERRUPTED, f"left before training: {reason}")
+        case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:
+            return worker, (Kill(),)
+        case Pushed(problem) if worker.phase is Phase.PUSHING and worker.code is not None:
+            reason = f"{worker.reason}; {problem}" if problem else worker.reason
+            return _end(worker, worker.code, reason)
+    return worker, ()
+
+
+def _enter(worker: Worker, phase: Phase) -> tuple[Worker, tuple[Effect, ...]]:
+    entered = dataclasses.replace(worker, phase=phase)
+    return entered, (Launch() if phase is Phase.TRAINING else Prepare(phase),)
+
+
+def _push(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, ...]]:
+    return dataclasses.replace(worker, phase=Phase.PUSHING, code=code, reason=reason), (Push(),)
+
+
+def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, ...]]:
+    return dataclasses.replace(worker, phase=Phase.ENDED, code=code, reason=reason), (Exit(code, reason),)
+
+
+def _verdict(code: int) -> str:
+    if code == contract.Exit.DONE:
+        return "training is done"
+    if code == contract.Exit.INTERRUPTED:
+        return "training was interrupted and has saved its state"
+    if code == contract.Exit.MISCONFIGURED:
+        return "the configuration is wrong"
+    return "the training processes were killed" if contract.killed(code) else f"training failed with exit code {code}"
+
+
+# Hangs
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """One training process as its agent sees it."""
+
+    local_rank: int
+    progress: Progress
+    stopped: bool
+    """Whether the kernel says that it is stopped (SIGSTOP, a debugger)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hang:
+    """These training processes hang and are to be killed, with this sentence for each."""
+
+    victims: tuple[tuple[Process, str], ...]
+
+
+OTHERS_FIRST = 1.25
+"""A worker whose own processes look healthy waits this much longer: whoever holds the culprit acts first."""
+START_LIMIT_S = 600.0
+"""Before the first step there is no pace to judge by: imports, compilation and restores may be slow."""
+
+
+def hung(processes: Sequence[Process], now: float, limit_s: float) -> Hang | None:
+    """Whether training stands still on this worker.
+
+    A process reports at every step, so all ranks of a world fall silent together when one hangs. One that the kernel has stopped is the culprit;
+    if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck.
+    """
+    silent = {p.local_rank: now - p.progress.time for p in processes}
+    stopped = [p for p in processes if p.stopped and silent[p.local_rank] > limit_s]
+    if stopped:
+        return Hang(tuple((p, f"hung: stopped (SIGSTOP) for {silent[p.local_rank]:.0f} s{_at(p)}") for p in stopped))
+    # A plain script ("started") never reports; only the kernel's word counts for it.
+    reporting = [p for p in processes if p.progress.phase not in ("started", "done")]
+    stuck = [p for p in reporting if silent[p.local_rank] > OTHERS_FIRST * _limit(p, limit_s)]
+    if stuck and len(stuck) == len(reporting):
+        return Hang(tuple((p, f"hung: no progress for {silent[p.local_rank]:.0f} s{_at(p)}") for p in stuck))
+    return None
+
+
+def _limit(process: Process, limit_s: float) -> float:
+    return limit_s if process.progress.phase in ("train", "save") else max(limit_s, START_LIMIT_S)
+
+
+def _at(process: Process) -> str:
+    return f" after step {process.progress.step}" if process.progress.phase in ("train", "save") else f" in {process.progress.phase}"

@@ -1,0 +1,83 @@
+"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people.
+
+Probes tell the truth: healthy while something advances (a step, or a phase of the start), ready while it is in a world.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from outlast.errors import OutlastError
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the probes answer from; a new one is made at every look of the agent."""
+
+    healthy: bool = True
+    ready: bool = False
+    reason: str = "starting"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name without prefix -> value."""
+
+
+HELP = {
+    "step": "Optimizer steps done",
+    "steps_total": "Optimizer steps of the whole run, when known",
+    "committed_step": "Step of the newest committed checkpoint",
+    "generation": "Generation of the world this worker is in",
+    "world_size": "Workers in the world",
+    "progress_age_seconds": "Seconds since the training last reported progress",
+    "leaving": "1 while this worker is told to leave",
+}
+
+
+def exposition(health: Health, labels: Mapping[str, str]) -> str:
+    """The metrics in Prometheus' text format."""
+    where = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    lines = []
+    for name, value in health.metrics.items():
+        lines += [f"# HELP outlast_{name} {HELP[name]}.", f"# TYPE outlast_{name} gauge", f"outlast_{name}{{{where}}} {value:g}"]
+    return "\n".join(lines) + "\n"
+
+
+def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = "127.0.0.1", port: int = 0) -> str:
+    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one.
+
+    Raises OutlastError when the port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            health = look()
+            match self.path:
+                case "/healthz":
+                    self._answer(200 if health.healthy else 503, health.reason + "\n")
+                case "/readyz":
+                    self._answer(200 if health.ready else 503, health.reason + "\n")
+                case "/metrics":
+                    self._answer(200, exposition(health, labels))
+                case _:
+                    self._answer(404, "try /healthz, /readyz or /metrics\n")
+
+        def _answer(self, code: int, text: str) -> None:
+            body = text.encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Probes come every few seconds; they are not news."""
+
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except OSError as problem:
+        remedy = "free it or choose another probe port (0 takes any free one)"
+        raise OutlastError(f"cannot serve probes on {host}:{port}: {problem.strerror}; {remedy}") from problem
+    threading.Thread(target=server.serve_forever, name="outlast-probes", daemon=True).start()
+    return f"{host}:{server.server_address[1]}"

@@ -1,0 +1,95 @@
+"""A training process: runs the user's script or module as `__main__`, and says what it died of.
+
+    python -m outlast.runtime.rank SCRIPT.py [ARG ...]
+    python -m outlast.runtime.rank -m MODULE [ARG ...]
+
+The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, and on an exception a
+small file with its traceback, so that `outlast status` can show the first error of the first failing rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from outlast import contract
+from outlast.errors import OutlastError, Superseded
+from outlast.runtime import progress
+
+
+def main(argv: list[str]) -> None:
+    """Run `argv` as Python would; returns at the end of the script, or raises SystemExit."""
+    state = os.environ.get(contract.Env.STATE)
+    if state:
+        _enter(Path(state))
+    try:
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            if "" not in sys.path:
+                sys.path.insert(0, os.getcwd())
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(argv)
+            sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+            runpy.run_path(argv[0], run_name="__main__")
+    except OutlastError as error:
+        _record(state, error, "")
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(contract.Exit.INTERRUPTED if isinstance(error, Superseded) else contract.Exit.MISCONFIGURED)
+    except Exception as error:
+        text = "".join(traceback.format_exception(type(error), error, _below_runpy(error)))
+        _record(state, error, text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        sys.exit(contract.Exit.FAILED)
+
+
+def _enter(state: Path) -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        os.environ[contract.Env.GENERATION] = str(json.loads((state / contract.WORLD).read_text())["generation"])
+    except (OSError, ValueError, KeyError):
+        os.environ.setdefault(contract.Env.GENERATION, "0")
+    (state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
+    writer = progress.Writer(state, local_rank)
+    generation = int(os.environ[contract.Env.GENERATION])
+    writer.write(progress.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
+    writer.close()
+
+
+def _below_runpy(error: BaseException) -> object:
+    """The traceback from the user's first frame on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace or error.__traceback__
+
+
+def _record(state: str | None, error: BaseException, text: str) -> None:
+    if not state:
+        return
+    path = Path(state) / contract.ERROR.format(local_rank=os.environ.get("LOCAL_RANK", "0"))
+    first = (str(error).strip().splitlines() or [""])[0]
+    record = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "generation": int(os.environ.get(contract.Env.GENERATION, "0")),
+        "type": type(error).__name__,
+        "message": f"raised {type(error).__name__}: {first}" if text else first,
+        "traceback": "\n".join(text.rstrip().splitlines()[-30:]),
+        "time": time.time(),
+    }
+    try:
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(record))
+        partial.replace(path)
+    except OSError as problem:
+        print(f"cannot record the error in {path}: {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

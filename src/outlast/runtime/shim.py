@@ -1,0 +1,105 @@
+"""Stands in for a training process that was forked from the warm process.
+
+torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `runtime.warm`, where torch is imported
+already. This little program is the child: it asks the warm process for a fork, hands it its own stdin, stdout and stderr, passes signals
+on, and ends exactly as the training process ended. Without a warm process it becomes the training process itself.
+
+Run by path with `python -I -S` (starts in some 15 ms), so it imports nothing but the standard library and nothing of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+STOP_S = 5.0
+"""From SIGTERM to SIGKILL when nobody promised the training time to save."""
+
+
+def connect(path: str) -> socket.socket:
+    """A connection to the warm process listening on `path`, however long the path is (Linux allows 107 bytes in the address)."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if len(os.fsencode(path)) < 100:
+            sock.connect(path)
+        else:
+            directory = os.open(os.path.dirname(path), os.O_RDONLY)
+            try:
+                sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+            finally:
+                os.close(directory)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def request(sock: socket.socket, kind: str, argv: list[str], env: dict[str, str], cwd: str, fds: tuple[int, int, int]) -> None:
+    """Ask for a fork that runs `kind` ("rank" or "elastic") with these arguments, environment, directory and streams."""
+    message = json.dumps({"kind": kind, "argv": argv, "env": env, "cwd": cwd}).encode()
+    socket.send_fds(sock, [len(message).to_bytes(4, "big")], fds)
+    sock.sendall(message)
+
+
+def main() -> None:
+    """Ask for the fork, wait for its end, end likewise."""
+    path, grace_s, *argv = sys.argv[1:]
+    try:
+        sock = connect(path)
+        request(sock, "rank", argv, dict(os.environ), os.getcwd(), (0, 1, 2))
+    except OSError:  # no warm process: start cold
+        os.execv(sys.executable, [sys.executable, "-u", "-m", "outlast.runtime.rank", *argv])
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))
+        with contextlib.suppress(OSError):
+            sock.sendall(b"%d\n" % number)
+        signal.setitimer(signal.ITIMER_REAL, float(grace_s) if promised else STOP_S)
+
+    def kill(_number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):
+            sock.sendall(b"%d\n" % signal.SIGKILL)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, pass_on)
+    signal.signal(signal.SIGALRM, kill)
+
+    reply = b""
+    with contextlib.suppress(OSError):
+        while not reply.endswith(b"\n"):
+            data = sock.recv(4096)
+            if not data:
+                break
+            reply += data
+    ended = json.loads(reply) if reply.endswith(b"\n") else {"status": -signal.SIGKILL, "time": time.time()}
+    status = int(ended["status"])
+    if status < 0:
+        record_death(-status, ended["time"])
+        signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -status)
+        time.sleep(1)  # not reached, unless the signal does not end a process
+    os._exit(status & 0xFF)
+
+
+def record_death(number: int, when: float) -> None:
+    """Leave word that a signal ended the training process: it could not say so itself."""
+    directory = os.environ.get("OUTLAST_WORKER_STATE")
+    if not directory:
+        return
+    path = os.path.join(directory, f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
+    name = signal.Signals(number).name
+    record = {"rank": int(os.environ.get("RANK", "0")), "type": name, "message": f"was killed by {name}", "traceback": "", "time": when}
+    with contextlib.suppress(OSError), open(path + ".tmp", "w") as file:
+        json.dump(record, file)
+    with contextlib.suppress(OSError):
+        os.replace(path + ".tmp", path)
+
+
+if __name__ == "__main__":
+    main()

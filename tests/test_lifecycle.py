@@ -1,0 +1,132 @@
+"""The agent's decisions: lifecycle and hang detection, as plain values."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.contract import Exit
+from outlast.runtime import lifecycle
+from outlast.runtime.lifecycle import Phase, Worker
+from outlast.runtime.progress import Progress
+
+
+def after(*events: lifecycle.Event, worker: Worker | None = None) -> tuple[Worker, tuple[lifecycle.Effect, ...]]:
+    worker, effects = worker or Worker(), ()
+    for event in events:
+        worker, effects = lifecycle.step(worker, event)
+    return worker, effects
+
+
+PREPARED = tuple(lifecycle.Prepared(phase) for phase in lifecycle.PREPARATION)
+TRAINING = (lifecycle.Started(), *PREPARED)
+
+
+def test_a_worker_prepares_in_order_and_then_trains():
+    worker, effects = after(lifecycle.Started())
+    assert effects == (lifecycle.Prepare(Phase.CODE),)
+    for phase, following in zip(lifecycle.PREPARATION, [*lifecycle.PREPARATION[1:], None], strict=True):
+        worker, effects = lifecycle.step(worker, lifecycle.Prepared(phase))
+        assert effects == ((lifecycle.Prepare(following),) if following else (lifecycle.Launch(),))
+    assert worker == Worker(Phase.TRAINING)
+
+
+@pytest.mark.parametrize("code", [0, 1, 75, 78, 137])
+def test_however_training_ends_what_is_left_is_pushed_and_the_code_is_kept(code: int):
+    worker, effects = after(*TRAINING, lifecycle.Trained(code))
+    assert (worker.phase, worker.code, effects) == (Phase.PUSHING, code, (lifecycle.Push(),))
+    _, effects = lifecycle.step(worker, lifecycle.Pushed())
+    assert effects == (lifecycle.Exit(code, worker.reason),)
+
+
+def test_a_push_that_fails_is_said_and_changes_no_exit_code():
+    _, effects = after(*TRAINING, lifecycle.Trained(0), lifecycle.Pushed("the disk is full"))
+    assert effects == (lifecycle.Exit(0, "training is done; the disk is full"),)
+
+
+def test_a_worker_told_to_leave_saves_and_exits_with_75():
+    told = lifecycle.Told("drain", now=100.0, grace_s=20.0)
+    worker, effects = after(*TRAINING, told)
+    assert effects == (lifecycle.Notify("drain", 120.0),)
+    _, effects = after(lifecycle.Trained(75), lifecycle.Pushed(), worker=worker)
+    assert effects == (lifecycle.Exit(75, "drain"),)
+
+
+def test_a_worker_that_finishes_while_it_is_told_to_leave_is_done():
+    worker, _ = after(*TRAINING, lifecycle.Told("drain", 0.0, 20.0), lifecycle.Trained(0))
+    assert worker.code == Exit.DONE
+
+
+def test_training_that_does_not_leave_in_time_is_ended_and_still_exits_with_75():
+    worker, effects = after(*TRAINING, lifecycle.Told("drain", 0.0, 20.0), lifecycle.GraceOver())
+    assert effects == (lifecycle.Kill(),)
+    assert after(lifecycle.Trained(137), worker=worker)[0].code == Exit.INTERRUPTED
+
+
+@pytest.mark.parametrize("done", range(len(PREPARED)))
+def test_told_to_leave_while_preparing_it_leaves_at_once(done: int):
+    worker, effects = after(lifecycle.Started(), *PREPARED[:done], lifecycle.Told("drain", 0.0, 20.0))
+    assert effects == (lifecycle.Exit(75, "left before training: drain"),)
+    assert lifecycle.step(worker, lifecycle.Prepared(lifecycle.PREPARATION[done])) == (worker, ())
+
+
+@pytest.mark.parametrize(("retry", "code"), [(True, Exit.FAILED), (False, Exit.MISCONFIGURED)])
+def test_what_cannot_be_prepared_ends_the_worker_with_the_reason(retry: bool, code: int):
+    _, effects = after(lifecycle.Started(), lifecycle.Unprepared(Phase.CODE, "no such script", retry))
+    assert effects == (lifecycle.Exit(code, "no such script"),)
+
+
+EVENTS = st.sampled_from(
+    [*TRAINING, lifecycle.Unprepared(Phase.DATA, "gone", retry=True), lifecycle.Trained(0), lifecycle.Trained(1), lifecycle.Trained(75)]
+    + [lifecycle.Told("drain", 0.0, 1.0), lifecycle.GraceOver(), lifecycle.Pushed()]
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_whatever_happens_a_worker_launches_once_exits_once_and_pushes_whatever_it_trained(events: list[lifecycle.Event]):
+    worker, effects = Worker(), []
+    for event in events:
+        worker, done = lifecycle.step(worker, event)
+        effects += done
+    kinds = [type(effect) for effect in effects]
+    assert kinds.count(lifecycle.Launch) <= 1
+    assert kinds.count(lifecycle.Exit) <= 1
+    assert lifecycle.Exit not in kinds[:-1]
+    if lifecycle.Launch in kinds and lifecycle.Exit in kinds:
+        assert lifecycle.Push in kinds
+
+
+def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "train", local_rank: int = 0) -> lifecycle.Process:
+    return lifecycle.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7, time=1000.0 - silent_s), stopped)
+
+
+def test_training_that_advances_is_no_hang():
+    assert lifecycle.hung([a_process(9.0)], now=1000.0, limit_s=10.0) is None
+
+
+def test_a_stopped_process_is_named_at_the_limit_and_its_healthy_neighbour_is_spared():
+    victim = a_process(10.5, stopped=True, local_rank=1)
+    hang = lifecycle.hung([a_process(10.5), victim], now=1000.0, limit_s=10.0)
+    assert hang == lifecycle.Hang(((victim, "hung: stopped (SIGSTOP) for 10 s after step 7"),))
+
+
+def test_without_a_culprit_of_its_own_a_worker_waits_a_little_longer_for_the_others():
+    assert lifecycle.hung([a_process(11.0)], now=1000.0, limit_s=10.0) is None
+    stuck = a_process(13.0)
+    assert lifecycle.hung([stuck], now=1000.0, limit_s=10.0) == lifecycle.Hang(((stuck, "hung: no progress for 13 s after step 7"),))
+
+
+def test_a_process_that_waits_for_a_neighbour_who_advances_is_not_stuck():
+    assert lifecycle.hung([a_process(50.0), a_process(1.0, local_rank=1)], now=1000.0, limit_s=10.0) is None
+
+
+@pytest.mark.parametrize("phase", ["open", "restore"])
+def test_before_the_first_step_there_is_more_time(phase: str):
+    assert lifecycle.hung([a_process(100.0, phase=phase)], now=1000.0, limit_s=10.0) is None
+    assert lifecycle.hung([a_process(900.0, phase=phase)], now=1000.0, limit_s=10.0) is not None
+
+
+def test_a_plain_script_reports_nothing_and_hangs_only_when_it_is_stopped():
+    assert lifecycle.hung([a_process(900.0, phase="started")], now=1000.0, limit_s=10.0) is None
+    assert lifecycle.hung([a_process(900.0, phase="started", stopped=True)], now=1000.0, limit_s=10.0) is not None
