@@ -1,0 +1,102 @@
+"""Where jobs run: one Protocol of few verbs, and the lookup that finds its implementation.
+
+The command line and `outlast.chaos` know only this Protocol. `outlast.backends.local` runs workers as child processes of this
+machine. A backend says what went wrong as an `OutlastError`: `NotFound` for a name it does not know, `AlreadyRunning` for a run
+that is on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import random
+
+    from outlast.runtime.ledger import Event
+    from outlast.spec import Job
+    from outlast.status import JobStatus
+
+STATE_DIR = "OUTLAST_STATE_DIR"
+"""Environment variable that says where the state of this machine's jobs is kept. Default: `.outlast` in the working directory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LogLine:
+    """One line that a worker wrote, without its newline."""
+
+    worker: int
+    text: str
+
+
+class Backend(Protocol):
+    """A place that runs jobs. Every verb but `logs`, `chaos` and `evaluate` returns as soon as the wish is recorded."""
+
+    def submit(self, job: Job, *, source: Path, chaos: Path | None = None) -> str:
+        """Start a job, or go on with its unfinished run, and return the run's id.
+
+        `source` is the job file: relative paths in the job start from its directory. `chaos` is a schedule (see `outlast.chaos`)
+        that is carried out during the run. When this returns, `status` tells of this run and no longer of how the last one ended.
+        Raises AlreadyRunning when the job is running.
+        """
+
+    def ensure(self, name: str) -> bool:
+        """Start what drives an unfinished run if that is gone; say whether it was."""
+
+    def list(self) -> Sequence[JobStatus]:
+        """All jobs known here, the newest last."""
+
+    def status(self, name: str) -> JobStatus:
+        """Where a job stands now."""
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Wish for another number of workers; the world saves first and forms anew."""
+
+    def suspend(self, name: str) -> None:
+        """Save and give the workers back until `resume`."""
+
+    def resume(self, name: str) -> None:
+        """Go on with a suspended or interrupted job."""
+
+    def cancel(self, name: str) -> None:
+        """End the run for good; what is saved stays."""
+
+    def interrupt(self, name: str) -> None:
+        """Save and leave; the state becomes Interrupted and `submit` goes on from there."""
+
+    def kill(self, name: str) -> None:
+        """End every process of the job now; nothing is saved."""
+
+    def logs(self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
+        """The workers' log lines, merged, or those of one worker.
+
+        `tail` begins with the last so many lines of each worker, 0 with what is written from now on. `follow` waits for a job
+        that has not started, and ends when the job does.
+        """
+
+    def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
+        """Do one of `chaos.ACTIONS` to a worker (None: one that `rng` chooses); return the sentence that says what was done."""
+
+    def output(self, name: str) -> Path:
+        """The job's output directory: checkpoints, logs, ledger."""
+
+    def events(self, name: str) -> Sequence[Event]:
+        """The ledger of the job's run, in the order of time."""
+
+    def evaluate(self, name: str, args: Sequence[str]) -> int:
+        """Run the job's module with `--evaluate` and `args` in one process, in the foreground; return its exit code."""
+
+
+def state_directory() -> Path:
+    """Where the state of this machine's jobs is kept."""
+    return Path(os.environ.get(STATE_DIR) or ".outlast").absolute()
+
+
+def find(state: Path | None = None) -> Backend:
+    """The backend of this machine, with its state in `state` (default: `state_directory()`)."""
+    from outlast.backends import local
+
+    return local.LocalBackend(state or state_directory())

@@ -1,0 +1,417 @@
+"""Jobs on this machine: submits them to a launcher of their own, reads what it writes, writes what the user wants.
+
+    <state>/jobs/<name>/      see `backends.places`
+    <output>/<name>/          checkpoints, logs, ledger; the results of finished runs are kept in `previous/<run id>/`
+
+The command line is the only caller. Nothing here waits for the launcher: wishes are files, so they survive it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from outlast import chaos, contract, spec
+from outlast.backends import LogLine
+from outlast.backends.places import Places, Wanted, replace_text
+from outlast.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.runtime import daemon, ledger, prepare
+from outlast.status import JobStatus, State, WorkerStatus
+
+_LOOK_S = 0.1
+_SKIPPED = shutil.ignore_patterns(".git", ".hg", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
+"""What is never part of a job's code."""
+_CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
+"""Above this a directory holds data, too, and is not copied."""
+SLOW_S = (0.4, 0.1)
+"""`slow`: stopped and running in turns of these lengths."""
+SLOW_TURNS = 20
+
+
+class LocalBackend:
+    """The backend of this machine; `state` is usually `.outlast` in the working directory."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state.absolute()
+
+    # Submitting
+
+    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None) -> str:
+        """Start a job, or go on with its unfinished run; the run's id."""
+        places = self._places(job.metadata.name)
+        self._not_running(places)
+        placed = _placed(job, self._state)
+        unfinished = self._unfinished(places)
+        if unfinished is None:
+            run_id, submitted, output = _new_run_id(), time.time(), _new_output(placed)
+            if places.state.exists():
+                shutil.rmtree(places.state)
+        else:
+            before = json.loads(places.run.read_text())
+            run_id, submitted, output = before["run"], before["submitted"], Path(before["output"])
+        places.state.mkdir(parents=True, exist_ok=True)
+        code = _snapshot(placed, source, places.state / "code")
+        places.job.write_text(spec.dump(placed))
+        shutil.copyfile(places.job, output / "job.yaml")
+        Wanted(placed.spec.workers.replicas).write(places)
+        workers = placed.spec.workers
+        status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
+        going_on = f"goes on from step {status.checkpoint.step}" if status.checkpoint else "starting"
+        pending = {"state": State.PENDING, "reason": going_on, "replicas": workers.replicas, "finished": None, "exit_code": None}
+        replace_text(places.status, status.model_copy(update=pending).model_dump_json())
+        record = {"run": run_id, "submitted": submitted, "file": str(source.absolute()), "output": str(output), "code": str(code)}
+        replace_text(places.run, json.dumps(record))
+        book = ledger.Ledger(output / contract.LEDGER, "cli")
+        if unfinished is None:
+            book.write(
+                "submitted", run=run_id, job=job.metadata.name, replicas=workers.replicas, min=workers.allowed()[0], max=workers.allowed()[-1]
+            )
+        else:
+            book.write("resumed")
+        book.close()
+        self._launch(places)
+        if chaos is not None:
+            self._strike(job.metadata.name, chaos)
+        return run_id
+
+    def ensure(self, name: str) -> bool:
+        """Start a launcher if the job is unfinished and has none."""
+        places = self._known(name)
+        status = self._read(places)
+        if status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or places.launched():
+            return False
+        self._launch(places)
+        return True
+
+    def _not_running(self, places: Places) -> None:
+        """Raise AlreadyRunning if a launcher has the job; one that has just written the end gets a moment to leave."""
+        deadline = time.monotonic() + 5
+        while places.launched():
+            over = places.run.exists() and self._read(places).finished is not None
+            if not over or time.monotonic() > deadline:
+                name = places.state.name
+                raise AlreadyRunning(f"job {name} is running; `outlast status {name}` shows it, `outlast cancel {name}` ends it")
+            time.sleep(0.02)
+
+    def _launch(self, places: Places) -> None:
+        daemon.start([sys.executable, "-m", "outlast.backends.launcher", str(places.state)], places.log)
+
+    def _strike(self, name: str, schedule: Path) -> None:
+        """Carry out a chaos schedule beside the run, in a process of its own."""
+        argv = [sys.executable, "-m", "outlast.backends.local", str(self._state), name, str(schedule.absolute())]
+        daemon.start(argv, self._places(name).log)
+
+    # Looking
+
+    def list(self) -> Sequence[JobStatus]:
+        """All jobs known here, the newest last."""
+        found = [self.status(path.parent.name) for path in (self._state / "jobs").glob("*/run.json")]
+        return sorted(found, key=lambda status: status.submitted)
+
+    def status(self, name: str) -> JobStatus:
+        """Where a job stands now."""
+        places = self._known(name)
+        status = self._read(places)
+        if status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or places.launched():
+            return status
+        if any(psutil.pid_exists(worker.pid) for worker in status.workers if worker.pid):
+            reason = "the launcher is gone; its workers train on and will start it again"
+            return status.model_copy(update={"launcher": None, "reason": reason})
+        if time.time() - max(status.submitted, places.run.stat().st_mtime) < 2:  # it is only just being started
+            return status
+        step = status.checkpoint.step if status.checkpoint else 0
+        reason = f"all its processes are gone; `outlast run` goes on from step {step}"
+        return status.model_copy(update={"state": State.INTERRUPTED, "reason": reason, "launcher": None, "workers": [], "world": []})
+
+    def output(self, name: str) -> Path:
+        """The job's output directory."""
+        return Path(json.loads(self._known(name).run.read_text())["output"])
+
+    def events(self, name: str) -> Sequence[ledger.Event]:
+        """The ledger of the job's run."""
+        return ledger.read(self.output(name) / contract.LEDGER)
+
+    def logs(self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
+        """The workers' log lines, see the Protocol."""
+        directory = self.output(name) / contract.LOGS
+        files: dict[int, _Tail] = {}
+        while True:
+            over = not follow or self._over(name)
+            for path in sorted(directory.glob("worker-*.log"), key=lambda path: int(path.stem.removeprefix("worker-"))):
+                index = int(path.stem.removeprefix("worker-"))
+                if index not in files and worker in (None, index):
+                    files[index] = _Tail(path, tail)
+            for index, file in files.items():
+                yield from (LogLine(index, text) for text in file.lines(rest=over))
+            if over:
+                break
+            time.sleep(_LOOK_S)
+        for file in files.values():
+            file.close()
+
+    def _over(self, name: str) -> bool:
+        state = self.status(name).state
+        return state.final or state in (State.SUSPENDED, State.INTERRUPTED)
+
+    # Wishes
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Wish for another number of workers."""
+        places = self._active(name)
+        workers = spec.load(places.job).spec.workers
+        allowed = workers.allowed()
+        if replicas not in allowed:
+            sizes = f"{allowed[0]} to {allowed[-1]}" if len(allowed) == allowed[-1] - allowed[0] + 1 else ", ".join(map(str, allowed))
+            raise OutlastError(f"{replicas} workers are not allowed; the job file allows {sizes} (workers.min, max, sizes)")
+        self._wish(places, replicas=replicas)
+
+    def suspend(self, name: str) -> None:
+        """Save and give the workers back until `resume`."""
+        self._wish(self._active(name), end="suspend")
+
+    def interrupt(self, name: str) -> None:
+        """Save and leave."""
+        self._wish(self._active(name), end="interrupt")
+
+    def resume(self, name: str) -> None:
+        """Go on with a suspended or interrupted job."""
+        places = self._known(name)
+        status = self.status(name)
+        self._not_running(places)
+        if status.state.final:
+            raise OutlastError(f"job {name} has ended ({status.state}); `outlast run` starts it anew")
+        self._wish(places, end="")
+        pending = {"state": State.PENDING, "reason": "resumed", "finished": None, "exit_code": None}
+        replace_text(places.status, status.model_copy(update=pending).model_dump_json())
+        os.utime(places.run)
+        book = ledger.Ledger(Path(status.output) / contract.LEDGER, "cli")
+        book.write("resumed")
+        book.close()
+        self._launch(places)
+
+    def cancel(self, name: str) -> None:
+        """End the run for good; what is saved stays."""
+        self._end(name, "cancel", State.CANCELLED, "cancelled by the user")
+
+    def kill(self, name: str) -> None:
+        """End every process of the job now."""
+        self._end(name, "kill", State.INTERRUPTED, "killed by the user; the newest checkpoint stays")
+
+    def _end(self, name: str, how: str, state: State, reason: str) -> None:
+        places = self._known(name)
+        if self._read(places).state.final:
+            raise OutlastError(f"job {name} has ended already ({self._read(places).state})")
+        self._wish(places, end=how)
+        if places.launched():
+            return
+        for worker in self._read(places).workers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if worker.pid:
+                    os.killpg(worker.pid, signal.SIGKILL)
+        update = {"state": state, "reason": reason, "workers": [], "world": [], "launcher": None, "finished": time.time()}
+        replace_text(places.status, self._read(places).model_copy(update=update).model_dump_json())
+
+    def _wish(self, places: Places, **changes: object) -> None:
+        dataclasses.replace(Wanted.read(places), **changes).write(places)  # type: ignore[arg-type]
+
+    # Harm
+
+    def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
+        """Do one of `chaos.ACTIONS` and say what was done."""
+        chaos.check(action)
+        status = self.status(name)
+        target = _target(status, worker, rng, needs_process=action in ("kill-process", "stop", "slow"))
+        number = {"kill-process": signal.SIGKILL, "kill-worker": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+        if action in ("kill-worker", "term"):
+            pid, whom = target.pid, f"worker {target.index}"
+        else:
+            rank = rng.choice(target.ranks)
+            pid, whom = rank.pid, f"rank {rank.rank} on worker {target.index}"
+        assert pid is not None
+        book = ledger.Ledger(Path(status.output) / contract.LEDGER, "chaos")
+        book.write("chaos", action=action, worker=target.index, pid=pid)
+        book.close()
+        try:
+            if action == "slow":
+                _slow(pid)
+            else:
+                os.kill(pid, number[action])
+        except ProcessLookupError:
+            raise OutlastError(f"{whom} (pid {pid}) is gone already") from None
+        verb = {"kill-process": "killed", "kill-worker": "killed", "term": "terminated", "stop": "stopped", "slow": "slowed down"}
+        return f"{verb[action]} {whom} (pid {pid}) at step {status.step}"
+
+    # Evaluation
+
+    def evaluate(self, name: str, args: Sequence[str]) -> int:
+        """Run the job's module with `--evaluate` in one process of this terminal."""
+        places = self._known(name)
+        job = spec.load(places.job)
+        record = json.loads(places.run.read_text())
+        environ = {
+            **os.environ,
+            **job.spec.env,
+            contract.Env.JOB: name,
+            contract.Env.RUN: record["run"],
+            contract.Env.OUTPUT: record["output"],
+            contract.Env.CODE: record["code"],
+        }
+        data = prepare.data(job, places.state / "data")
+        if data is not None:
+            environ[contract.Env.DATA] = str(data)
+        command = [*prepare.command(job, environ), "--evaluate", *args]
+        return subprocess.run([sys.executable, *command], env=environ, cwd=record["code"], check=False).returncode
+
+    # Places
+
+    def _places(self, name: str) -> Places:
+        return Places(self._state / "jobs" / name)
+
+    def _known(self, name: str) -> Places:
+        places = self._places(name)
+        if not places.run.exists():
+            raise NotFound(f"no job {name!r} in {self._state}; `outlast list` shows those there are")
+        return places
+
+    def _active(self, name: str) -> Places:
+        places = self._known(name)
+        if self._over(name):
+            raise OutlastError(f"job {name} does not run ({self.status(name).state}); `outlast run` or `outlast resume` starts it")
+        return places
+
+    def _read(self, places: Places) -> JobStatus:
+        return JobStatus.model_validate_json(places.status.read_text())
+
+    def _unfinished(self, places: Places) -> JobStatus | None:
+        if not places.run.exists():
+            return None
+        status = self._read(places)
+        return None if status.state.final else status
+
+
+class _Tail:
+    """Reads the lines that are appended to a file."""
+
+    def __init__(self, path: Path, last: int | None) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._rest = b""
+        if last is not None:
+            lines = self._file.read().splitlines(keepends=True)
+            self._rest = b"".join(lines[len(lines) - min(last, len(lines)) :])
+
+    def lines(self, *, rest: bool) -> Iterator[str]:
+        """The whole lines that are there now; with `rest` also an unfinished last one."""
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        if rest and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        for line in whole:
+            yield line.decode(errors="replace")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_process: bool) -> WorkerStatus:
+    alive = [w for w in status.workers if w.pid and (w.ranks or not needs_process)]
+    if worker is not None:
+        alive = [w for w in alive if w.index == worker]
+    if not alive:
+        whom = "no worker" if worker is None else f"worker {worker}"
+        raise OutlastError(f"{whom} {'has a training process' if needs_process else 'runs'} now (job {status.name} is {status.state})")
+    return rng.choice(alive)
+
+
+def _slow(pid: int) -> None:
+    stopped_s, running_s = SLOW_S
+    try:
+        for _ in range(SLOW_TURNS):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(stopped_s)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(running_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def _new_run_id() -> str:
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
+
+
+def _placed(job: spec.Job, state: Path) -> spec.Job:
+    """The job with its default output filled in; raises OutlastError for places that are not on this machine."""
+    fields = job.spec
+    places = {"code": fields.code, "output": fields.output, **{f"data[{i}].from": entry.from_ for i, entry in enumerate(fields.data)}}
+    for name, place in places.items():
+        if place and spec.local(place) is None:
+            raise OutlastError(f"{name} ({place}) is not on this machine; this version works with local paths and file:// URLs")
+    output = str(spec.local(fields.output)) if fields.output else str(state / "runs")
+    return job.model_copy(update={"spec": fields.model_copy(update={"output": output})})
+
+
+def _new_output(job: spec.Job) -> Path:
+    """An output directory for a new run; what an earlier run left there is moved to `previous/`."""
+    output = Path(str(job.spec.output)) / job.metadata.name
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        earlier = [entry for entry in output.iterdir() if entry.name != "previous"]
+        if earlier:
+            kept = output / "previous" / time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
+            while kept.exists():
+                kept = kept.with_name(kept.name + "+")
+            kept.mkdir(parents=True)
+            for entry in earlier:
+                entry.rename(kept / entry.name)
+        (output / contract.LEDGER).mkdir()
+    except OSError as problem:
+        raise OutlastError(f"output: cannot write to {output}: {problem.strerror}; choose another directory or mend its rights") from problem
+    return output
+
+
+def _snapshot(job: spec.Job, source: Path, into: Path) -> Path:
+    """The directory that the job runs in: a copy of `code`, so that editing it does not change a run on its way.
+
+    A directory too large to be only code is not copied, the job runs in it. Without `code` it runs where the job file lies.
+    """
+    if not job.spec.code:
+        return source.absolute().parent
+    code = Path(job.spec.code)
+    if not code.is_dir():
+        raise OutlastError(f"code: {code} is not a directory; this version runs directories")
+    if into.exists():
+        shutil.rmtree(into)
+    size, files = 0, 0
+    for directory, names, found in os.walk(code):
+        skipped = _SKIPPED(directory, names)
+        names[:] = [name for name in names if name not in skipped]
+        files += len(found)
+        size += sum(os.lstat(os.path.join(directory, name)).st_size for name in found)
+        if size > _CODE_BYTES or files > _CODE_FILES:
+            return code
+    shutil.copytree(code, into, symlinks=True, ignore=_SKIPPED)
+    return into
+
+
+def _play(state: Path, name: str, schedule: Path) -> None:
+    backend = LocalBackend(state)
+    strikes = chaos.load(schedule)
+    for sentence in chaos.play(backend, name, strikes, chaos.seed(strikes)):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)
+
+
+if __name__ == "__main__":
+    _play(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,117 @@
+"""What the process tests share: a machine that runs jobs in a temporary directory and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast import spec
+from outlast.backends.local import LocalBackend
+from outlast.status import JobStatus
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+class Machine:
+    """A local backend of its own, and the means to wait for what jobs on it do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.backend = LocalBackend(directory / "state")
+        self.rng = random.Random(0)
+
+    def job(self, name: str = "job", *, args: tuple[str, ...] = (), **fields: object) -> Path:
+        """A job file that trains tests/programs/exact.py with two workers, saving every 10 steps, unless `fields` say otherwise."""
+        whole = {
+            "script": "exact.py",
+            "code": str(PROGRAMS),
+            "args": list(args),
+            "workers": {"replicas": 2},
+            "checkpoint": {"every": "10 steps"},
+            "hang": {"limit": "3s"},
+            **fields,
+        }
+        document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}, "spec": whole}
+        path = self.directory / f"{name}.yaml"
+        path.write_text(json.dumps({**document, "spec": {key: value for key, value in whole.items() if value is not None}}))
+        return path
+
+    def submit(self, path: Path) -> str:
+        """Start the job of a file; its name."""
+        job = spec.load(path)
+        self.backend.submit(job, source=path)
+        return job.metadata.name
+
+    def run(self, path: Path, *, timeout_s: float = 120) -> JobStatus:
+        """Start a job and wait for its end."""
+        return self.end(self.submit(path), timeout_s=timeout_s)
+
+    def wait(self, name: str, until: Callable[[JobStatus], bool], *, timeout_s: float = 60) -> JobStatus:
+        """The first status that satisfies `until`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.backend.status(name)
+            if until(status):
+                return status
+            if time.monotonic() > deadline or (status.state.final and status.launcher is None and not until(self.backend.status(name))):
+                log = (self.directory / "state" / "jobs" / name / "launcher.log").read_text()
+                pytest.fail(f"within {timeout_s} s {name} is {status.state}: {status.reason}\n{log}")
+            time.sleep(0.02)
+
+    def at_step(self, name: str, step: int) -> JobStatus:
+        """Wait until the job trains beyond `step` with all its processes known."""
+        return self.wait(name, lambda s: s.step >= step and bool(s.world) and all(w.ranks for w in s.workers))
+
+    def end(self, name: str, *, timeout_s: float = 120) -> JobStatus:
+        """Wait until the run is over, or has left with its state saved."""
+        return self.wait(name, lambda s: s.finished is not None and s.launcher is None, timeout_s=timeout_s)
+
+    def final(self, name: str) -> dict[str, object]:
+        """What exact.py wrote at its end: step, loss, hash of the weights."""
+        return dict(json.loads((self.backend.output(name) / "final.json").read_text()))
+
+    def kill_everything(self) -> None:
+        """SIGKILL every process that runs a job of this machine."""
+        mine = str(self.directory)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                state = process.environ().get("OUTLAST_WORKER_STATE", "")
+                if process.pid != os.getpid() and (state.startswith(mine) or any(mine in part for part in process.cmdline())):
+                    process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    """A machine for jobs; whatever still runs at the end of the test is killed."""
+    machine = Machine(tmp_path)
+    yield machine
+    machine.kill_everything()
+    machine.kill_everything()  # workers that were just starting a launcher
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, object]]]:
+    """The final state of the undisturbed run with these arguments and workers; each is run once a session."""
+    machine = Machine(tmp_path_factory.mktemp("undisturbed"))
+    known: dict[tuple[tuple[str, ...], int], dict[str, object]] = {}
+
+    def final(args: tuple[str, ...], workers: int) -> dict[str, object]:
+        key = (args, workers)
+        if key not in known:
+            name = f"undisturbed-{len(known)}"
+            status = machine.run(machine.job(name, args=args, workers={"replicas": workers}))
+            assert status.exit_code == 0, status
+            known[key] = machine.final(name)
+        return known[key]
+
+    yield final
+    machine.kill_everything()

@@ -1,0 +1,69 @@
+"""A small training run that leaves proof: which samples each step consumed, the loss of each step, the hash of the final weights.
+
+Dropout, momentum and a learning-rate schedule are there because their state is easily forgotten. Arguments: see the parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from outlast.training import Stream, session
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--samples", type=int, default=512)
+parser.add_argument("--batch", type=int, default=32)
+parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes at least")
+parser.add_argument("--dropout", type=float, default=0.1)
+parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at this step, every time")
+parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
+parser.add_argument("--exit-code", type=int, default=78)
+args = parser.parse_args()
+
+draw = np.random.default_rng(7)
+x = draw.standard_normal((args.samples, 16), dtype=np.float32)
+y = (x[:, 0] > 0).astype(np.int64) + 2 * (x[:, 1] > 0).astype(np.int64)
+
+with session.open(seed=3) as run:
+    net = run.ddp(nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    stream = Stream((x, y), args.batch, seed=5, steps=args.steps, epochs=10**6)
+    step = run.resume({"net": net, "optimizer": optimizer, "schedule": schedule, "stream": stream})
+    consumed = open(run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl", "a", buffering=1)
+    loss = 0.0
+    for batch in stream:
+        begun = time.monotonic()
+        optimizer.zero_grad()
+        loss = 0.0
+        for (inputs, targets), share in batch.split(net):
+            part = F.cross_entropy(net(inputs), targets) * share
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        schedule.step()
+        step += 1
+        if args.fail_at == step and run.rank == 1:
+            raise ValueError(f"a bug at step {step}")
+        if args.exit_at == step and run.rank == 0:
+            raise SystemExit(args.exit_code)
+        time.sleep(max(0.0, args.pause - (time.monotonic() - begun)))
+        record = {"step": step, "epoch": batch.epoch, "generation": run.generation, "rank": run.rank, "indices": batch.indices.tolist()}
+        consumed.write(json.dumps(record) + "\n")
+        run.log(step, loss=loss, reduce=True)
+        leaving = run.interrupted()
+        if leaving or run.due(step):
+            run.save(step)
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.module.state_dict().values())).hexdigest()
+    if run.rank == 0:
+        (run.output / "final.json").write_text(json.dumps({"step": step, "loss": loss, "weights": weights}))

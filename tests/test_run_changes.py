@@ -1,0 +1,122 @@
+"""Real jobs that are scaled, suspended, interrupted and submitted again: nothing is lost and nothing is done twice."""
+
+from __future__ import annotations
+
+import collections
+import json
+
+import pytest
+
+from outlast.errors import AlreadyRunning, OutlastError
+from outlast.status import State
+
+
+def kept(machine, name: str) -> dict[int, dict[int, list[int]]]:
+    """Step -> rank -> samples consumed, in the execution of each step that was kept (that of the newest generation)."""
+    records: dict[int, dict[int, dict[int, list[int]]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for path in machine.backend.output(name).glob("consumed-*.jsonl"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            assert record["rank"] not in records[record["step"]][record["generation"]], "one process does one step once"
+            records[record["step"]][record["generation"]][record["rank"]] = record["indices"]
+    return {step: generations[max(generations)] for step, generations in records.items()}
+
+
+def losses(machine, name: str) -> list[float]:
+    lines = [json.loads(line) for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(machine):
+    args = ("--steps=264", "--pause=0.05", "--dropout=0", "--samples=330")  # 24 epochs of 11 steps, the last one short
+    name = machine.submit(machine.job(args=args, workers={"replicas": 2, "min": 1, "max": 3}, checkpoint={"every": "1h"}))
+    for replicas in (3, 1, 2):
+        step = machine.at_step(name, 10).step
+        machine.backend.scale(name, replicas)
+        machine.wait(name, lambda s, n=replicas, before=step: len(s.world) == n and s.step > before + 5 and s.state is State.RUNNING)
+    status = machine.end(name)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 0)
+
+    events = machine.backend.events(name)
+    sizes = [len(event["workers"]) for event in events if event["kind"] == "world"]
+    assert sizes == [2, 3, 1, 2]
+    assert [event["step"] for event in events if event["kind"] == "step"] == list(range(1, 265)), "planned changes lose no step"
+
+    steps = kept(machine, name)
+    for epoch in range(24):
+        consumed = [i for step in range(epoch * 11 + 1, epoch * 11 + 12) for indices in steps[step].values() for i in indices]
+        assert sorted(consumed) == list(range(330))
+
+    alone = machine.job("alone", args=("--steps=264", "--pause=0", "--dropout=0", "--samples=330"), workers={"replicas": 1})
+    assert machine.run(alone).exit_code == 0
+    assert losses(machine, name) == pytest.approx(losses(machine, "alone"), rel=1e-3, abs=1e-4)
+
+
+ARGS = ("--steps=60", "--pause=0.04")
+
+
+@pytest.mark.parametrize("leave", ["interrupt", "suspend"])
+def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undisturbed, leave: str):
+    path = machine.job(args=ARGS, checkpoint={"every": "1h"})
+    name = machine.submit(path)
+    machine.at_step(name, 20)
+    getattr(machine.backend, leave)(name)
+    left = machine.end(name)
+    assert (left.state, left.exit_code) == ({"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED}[leave], 75)
+    assert left.workers == []
+    if leave == "suspend":
+        machine.backend.resume(name)
+    else:
+        assert machine.backend.submit(__import__("outlast.spec").spec.load(path), source=path) == left.run
+    status = machine.end(name)
+    assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, left.run, 0)
+    steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "step"]
+    assert steps == list(range(1, 61))
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_a_name_that_is_used_again_at_once_starts_clean_and_the_old_results_are_kept(machine):
+    path = machine.job(args=("--steps=400",))
+    name = machine.submit(path)
+    first = machine.at_step(name, 15)
+    with pytest.raises(AlreadyRunning, match="job is running"):
+        machine.submit(path)
+    machine.backend.cancel(name)
+    assert machine.end(name).state is State.CANCELLED
+    machine.job(args=("--steps=30", "--pause=0"))
+    machine.submit(path)
+    second = machine.end(name)
+    assert second.state is State.SUCCEEDED
+    assert second.run != first.run
+    restored = [event for event in machine.backend.events(name) if event["kind"] == "restored"]
+    assert [event["step"] for event in restored] == [0]
+    (old,) = (machine.backend.output(name) / "previous").iterdir()
+    assert (old / "checkpoints" / "step-00000010" / "COMMIT").exists()
+
+
+def test_a_plain_torchrun_script_runs_unchanged_and_survives(machine):
+    path = machine.job(script="plain.py", args=("40",))
+    name = machine.submit(path)
+    machine.wait(name, lambda s: s.state is State.RUNNING and all(w.ranks for w in s.workers))
+    machine.backend.chaos(name, "kill-process", worker=1, rng=machine.rng)
+    status = machine.end(name)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
+    said = [line.text for line in machine.backend.logs(name, worker=0)]
+    assert said.count("rank 0 of 2 starts") == 2
+    assert "rank 0 of 2 is done" in said
+
+
+def test_several_processes_of_one_worker_are_ranks_of_one_world(machine):
+    status = machine.run(machine.job(script="plain.py", args=("3",), workers={"replicas": 2}, processesPerWorker=2))
+    assert status.state is State.SUCCEEDED
+    said = [line.text for line in machine.backend.logs(status.name)]
+    assert sorted(line for line in said if "starts" in line) == [f"[rank {rank}] rank {rank} of 4 starts" for rank in range(4)]
+
+
+def test_a_size_that_the_job_does_not_allow_is_refused(machine):
+    name = machine.submit(machine.job(args=("--steps=400",), workers={"replicas": 2, "min": 1, "max": 3}))
+    with pytest.raises(OutlastError, match=r"5 workers are not allowed; the job file allows 1 to 3"):
+        machine.backend.scale(name, 5)
+    machine.backend.cancel(name)
+    assert machine.end(name).state is State.CANCELLED

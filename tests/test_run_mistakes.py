@@ -1,0 +1,131 @@
+"""What users and machines get wrong: one clear sentence, no traceback of ours, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import OutlastError
+from outlast.status import State
+
+
+def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_failing_rank(machine):
+    status = machine.run(machine.job(args=("--steps=40", "--fail-at=3"), checkpoint={"every": "1h"}))
+    assert (status.state, status.exit_code) == (State.FAILED, 1)
+    assert "failed there 3 times" in status.reason
+    assert (status.failure.rank, status.failure.code) == (1, 1)
+    assert status.failure.reason == "rank 1 on worker 1 raised ValueError: a bug at step 3"
+    assert status.failure.traceback.splitlines()[-1] == "ValueError: a bug at step 3"
+    assert "runpy" not in status.failure.traceback
+    assert [event["generation"] for event in machine.backend.events(status.name) if event["kind"] == "world"] == [1, 2, 3]
+
+
+def test_a_wrong_configuration_is_not_tried_again(machine):
+    status = machine.run(machine.job(args=("--steps=40", "--exit-at=2")))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)
+    assert status.failure.reason == "rank 0 on worker 0 exited with code 78"
+
+
+def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
+    job = machine.job(args=("--steps=400",), checkpoint={"every": "1h"}, restarts={"limit": 1})
+    name = machine.submit(job)
+    machine.at_step(name, 3)
+    machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
+    machine.wait(name, lambda s: s.restarts == 1 and s.state is State.RUNNING and s.step >= 3 and all(w.ranks for w in s.workers))
+    machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
+    status = machine.end(name)
+    assert (status.state, status.exit_code) == (State.FAILED, 137)
+    assert "allowed" in status.reason
+
+
+def test_a_script_that_disappears_after_submission_is_named(machine):
+    code = machine.directory / "code"
+    code.mkdir()
+    path = machine.job(script="gone.py", code=str(code))
+    (code / "gone.py").write_text("")
+    job = __import__("outlast.spec").spec.load(path)
+    (code / "gone.py").unlink()
+    machine.backend.submit(job, source=path)
+    status = machine.end("job")
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert "script: gone.py is not in" in status.reason
+
+
+def test_a_module_that_does_not_exist_is_named(machine):
+    status = machine.run(machine.job(script=None, code=None, module="no.such.module"))
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert "Python finds no 'no.such.module'" in status.reason
+
+
+def test_data_that_does_not_exist_is_named(machine):
+    status = machine.run(machine.job(data=[{"from": "nowhere", "to": "/data"}]))
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert "nowhere does not exist" in status.reason
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(machine):
+    (machine.directory / "file").write_text("")
+    with pytest.raises(OutlastError, match=r"output: cannot write to .*/file/job"):
+        machine.submit(machine.job(output=str(machine.directory / "file")))
+
+
+def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed):
+    args = ("--steps=60", "--pause=0.04")
+    path = machine.job(args=args)
+    name = machine.submit(path)
+    machine.at_step(name, 35)
+    machine.backend.interrupt(name)
+    left = machine.end(name)
+    newest = Path(left.checkpoint.path)
+    victim = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(content)
+    status = machine.run(path)
+    assert status.state is State.SUCCEEDED
+    events = machine.backend.events(name)
+    (damaged,) = [event for event in events if event["kind"] == "damaged"]
+    assert Path(damaged["path"]) == newest
+    restored = [event["step"] for event in events if event["kind"] == "restored"]
+    assert restored[-1] == max(step for step in range(0, left.checkpoint.step, 10))
+    assert machine.final(name) == undisturbed(args, 2)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A disk of 6 MiB; needs the right to mount."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(directory)], capture_output=True, check=False
+    )
+    if os.geteuid() != 0 or not mounted or mounted.returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_full_disk_stops_saving_but_not_training_and_is_said(machine, small_disk: Path):
+    """A save that finds the disk full is said and skipped; when there is room again, saving works again."""
+    args = ("--steps=120", "--pause=0.05", "--width=6000")
+    name = machine.submit(machine.job(args=args, output=str(small_disk), checkpoint={"every": "10 steps", "keep": 2}))
+    machine.at_step(name, 5)
+    filler = small_disk / "filler"
+    with filler.open("wb") as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"\0" * 65536)
+            file.flush()
+    status = machine.wait(name, lambda s: bool(s.warnings))
+    assert "No space left on device" in status.warnings[0]
+    filler.unlink()
+    status = machine.end(name)
+    assert status.state is State.SUCCEEDED
+    assert status.checkpoint is not None
+    assert status.checkpoint.step >= 60
+    kinds = [event["kind"] for event in machine.backend.events(name)]
+    assert "save_failed" in kinds
+    assert status.restarts == 0

@@ -1,0 +1,126 @@
+"""Real jobs with real processes, killed in every way: the end is that of the undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast.status import State
+
+Final = Callable[..., dict[str, object]]
+ARGS = ("--steps=60", "--pause=0.04")
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("action", ["kill-process", "kill-worker"])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_killed_process_or_worker_changes_nothing_in_the_result(machine, undisturbed: Final, action: str, worker: int):
+    name = machine.submit(machine.job(args=ARGS))
+    machine.at_step(name, 25)
+    machine.backend.chaos(name, action, worker=worker, rng=machine.rng)
+    status = machine.end(name)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
+    assert f"worker {worker}" in status.failure.reason
+    assert "was killed by SIGKILL" in status.failure.reason
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_three_workers_resume_bit_identically_too(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS, workers={"replicas": 3}))
+    machine.at_step(name, 25)
+    machine.backend.chaos(name, "kill-process", worker=2, rng=machine.rng)
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 3)
+
+
+def test_all_workers_killed_at_once_come_back(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS))
+    for worker in machine.at_step(name, 25).workers:
+        kill(worker.pid)
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_when_the_launcher_is_killed_training_goes_on_and_the_workers_bring_it_back(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS))
+    before = machine.at_step(name, 15)
+    kill(before.launcher)
+    after = machine.wait(name, lambda s: s.launcher not in (None, before.launcher) and s.step > 20 and bool(s.world))
+    assert after.generation == before.generation, "the world was not disturbed"
+    assert [w.pid for w in after.workers] == [w.pid for w in before.workers]
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_everything_killed_at_once_goes_on_when_it_is_run_again(machine, undisturbed: Final):
+    path = machine.job(args=ARGS)
+    name = machine.submit(path)
+    before = machine.at_step(name, 25)
+    machine.kill_everything()
+    status = machine.wait(name, lambda s: s.state is State.INTERRUPTED)
+    assert "outlast run" in status.reason
+    after = machine.run(path)
+    assert (after.state, after.run) == (State.SUCCEEDED, before.run)
+    assert after.generation > before.generation
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_the_warm_process_and_the_elastic_agent_may_die_too(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS))
+    agent = psutil.Process(machine.at_step(name, 15).workers[0].pid)
+    (warm,) = agent.children()
+    warm.kill()
+    status = machine.wait(name, lambda s: s.restarts == 1 and s.state is State.RUNNING and s.step > 25)
+    agent = psutil.Process(status.workers[1].pid)
+    elastic = next(p for p in agent.children(recursive=True) if p.children())
+    elastic.kill() if elastic.pid != agent.children()[0].pid else elastic.children()[0].kill()
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_a_stopped_process_is_found_replaced_and_named(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS))
+    victim = machine.at_step(name, 25).workers[1].ranks[0]
+    machine.backend.chaos(name, "stop", worker=1, rng=machine.rng)
+    stopped = time.monotonic()
+    status = machine.wait(name, lambda s: s.restarts == 1 and bool(s.world))
+    assert time.monotonic() - stopped < 3 + 3, "found within the hang limit of 3 s"
+    assert (
+        status.failure.reason
+        == f"rank {victim.rank} on worker 1 hung: stopped (SIGSTOP) for 3 s after step {status.failure.step}"
+    )
+    (hang,) = [event for event in machine.backend.events(name) if event["kind"] == "hang"]
+    assert (hang["rank"], hang["pid"], hang["state"]) == (victim.rank, victim.pid, "stopped")
+    assert "exact.py" in Path(hang["stacks"]).read_text(), "py-spy's stacks show where it stood"
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_a_stopped_worker_is_replaced_when_it_has_been_silent_for_too_long(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS, hang={"limit": "60s"}))
+    agent = psutil.Process(machine.at_step(name, 15).workers[1].pid)
+    for process in [agent, *agent.children(recursive=True)]:
+        process.suspend()
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def test_a_terminated_worker_saves_first_so_no_step_is_lost_and_nothing_counts(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS, checkpoint={"every": "1h"}))
+    machine.at_step(name, 25)
+    machine.backend.chaos(name, "term", worker=1, rng=machine.rng)
+    status = machine.end(name)
+    assert (status.state, status.restarts, status.interruptions) == (State.SUCCEEDED, 0, 1)
+    steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "step"]
+    assert steps == list(range(1, 61))
+    assert machine.final(name) == undisturbed(ARGS, 2)
