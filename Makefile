@@ -1,0 +1,55 @@
+# One machine, no preparation: `make demo`. Needs python3 (3.11 or newer) with its venv module, and a package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+OUTLAST := $(BIN)/outlast
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check docs bench clean
+
+help:  ## Say what can be made
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: $(READY)  ## Train on real images, kill a worker on the way, evaluate, report (under three minutes)
+	$(OUTLAST) data get digits
+	$(OUTLAST) run examples/digits.yaml --fresh --chaos examples/chaos/demo.yaml
+	$(OUTLAST) evaluate digits
+	$(OUTLAST) report digits
+
+test: $(READY)  ## Run the tests, but not those that take minutes
+	$(BIN)/pytest -m "not slow and not cluster and not gpu"
+
+test-slow: $(READY)  ## Run the tests that take minutes
+	$(BIN)/pytest -m "slow and not cluster and not gpu"
+
+check: $(READY)  ## Check format, lint, types, imports, and that generated pages are current
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
+	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
+
+docs: $(READY)  ## Write the generated pages anew
+	$(BIN)/python docs/reference/job_file.py > docs/reference/job-file.md
+	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
+
+bench: $(READY)  ## Measure recovery, ours and torchrun's (minutes)
+	$(BIN)/python bench/recovery.py
+
+clean:  ## Remove the virtual environment
+	rm -rf $(VENV)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is too old or missing; outlast needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "the venv module is missing; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "$(VENV): installing pip and torch (once, a large download) ..."
+	@$(PIP) pip torch
+	@echo "$(VENV): installing outlast and what it is developed with ..."
+	@$(PIP) --group dev --editable ".[train,digits]"
+	@touch $@

@@ -1,0 +1,427 @@
+"""How long it takes until training goes on: ours and torchrun, with its defaults and tuned, interleaved on one machine.
+
+    python bench/recovery.py              # 5 repeats of everything: about an hour, torchrun waits long for last calls
+    python bench/recovery.py --quick      # one repeat without torchrun's defaults: some minutes
+    python bench/recovery.py --scenario kill --system outlast --repeats 20
+
+Three workers of one process each, at least 2, at most 4 (so nodes < max), all running `steps.py`. What is measured:
+
+    form     the last worker's agent asks for a world -> every rank of the world of three runs its first line
+    kill     one training process is SIGKILLed -> every rank of a new world has ended a step
+    worker   one worker, agent and all, is SIGKILLed -> every rank of a new world has ended a step
+    first    the same with the first worker (for torchrun: the one that holds the store)
+
+Beside them: the steps that had to be done again, the start of a Python that imports torch, alone and three at once,
+and `outlast --help`. `never` means not within the limit, or that the job had ended; medians count it as longer than
+anything. Prints the table and appends it to bench/results/<date>-recovery.md. Whatever is started carries a mark in
+its environment, and is killed by it in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+HERE = Path(__file__).parent
+OUTLAST = str(Path(sys.executable).with_name("outlast"))
+WORKERS, MIN, MAX = 3, 2, 4
+SCENARIOS = ("form", "kill", "worker", "first")
+START_LIMIT_S = 120.0
+MARK = "OUTLAST_BENCH_MARK"
+TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+
+
+class System(Protocol):
+    """A way to run three workers."""
+
+    name: str
+
+    def start(self, directory: Path, environ: dict[str, str]) -> None:
+        """Start the workers; return at once or soon."""
+
+    def agents(self) -> list[int]:
+        """Process ids of the workers' agents, by worker."""
+
+    def logs(self) -> list[Path]:
+        """The workers' logs, in which torch's elastic agent writes when it asks for a world."""
+
+    def over(self) -> bool:
+        """Whether nothing is left that could go on."""
+
+
+class Torchrun:
+    """Three torchrun nodes with the c10d store in the first."""
+
+    def __init__(self, name: str, conf: str) -> None:
+        self.name = name
+        self._conf = conf
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._logs: list[Path] = []
+
+    def start(self, directory: Path, environ: dict[str, str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._logs = [directory / f"node-{i}.log" for i in range(WORKERS)]
+        self._nodes = []
+        for i, log in enumerate(self._logs):
+            conf = ",".join(filter(None, (f"is_host={int(i == 0)}", self._conf)))
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nnodes={MIN}:{MAX}",
+                "--nproc-per-node=1",
+                "--max-restarts=10",
+            ]
+            command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench", f"--rdzv-conf={conf}"]
+            with log.open("wb") as file:
+                self._nodes.append(
+                    subprocess.Popen([*command, str(HERE / "steps.py"), str(directory)], env=environ, stdout=file, stderr=file)
+                )
+
+    def agents(self) -> list[int]:
+        return [node.pid for node in self._nodes]
+
+    def logs(self) -> list[Path]:
+        return self._logs
+
+    def over(self) -> bool:
+        return all(node.poll() is not None for node in self._nodes)
+
+
+class Outlast:
+    """`outlast run --detach` of a job with the same script."""
+
+    name = "outlast"
+
+    def start(self, directory: Path, environ: dict[str, str]) -> None:
+        self._directory = directory
+        self._environ = {**environ, "OUTLAST_STATE_DIR": str(directory / "state")}
+        job = {
+            "apiVersion": "outlast.dev/v1alpha1",
+            "kind": "ElasticJob",
+            "metadata": {"name": "bench"},
+            "spec": {
+                "script": "steps.py",
+                "args": [str(directory)],
+                "output": str(directory / "out"),
+                "workers": {"replicas": WORKERS, "min": MIN, "max": MAX},
+                "processesPerWorker": 1,
+                "resources": {"cpu": 1},
+            },
+        }
+        (directory / "job").mkdir()
+        (directory / "job" / "steps.py").write_bytes((HERE / "steps.py").read_bytes())
+        (directory / "job" / "job.yaml").write_text(json.dumps(job))
+        self._cli("run", str(directory / "job" / "job.yaml"), "--detach")
+
+    def _cli(self, *args: str) -> str:
+        command = [OUTLAST, *args]
+        done = subprocess.run(command, env=self._environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout}{done.stderr[-2000:]}")
+        return done.stdout
+
+    def _status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self._cli("status", "bench", "-o", "json"))
+        return status
+
+    def agents(self) -> list[int]:
+        return [worker["pid"] for worker in sorted(self._status()["workers"], key=lambda worker: worker["index"])]
+
+    def logs(self) -> list[Path]:
+        return sorted((self._directory / "out").glob("bench/logs/worker-*.log"))
+
+    def over(self) -> bool:
+        return False
+
+
+SYSTEMS: dict[str, Callable[[], System]] = {
+    "outlast": Outlast,
+    "tuned": lambda: Torchrun("torchrun, tuned", TUNED),
+    "default": lambda: Torchrun("torchrun", ""),
+}
+
+
+# One trial
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of what the ranks wrote; step None is the start of a process."""
+
+    time: float
+    pid: int
+    rank: int
+    world_size: int
+    step: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What one job showed. None: never."""
+
+    form_s: float | None
+    recovery_s: float | None = None
+    lost: int | None = None
+    ended: bool = False
+
+
+class Book:
+    """What the ranks have written so far; reads only what is new, so that looking costs the job nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._rest = b""
+        self._lines: list[Line] = []
+
+    def lines(self) -> list[Line]:
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for t, pid, rank, size, step in (line.decode().split() for line in whole):
+            self._lines.append(Line(float(t), int(pid), int(rank), int(size), None if step == "start" else int(step)))
+        return self._lines
+
+
+def complete(found: list[Line]) -> float | None:
+    """When all ranks of some world had said something, if they have."""
+    said: dict[tuple[int, int], float] = {}
+    for line in found:
+        said.setdefault((line.world_size, line.rank), line.time)
+        times = [said.get((line.world_size, rank)) for rank in range(line.world_size)]
+        if None not in times:
+            return max(t for t in times if t is not None)
+    return None
+
+
+def asked(logs: list[Path]) -> float | None:
+    """When the last of the workers first asked for a world, by the log of torch's elastic agent."""
+    first: list[float] = []
+    for log in logs:
+        match = re.search(
+            r"I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{6}) .*Rendezvous'ing worker group", log.read_text(errors="replace")
+        )
+        if match:
+            month, day, hour, minute, second, microsecond = map(int, match.groups())
+            year = datetime.date.today().year
+            first.append(datetime.datetime(year, month, day, hour, minute, second, microsecond).timestamp())
+    return max(first) if len(first) == WORKERS else None
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[dict[str, str]]:
+    """An environment whose processes are all dead afterwards."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        yield {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "LOGLEVEL": "INFO"}
+    finally:
+        entry = f"{MARK}={mark}".encode()
+        while True:
+            found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _has(p / "environ", entry)]
+            if not found:
+                break
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+def _has(environ: Path, entry: bytes) -> bool:
+    try:
+        return entry in environ.read_bytes().split(b"\0")  # empty for zombies
+    except OSError:
+        return False
+
+
+def waited(limit_s: float, look: Callable[[], float | None], over: Callable[[], bool] = lambda: False) -> float | None:
+    """What `look` sees, as soon as it sees something; None at the limit or when all is over."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        ended = over()
+        seen = look()
+        if seen is not None or ended:
+            return seen
+        time.sleep(0.05)
+    return None
+
+
+def trial(system: System, scenario: str, limit_s: float, rng: random.Random) -> Trial:
+    """One job: start it, let it train, do the harm, watch."""
+    with tempfile.TemporaryDirectory(prefix="outlast-bench-", ignore_cleanup_errors=True) as name, marked() as environ:
+        directory = Path(name)
+        (directory / "steps").touch()
+        book = Book(directory / "steps")
+        system.start(directory, environ)
+
+        def trains() -> float | None:
+            return complete([line for line in book.lines() if line.world_size == WORKERS and (line.step or 0) >= 5])
+
+        if waited(START_LIMIT_S, trains, system.over) is None:
+            return Trial(None, ended=system.over())
+        up, world = asked(system.logs()), complete([line for line in book.lines() if line.world_size == WORKERS])
+        form_s = world - up if up is not None and world is not None else math.nan
+        if scenario == "form":
+            return Trial(form_s)
+        time.sleep(rng.uniform(0.5, 1.5))
+        if scenario == "kill":
+            training = {line.rank: line.pid for line in book.lines()}
+            victims = [training[rng.randrange(WORKERS)]]
+        else:
+            agents = system.agents()
+            agent = psutil.Process(agents[0] if scenario == "first" else agents[rng.randrange(1, WORKERS)])
+            victims = [agent.pid, *(child.pid for child in agent.children(recursive=True))]
+        before = time.time()
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        old = {line.pid for line in book.lines()}
+
+        def stepped() -> list[Line]:
+            return [line for line in book.lines() if line.time > before and line.pid not in old and line.step is not None]
+
+        after = waited(limit_s, lambda: complete(stepped()), system.over)
+        if after is None:
+            return Trial(form_s, ended=system.over())
+        reached = max(line.step or 0 for line in book.lines() if line.pid in old)
+        return Trial(form_s, after - before, reached + 1 - min(line.step or 0 for line in stepped()))
+
+
+# The whole run
+
+
+def timed(command: list[str], at_once: int = 1) -> float:
+    """Seconds until as many of these have ended."""
+    before = time.perf_counter()
+    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(at_once)]
+    for process in running:
+        if process.wait():
+            raise SystemExit(f"{' '.join(command)} exited with {process.returncode}")
+    return time.perf_counter() - before
+
+
+def said(values: list[float | None]) -> str:
+    """`1.42 (1.31 – 1.60)`, median and range; a median that is never is said so."""
+    back = [value for value in values if value is not None and not math.isnan(value)]
+    if not values or (values and not back and any(value is not None for value in values)):
+        return "–"
+    middle = median(values)
+    shown = "never" if math.isinf(middle) else f"{middle:.2f}"
+    return f"{shown} ({min(back):.2f} – {max(back):.2f})" if len(back) > 1 else shown
+
+
+def median(values: list[float | None]) -> float:
+    """The median, with never as longer than anything."""
+    return statistics.median_low(
+        [math.inf if value is None else value for value in values if value is None or not math.isnan(value)]
+    )
+
+
+def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
+    """Rows of Markdown: every scenario with every system."""
+    rows = ["| scenario | system | seconds: median (range) | came back | never (job ended) | steps again | ours / this |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for scenario in SCENARIOS:
+        seconds: dict[str, list[float | None]] = {}
+        for system, done in results.items():
+            trials = [t for each in done.values() for t in each] if scenario == "form" else done.get(scenario, [])
+            seconds[system] = [
+                t.form_s if scenario == "form" else t.recovery_s for t in trials if scenario == "form" or t.form_s is not None
+            ]
+        for system, values in seconds.items():
+            if not values:
+                continue
+            trials = [] if scenario == "form" else [t for t in results[system][scenario] if t.form_s is not None]
+            back = sum(value is not None for value in values)
+            lost = [t.lost for t in trials if t.lost is not None]
+            again = f"{statistics.median_low(lost)} ({min(lost)} – {max(lost)})" if lost else "–"
+            ended = sum(t.ended and t.recovery_s is None for t in trials)
+            ours, theirs = (median(seconds[s]) if seconds.get(s) else math.nan for s in ("outlast", system))
+            ratio = "" if system == "outlast" else "0" if math.isinf(theirs) and ours < theirs else f"{ours / theirs:.2f}"
+            rows.append(
+                f"| {scenario} | {SYSTEMS[system]().name} | {said(values)} | {back} of {len(values)} "
+                f"| {len(values) - back} ({ended}) | {again} | {ratio.replace('nan', '')} |"
+            )
+    return rows
+
+
+def machine() -> str:
+    """The machine in words, without its name."""
+    model = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    memory = psutil.virtual_memory().total / 2**30
+    python = ".".join(map(str, sys.version_info[:3]))
+    cpu = model.group(1) if model else "CPU"
+    return f"{cpu}, {os.cpu_count()} cores, {memory:.0f} GiB; Python {python}, torch {importlib.metadata.version('torch')}, gloo"
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--scenario", choices=SCENARIOS, action="append", help="only these (may be repeated); form is measured in all"
+    )
+    parser.add_argument("--system", choices=SYSTEMS, action="append", help="only these (may be repeated)")
+    parser.add_argument("--limit", type=float, default=90.0, help="seconds until `never`")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="one repeat, 30 s limit, without torchrun's defaults")
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.limit = 1, 30.0
+    systems = args.system or [name for name in SYSTEMS if not (args.quick and name == "default")]
+    scenarios = args.scenario or ["kill", "worker", "first"]
+
+    rng = random.Random(args.seed)
+    load = os.getloadavg()[0]
+    results: dict[str, dict[str, list[Trial]]] = {system: {scenario: [] for scenario in scenarios} for system in systems}
+    starts: dict[str, list[float | None]] = {
+        "python with torch": [],
+        f"python with torch, {WORKERS} at once": [],
+        "outlast --help": [],
+    }
+    torch = [sys.executable, "-c", "import torch, torch.distributed"]
+    for repeat in range(args.repeats):
+        for label, command, at_once in zip(starts, (torch, torch, [OUTLAST, "--help"]), (1, WORKERS, 1), strict=True):
+            starts[label].append(timed(command, at_once))
+        for scenario in scenarios:
+            for system in systems if repeat % 2 == 0 else reversed(systems):  # ABC CBA: a drift of the machine falls on all
+                done = trial(SYSTEMS[system](), scenario, args.limit, rng)
+                results[system][scenario].append(done)
+                print(f"{repeat + 1}/{args.repeats} {scenario:<7} {system:<8} {done}", flush=True)
+
+    report = [
+        f"## {time.strftime('%Y-%m-%d %H:%M')}",
+        "",
+        f"{machine()}. Load before: {load:.2f}. Limit {args.limit:.0f} s, seed {args.seed}.",
+        "",
+    ]
+    report += [*table(results), "", "| start | seconds: median (range) |", "|---|---|"]
+    report += [f"| {label} | {said(values)} |" for label, values in starts.items()]
+    print("\n" + "\n".join(report))
+    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-recovery.md"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write("\n".join([*([] if path.stat().st_size else ["# Recovery", ""]), *report, "", ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Writes the reference page of the command line from its `--help`:
+
+python docs/guide/commands.py > docs/guide/commands.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from unittest import mock
+
+from outlast import cli
+
+HEAD = """\
+# Commands
+
+<!-- Written by `python docs/guide/commands.py > docs/guide/commands.md` from each command's --help. -->
+
+The name of a job may be left out when there is only one. Jobs are those of the working directory: their state is in `.outlast/`, or
+where the environment variable `OUTLAST_STATE_DIR` says.
+
+| exit code | meaning |
+|---|---|
+| 0 | done; of `outlast run`: the job has succeeded |
+| 1 | what was asked for failed; of `outlast run`: the job has failed, or the code that it failed with |
+| 2 | what was asked is wrong: the job file, an option, a name |
+| 75 | of `outlast run`: interrupted or suspended, and saved; the same command goes on |
+| 130 | killed by Ctrl-C |
+"""
+
+COMMANDS = """
+run list status logs scale suspend resume cancel chaos report evaluate
+checkpoints_list checkpoints_show checkpoints_verify validate data_get version
+""".split()
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    return HEAD + "".join(
+        f"\n## outlast {name}\n\n```\n{help_of(name)}```\n" for name in (each.replace("_", " ") for each in COMMANDS)
+    )
+
+
+def help_of(command: str) -> str:
+    """What `outlast COMMAND --help` prints on a terminal of 80 columns."""
+    wide = mock.patch.dict(os.environ, COLUMNS="80")
+    with wide, contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        cli.main([*command.split(), "--help"])
+    return printed.getvalue()
+
+
+if __name__ == "__main__":
+    print(page(), end="")

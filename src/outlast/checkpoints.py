@@ -1,0 +1,233 @@
+"""Checkpoints on disk: which exist, which one is valid, who may add one and which ones go.
+
+The training library writes them, the command line lists them, agents wait for them. Nothing here knows torch. In `checkpoints/` lie
+
+    step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
+    step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
+    FENCE                       {run, generation} that may commit; read and written while `.lock` is held
+
+What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable before
+COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its successor moved the fence.
+A crc32 protects against rot and truncation, not against malice (5 GiB/s on one core; sha256 2 GiB/s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast import contract
+from outlast.errors import Superseded
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired)")
+_FENCE = "FENCE"
+_LOCK = ".lock"
+_BLOCK = 8 << 20
+"""Bytes hashed at a time; zlib releases the GIL for buffers of this size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint."""
+
+    step: int
+    path: Path
+    run: str = ""
+    """The run that wrote it; "" when that was not started by Outlast."""
+    generation: int = 0
+    world_size: int = 0
+    time: float = 0.0
+    """When it was committed, seconds since the epoch."""
+    bytes: int = 0
+    problem: str = ""
+    """Why its COMMIT cannot be read, if so."""
+
+
+def list_(directory: Path) -> list[Checkpoint]:
+    """The committed checkpoints in `directory`, lowest step first, including those whose COMMIT turned out to be unreadable."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and (directory / name / contract.COMMIT).exists():
+            step, path = int(match[1]), directory / name
+            try:
+                said = _read(path)
+                size = sum(file["size"] for file in said["files"].values())
+                stamp = (said["run"], said["generation"], said["world_size"], said["time"])
+                found.append(Checkpoint(step, path, *stamp, bytes=size))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                found.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
+    """The newest checkpoint of `run` whose COMMIT is readable."""
+    ours = (checkpoint for checkpoint in found if checkpoint.run == run and not checkpoint.problem)
+    return max(ours, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def expired(found: Iterable[Checkpoint], keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
+    """Which checkpoints go when the newest `keep` (never fewer than two) and the steps `protected` stay."""
+    readable = sorted((c for c in found if not c.problem), key=lambda checkpoint: checkpoint.step)
+    return [checkpoint for checkpoint in readable[: -max(2, keep)] if checkpoint.step not in protected]
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the checkpoint at `path`, as a sentence, or None. Checks every `parts`-th file, beginning at `part`."""
+    try:
+        files = sorted(_read(path)["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{contract.COMMIT} cannot be read: {error}"
+    for name, expected in files[part::parts]:
+        try:
+            size, crc = (path / name).stat().st_size, None
+            if size == expected["size"]:
+                crc = checksum(path / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if size != expected["size"]:
+            return f"{name} has {size} bytes instead of {expected['size']}"
+        if crc != expected["crc32"]:
+            return f"{name} has crc32 {crc} instead of {expected['crc32']}"
+    return None
+
+
+def checksum(path: Path) -> int:
+    """The crc32 of a file."""
+    crc = 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
+
+
+def saving(directory: Path, step: int, generation: int) -> Path:
+    """Where `generation` writes the checkpoint of `step` before it is committed."""
+    return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
+
+
+def take(directory: Path, run: str, generation: int | None) -> int:
+    """Move the fence to `generation` of `run`: earlier ones can commit no more. None stands for the one after the last.
+
+    Raises Superseded when a later generation of the run has been here. Another run's fence is taken over: whoever opens a directory
+    last owns it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        holder, last = _fence(directory)
+        if holder != run:
+            last = 0
+        if generation is None:
+            generation = last + 1
+        if generation < last:
+            raise Superseded(f"generation {generation} of this run has been replaced by generation {last}; this process must stop")
+        _write(directory / _FENCE, {"run": run, "generation": generation})
+    return generation
+
+
+def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[str, int]]) -> Checkpoint:
+    """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
+
+    `files` maps names to `{size, crc32}`; they must be durable. If a valid checkpoint of that step exists, ours is dropped and that one
+    returned; a damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the directory.
+    """
+    directory = checkpoint.path.parent
+    stamp = {name: getattr(checkpoint, name) for name in ("run", "step", "generation", "world_size", "time")}
+    _write(written / contract.COMMIT, {**stamp, "files": files})
+    with _locked(directory):
+        run, generation = _fence(directory)
+        if (run, generation) != (checkpoint.run, checkpoint.generation):
+            raise Superseded(
+                f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
+                f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
+            )
+        if checkpoint.path.exists():
+            there = next((c for c in list_(directory) if c.step == checkpoint.step), None)
+            if there and there.run == checkpoint.run and verify(there.path) is None:
+                shutil.rmtree(written)
+                return there
+            aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
+            checkpoint.path.rename(next(path for path in aside if not path.exists()))
+        written.rename(checkpoint.path)
+        _sync(directory)
+    return dataclasses.replace(checkpoint, bytes=sum(file["size"] for file in files.values()))
+
+
+def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
+    """After `newest` was committed: delete its run's expired checkpoints, and what dead generations left half written.
+
+    Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. Returns what was deleted.
+    """
+    ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
+    gone = expired(ours, keep, protected)
+    for checkpoint in gone:
+        with contextlib.suppress(FileNotFoundError):  # a zombie sweeps at the same time
+            checkpoint.path.rename(checkpoint.path.with_name(f"{checkpoint.path.name}.expired"))
+    for name in os.listdir(directory):
+        match = _LEFTOVER.fullmatch(name)
+        if match and (match[1] is None or int(match[1]) < newest.generation):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(directory / name)
+    return gone
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock; the kernel lets go of it when we die."""
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _fence(directory: Path) -> tuple[str, int]:
+    """Run and generation that may commit; ("", 0) before anybody came."""
+    try:
+        said = json.loads((directory / _FENCE).read_text())
+    except FileNotFoundError:
+        return "", 0
+    return said["run"], said["generation"]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    said = json.loads((path / contract.COMMIT).read_text())
+    if not isinstance(said, dict):
+        raise ValueError("not a mapping")
+    return said
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a small JSON file, durably: either the old one or the whole new one is there."""
+    draft = path.with_name(f"{path.name}.tmp")
+    with draft.open("w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,108 @@
+"""The command line: `outlast VERB`, one module a group of verbs.
+
+`main` is the program. Verbs talk to a `backends.Backend`, and import what is heavy (pydantic, yaml, rich) when they are called,
+never before: `outlast --help` answers at once. Exit codes are 0, 1 when what was asked for failed, 2 when it was asked wrongly,
+and for `outlast run` that of the job.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from outlast import __version__
+from outlast.cli import chaos, checkpoints, data, jobs, results, run, which
+from outlast.errors import InvalidJob, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.backends import Backend
+
+app = typer.Typer(
+    name="outlast",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Distributed PyTorch training that outlasts its machines.",
+)
+
+
+def validate_(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.", show_default=False)] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of job files, for editors.")] = False,
+) -> None:
+    """Check job files, and say everything that is wrong with them.
+
+    \b
+    Examples:
+      outlast validate job.yaml
+      outlast validate examples/*.yaml
+      outlast validate --schema > elasticjob.json
+    """
+    from outlast.cli import validate
+
+    if schema:
+        print(validate.schema())
+    elif files:
+        raise typer.Exit(validate.validate(files))
+    else:
+        raise typer.BadParameter("give the job files to check, or --schema")
+
+
+def version() -> None:
+    """Print the versions of Outlast, Python and PyTorch.
+
+    \b
+    Examples:
+      outlast version
+    """
+    import platform
+    from importlib import metadata
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    print(f"outlast {__version__}, Python {platform.python_version()}, {torch}, {platform.platform()}")
+
+
+def agent() -> None:
+    """Run a worker, as its environment says."""
+    from outlast.runtime import agent
+
+    agent.main()
+
+
+app.command()(run.run)
+app.command("list")(jobs.list_)
+app.command()(jobs.status)
+app.command()(jobs.logs)
+app.command(cls=which.takes("[NAME] N"))(jobs.scale)
+app.command()(jobs.suspend)
+app.command()(jobs.resume)
+app.command()(jobs.cancel)
+app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
+app.command()(results.report)
+app.command()(results.evaluate)
+app.add_typer(checkpoints.app, name="checkpoints")
+app.command("validate")(validate_)
+app.add_typer(data.app, name="data")
+app.command()(version)
+app.command(hidden=True)(agent)
+
+
+def main(args: Sequence[str] | None = None, *, backend: Backend | None = None) -> NoReturn:
+    """Run the command line with `args` (default: those of this process) on `backend` (default: this machine), and exit.
+
+    A mistake of the user is one sentence on standard error; a bug keeps its traceback.
+    """
+    try:
+        app(args=args, obj=backend, prog_name="outlast")
+    except OutlastError as error:
+        print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    sys.exit(0)

@@ -1,0 +1,135 @@
+"""What a terminal shows of a run: the workers' lines, scrolling, and below them a panel that says where the job stands.
+
+The only module that uses rich; imported when somebody looks at a terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from outlast import units
+from outlast.cli import show, view
+from outlast.status import JobStatus, State
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from outlast.backends import LogLine
+
+_WORKERS = (
+    "cyan",
+    "yellow",
+    "magenta",
+    "green",
+    "blue",
+    "bright_cyan",
+    "bright_yellow",
+    "bright_magenta",
+    "bright_green",
+    "bright_blue",
+)
+_STATES = {
+    State.PENDING: "cyan",
+    State.RUNNING: "green",
+    State.RESIZING: "cyan",
+    State.RESTARTING: "yellow",
+    State.SUSPENDED: "cyan",
+    State.INTERRUPTED: "yellow",
+    State.SUCCEEDED: "green",
+    State.FAILED: "red",
+    State.CANCELLED: "red",
+}
+
+
+class Terminal:
+    """A `view.Screen` with a panel that stays at the bottom."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._live = Live(console=self._console, refresh_per_second=8, auto_refresh=False)
+
+    def __enter__(self) -> Terminal:
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._live.stop()
+
+    def lines(self, lines: Sequence[LogLine]) -> None:
+        """Print the lines above the panel, their workers in colours."""
+        if lines:
+            self._console.print(Text("\n").join(map(_line, lines)), soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence above the panel."""
+        self._console.print(Text.assemble(("outlast | ", "bold"), (sentence, "bold")), soft_wrap=True)
+
+    def update(self, status: JobStatus) -> None:
+        """Draw the panel anew."""
+        self._live.update(panel(status, time.time()), refresh=True)
+
+
+def _line(line: LogLine) -> Text:
+    text = Text.from_ansi(line.text) if "\033" in line.text else Text(line.text.rsplit("\r", 1)[-1])
+    return Text.assemble((f"worker-{line.worker} | ", _WORKERS[line.worker % len(_WORKERS)]), text)
+
+
+def panel(status: JobStatus, now: float) -> Panel:
+    """A job in a few lines."""
+    colour = _STATES[status.state]
+    rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
+    done: list[RenderableType] = [Text(f"step {show.steps(status)}", "bold")]
+    if status.steps:
+        done.append(ProgressBar(status.steps, status.step, width=24, complete_style=colour, finished_style=colour))
+        done.append(f"{min(1.0, status.step / status.steps):.0%}")
+    if status.rate and not view.ended(status):
+        done.append(f"{status.rate:.3g}/s")
+    if status.eta_s and not view.ended(status):
+        done.append(f"{units.human_seconds(status.eta_s)} left")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*done)
+    rows.append(grid)
+    facts = [
+        f"world {show.world(status)}",
+        f"generation {status.generation}",
+        show.count(status.restarts, "restart"),
+        show.count(status.interruptions, "interruption"),
+    ]
+    rows.append(_facts(facts))
+    saved = show.newest_checkpoint(status, now)
+    facts = [
+        f"checkpoint {saved}" if saved else "no checkpoint yet",
+        f"{units.human_seconds(show.lasted(status, now))} since the start",
+    ]
+    if status.goodput is not None:
+        facts.append(f"goodput {show.percent(status.goodput)}")
+    rows.append(_facts(facts))
+    if status.failure is not None:
+        rows.append(Text(f"last failure: {status.failure.reason}", "red", no_wrap=True, overflow="ellipsis"))
+    rows += [Text(f"warning: {warning}", "yellow", no_wrap=True, overflow="ellipsis") for warning in status.warnings[-2:]]
+    title = Text.assemble((status.name, "bold"), " · ", (str(status.state), f"bold {colour}"))
+    return Panel(Group(*rows), title=title, title_align="left", border_style=colour, padding=(0, 1))
+
+
+def _facts(facts: Sequence[str]) -> Text:
+    return Text(" · ".join(facts), no_wrap=True, overflow="ellipsis")
+
+
+def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
+    """Show the page of `outlast status` again and again, until the job has ended."""
+    with Live(auto_refresh=False, console=Console(highlight=False)) as live:
+        while True:
+            status = look()
+            live.update(Text(show.page(status, time.time())), refresh=True)
+            if view.ended(status):
+                return
+            time.sleep(every_s)

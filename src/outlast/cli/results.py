@@ -1,0 +1,65 @@
+"""`outlast report | evaluate`: what a run has cost and what its model can do."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from outlast.cli import show, which
+from outlast.cli.show import Output, OutputOption
+from outlast.cli.which import NameArgument
+
+
+def report(ctx: typer.Context, name: NameArgument = None, output: OutputOption = Output.TABLE) -> None:
+    """Show where the time of a job went.
+
+    How much was training, and how much was lost to replayed steps, checkpoints, recovery; and what happened when.
+
+    \b
+    Examples:
+      outlast report
+      outlast report cifar10 -o json
+    """
+    from outlast.report import goodput, text
+
+    place = which.backend(ctx)
+    name = which.job(place, name)
+    status, events = place.status(name), place.events(name)
+    driven = status.launcher is not None or not events
+    account = goodput.buckets(events, time.time() if driven else events[-1]["t"])
+    if output is not Output.TABLE:
+        show.data({"name": name, "run": status.run, **text.as_json(account)}, output)
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        console.print(text.rich(account, name, console.width))
+    else:
+        sys.stdout.write(text.plain(account, name))
+
+
+def evaluate(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Further arguments for the job's module.", show_default=False)
+    ] = None,
+) -> None:
+    """Evaluate the model of a job.
+
+    Runs the module of the job with --evaluate, in one process.
+
+    \b
+    Examples:
+      outlast evaluate
+      outlast evaluate cifar10 -- --batch=512
+    """
+    place = which.backend(ctx)
+    further = list(args or ())
+    if name is not None and name.startswith("-"):
+        further.insert(0, name)
+        name = None
+    raise typer.Exit(place.evaluate(which.job(place, name), further))

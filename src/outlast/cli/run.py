@@ -1,0 +1,140 @@
+"""`outlast run`: start a job, or go on with it, and look at it until it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outlast.cli import which
+from outlast.errors import InvalidJob, NotFound, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.backends import Backend
+    from outlast.spec import Job
+    from outlast.status import JobStatus
+
+_CANCEL_S = 180.0
+"""How long `--fresh` waits for the old run to be gone: longer than a worker's grace."""
+
+
+def run(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)],
+    detach: Annotated[bool, typer.Option("-d", "--detach", help="Return at once; the job runs in the background.")] = False,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of workers, instead of the file's.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
+    ] = None,
+    chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Carry out this schedule of harm during the run.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start from the beginning even if there is an unfinished run of this name.")
+    ] = False,
+) -> None:
+    """Train: start the job of a file, or go on with it.
+
+    Shows the run until it ends. Ctrl-C saves and leaves (exit code 75), and the same command goes on from there; a second Ctrl-C
+    kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
+
+    \b
+    Examples:
+      outlast run job.yaml
+      outlast run job.yaml --detach
+      outlast run job.yaml --workers 4 --set checkpoint.every=1m --set 'args=[--epochs=2]'
+      outlast run job.yaml --fresh --chaos chaos.yaml
+    """
+    wanted = load(file, workers=workers, name=name, set_=set_ or ())
+    if chaos is not None:
+        from outlast import chaos as schedules
+
+        schedules.load(chaos)
+    place = which.backend(ctx)
+    name = wanted.metadata.name
+    before = _known(place, name)
+    if fresh and before is not None and not before.state.final:
+        _end(place, name)
+        before = None
+    going_on = before is not None and not before.state.final
+    if detach:
+        place.submit(wanted, source=file, chaos=chaos)
+        print(f"{name} {'goes on' if going_on else 'runs'} in the background; look at it with: outlast logs -f {name}")
+        return
+    from outlast.cli import view
+
+    with view.Signals() as signals:
+        place.submit(wanted, source=file, chaos=chaos)
+        with view.screen() as screen:
+            status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
+    for sentence in view.summary(status, time.time()):
+        print(f"outlast | {sentence}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def load(file: Path, *, workers: int | None = None, name: str | None = None, set_: Iterable[str] = ()) -> Job:
+    """The job in a file, with what the command line says instead; raises InvalidJob."""
+    from outlast import spec
+
+    job = spec.load(file)
+    changes = [_assignment(text) for text in set_]
+    if workers is not None:
+        changes.append((("spec", "workers", "replicas"), workers))
+    if name is not None:
+        changes.append((("metadata", "name"), name))
+    if not changes:
+        return job
+    import yaml
+
+    written = spec.parse(file.read_text(), source=str(file))
+    document = written.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for path, value in changes:
+        _put(document, path, value)
+    try:
+        return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), file.parent)
+    except InvalidJob as error:  # the lines are those of a file that nobody sees
+        raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
+
+
+def _assignment(text: str) -> tuple[tuple[str, ...], Any]:
+    import yaml
+
+    key, equals, value = text.partition("=")
+    path = tuple(key.split("."))
+    if not equals or not all(path):
+        raise OutlastError(f"--set {text}: expected KEY=VALUE, such as checkpoint.every=1m")
+    try:
+        return ("spec", *path), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise OutlastError(f"--set {text}: the value is not YAML: {error}") from error
+
+
+def _put(document: Any, path: tuple[str, ...], value: Any) -> None:
+    """Set the field at `path`; a mapping that is missing on the way is made."""
+    for key in path[:-1]:
+        if not isinstance(document.get(key), dict):
+            document[key] = {}
+        document = document[key]
+    document[path[-1]] = value
+
+
+def _known(place: Backend, name: str) -> JobStatus | None:
+    try:
+        return place.status(name)
+    except NotFound:
+        return None
+
+
+def _end(place: Backend, name: str) -> None:
+    place.cancel(name)
+    deadline = time.monotonic() + _CANCEL_S
+    while not place.status(name).state.final:
+        if time.monotonic() > deadline:
+            raise OutlastError(
+                f"the old run of {name} was cancelled {_CANCEL_S:.0f} s ago and has not ended; see `outlast status {name}`"
+            )
+        time.sleep(0.1)

@@ -1,0 +1,188 @@
+"""How the command line shows things: tables, the page of a job, JSON and YAML.
+
+Plain text in columns; no library is needed, so that `outlast list` is instant. The live view is in `live`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outlast import units
+from outlast.errors import NotFound
+
+if TYPE_CHECKING:
+    from outlast.status import Failure, JobStatus, RankStatus
+
+
+class Output(enum.StrEnum):
+    """What `-o` knows."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print it.")]
+
+
+def data(value: Any, output: Output) -> None:
+    """Print plain data as JSON or YAML."""
+    if output is Output.JSON:
+        print(json.dumps(value, indent=2))
+    else:
+        import yaml
+
+        sys.stdout.write(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Columns as wide as they need to be; None is shown as `-`."""
+    lines = [list(headings), *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def fields(pairs: Mapping[str, object]) -> str:
+    """Names and values, one a line; a value that is None or empty is left out."""
+    width = max(map(len, pairs), default=0)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs.items() if value not in (None, ""))
+
+
+def percent(share: float | None) -> str | None:
+    """`94.1 %`."""
+    return None if share is None else f"{share:.1%}".replace("%", " %")
+
+
+def count(number: int, noun: str) -> str:
+    """`1 restart`, `2 restarts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def moment(when: float) -> str:
+    """Local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def lasted(status: JobStatus, now: float) -> float:
+    """Seconds from the submission of a run to its end, or to now."""
+    return max(0.0, (status.finished or now) - status.submitted)
+
+
+def world(status: JobStatus) -> str:
+    """`2/2 (1-4)`: workers in the world, wanted, allowed."""
+    allowed = str(status.min) if status.min == status.max else f"{status.min}–{status.max}"
+    return f"{len(status.world)}/{status.replicas} ({allowed})"
+
+
+def steps(status: JobStatus) -> str:
+    """`812/1560`, or `812` while nobody has said how many there are."""
+    return str(status.step) if status.steps is None else f"{status.step}/{status.steps}"
+
+
+def state(status: JobStatus) -> str:
+    """`Running: world of 2: everybody is here`."""
+    return f"{status.state}: {status.reason}" if status.reason else str(status.state)
+
+
+def newest_checkpoint(status: JobStatus, now: float) -> str | None:
+    """`step 800, 12s ago, 36 MiB`."""
+    if status.checkpoint is None:
+        return None
+    newest = status.checkpoint
+    return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago, {units.human_bytes(newest.bytes)}"
+
+
+def failure(failed: Failure) -> str:
+    """The first failing rank, how it ended, and the tail of its traceback."""
+    where = [f"generation {failed.generation}"] if failed.generation else []
+    where += [f"step {failed.step}"] if failed.step is not None else []
+    where += [f"exit code {failed.code}"] if failed.code >= 0 else []
+    head = f"{failed.reason} ({', '.join(where)})" if where else failed.reason
+    return "\n".join([head, *(f"    {line}" for line in failed.traceback.rstrip().splitlines())])
+
+
+def page(status: JobStatus, now: float) -> str:
+    """All there is to know about a job, for a person."""
+    running = units.human_seconds(lasted(status, now))
+    rate = f", {status.rate:.3g} steps/s" if status.rate else ""
+    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s and not status.state.final else ""
+    parts = [
+        f"{status.name}: {state(status)}",
+        "",
+        fields(
+            {
+                "run": status.run,
+                "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
+                "step": f"{steps(status)}{rate}{left}",
+                "checkpoint": newest_checkpoint(status, now) or "none yet",
+                "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')} that do not count",
+                "goodput": percent(status.goodput),
+                "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
+                "exit code": status.exit_code,
+                "output": status.output,
+            }
+        ),
+    ]
+    if status.workers:
+        rows = [(w.index, w.state, w.pid, " ".join(map(_rank, w.ranks)), w.restarts, w.probes) for w in status.workers]
+        parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP", "RESTARTS", "PROBES"), rows)]
+    if status.warnings:
+        parts += ["", "Warnings", *(f"  {warning}" for warning in status.warnings)]
+    if status.failure:
+        ago = f", {units.human_seconds(now - status.failure.time)} ago" if status.failure.time else ""
+        parts += ["", f"Last failure{ago}", *(f"  {line}" for line in failure(status.failure).splitlines())]
+    return "\n".join(parts)
+
+
+def jobs(statuses: Sequence[JobStatus], now: float) -> str:
+    """One line a job."""
+    rows = [
+        (
+            s.name,
+            s.state,
+            world(s),
+            steps(s),
+            s.restarts,
+            percent(s.goodput),
+            units.human_seconds(now - s.submitted),
+            s.reason or None,
+        )
+        for s in statuses
+    ]
+    return table(("NAME", "STATE", "WORKERS", "STEP", "RESTARTS", "GOODPUT", "AGE", "REASON"), rows)
+
+
+def _rank(rank: RankStatus) -> str:
+    return f"{rank.rank}:{'-' if rank.step is None else rank.step}"
+
+
+def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
+    """What a reader who has seen `old` must be told now, one sentence a line."""
+    told = [] if old is not None and (old.state, old.reason) == (new.state, new.reason) else [state(new)]
+    known = old.warnings if old is not None else []
+    return told + [f"warning: {warning}" for warning in new.warnings if warning not in known]
+
+
+def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:
+    """`given` if it is known, or the only one known when nothing is given; NotFound names what there is and the nearest."""
+    if given is not None and given in known:
+        return given
+    if not known:
+        raise NotFound(none)
+    names = ", ".join(known)
+    if given is None:
+        if len(known) == 1:
+            return known[0]
+        raise NotFound(f"which {what}? there are {names}")
+    import difflib
+
+    near = difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise NotFound(f"no {what} {given}; {hint}there {'is' if len(known) == 1 else 'are'} {names}")

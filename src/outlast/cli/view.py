@@ -1,0 +1,224 @@
+"""The view of a run: what the workers write and what becomes of the job, until it ends or the user leaves.
+
+The first Ctrl-C (or SIGTERM) asks the job to save and leave, the second kills it. A closed terminal (SIGHUP) leaves it running.
+If whatever drives the job dies while somebody looks, it is started again. What is shown how is the screen's business: `Plain`
+here, for pipes and files, and `live.Terminal`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from outlast import contract, units
+from outlast.cli import jobs, show
+from outlast.errors import OutlastError
+from outlast.status import JobStatus, State
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+    from outlast.backends import Backend, LogLine
+
+_LOOK_S = 0.2
+"""How often the status is read: what a person takes for at once."""
+_ENSURE_S = 1.0
+"""How often the view looks whether the job is still driven."""
+_DRAIN_S = 1.0
+"""How long to wait for one more log line after the job has ended."""
+_KILL_S = 5.0
+"""How long to wait until a killed job is gone."""
+_BATCH = 1000
+"""Log lines taken in one go, and held back before the reader of the logs has to wait."""
+
+KILLED = 130
+"""Exit code after the second Ctrl-C."""
+
+
+class Screen(Protocol):
+    """Where a run is shown."""
+
+    def lines(self, lines: Sequence[LogLine]) -> None:
+        """Show what workers wrote."""
+
+    def say(self, sentence: str) -> None:
+        """Show a sentence of ours."""
+
+    def update(self, status: JobStatus) -> None:
+        """Show where the job stands."""
+
+
+class Plain:
+    """Workers' lines on standard output, our sentences on standard error."""
+
+    def lines(self, lines: Sequence[LogLine]) -> None:
+        """Print the lines with their workers' names before them."""
+        sys.stdout.write("".join(f"{jobs.prefix(line.worker, colour=False)}{line.text}\n" for line in lines))
+        sys.stdout.flush()
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence with our name before it."""
+        print(f"outlast | {sentence}", file=sys.stderr, flush=True)
+
+    def update(self, status: JobStatus) -> None:
+        """Nothing: what changed has been said."""
+
+
+@contextlib.contextmanager
+def screen() -> Iterator[Screen]:
+    """A live one on a terminal, a plain one elsewhere."""
+    if not sys.stdout.isatty():
+        yield Plain()
+        return
+    from outlast.cli import live
+
+    with live.Terminal() as terminal:
+        yield terminal
+
+
+class Signals:
+    """Counts SIGINT and SIGTERM instead of dying of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._count) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: int | None) -> tuple[JobStatus, int]:
+    """Show a run until it ends or is killed; returns its last status and the exit code that it means.
+
+    `tail` is that of `Backend.logs`.
+    """
+    logs = _Logs(place, name, tail)
+    obeyed = 0
+    ensured = time.monotonic()
+    status: JobStatus | None = None
+    while True:
+        new = place.status(name)
+        for sentence in show.changes(status, new):
+            shown.say(sentence)
+        shown.update(new)
+        status = new
+        over = ended(status)
+        if not obeyed and not status.state.final and (over or time.monotonic() - ensured > _ENSURE_S):
+            ensured = time.monotonic()
+            if place.ensure(name):
+                shown.say("the job's launcher was gone; started it again")
+                over = False
+        if over:
+            for lines in logs.rest():
+                shown.lines(lines)
+            return status, exit_code(status)
+        shown.lines(logs.take(_LOOK_S))
+        while obeyed < signals.count:
+            obeyed += 1
+            if obeyed > 1:
+                return _kill(place, name), KILLED
+            shown.say("saving and leaving; once more kills at once")
+            with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+                place.interrupt(name)
+
+
+def _kill(place: Backend, name: str) -> JobStatus:
+    """End the job now; returns when it has ended, or soon."""
+    with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
+        place.kill(name)
+    deadline = time.monotonic() + _KILL_S
+    while not ended(status := place.status(name)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S / 4)
+    return status
+
+
+def ended(status: JobStatus) -> bool:
+    """Whether there is nothing more to see, unless somebody takes the job up again."""
+    return status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED)
+
+
+def exit_code(status: JobStatus) -> int:
+    """0 when the run succeeded, 75 when it can go on, else the code of its failure."""
+    if status.state is State.SUCCEEDED:
+        return contract.Exit.DONE
+    if not status.state.final:
+        return contract.Exit.INTERRUPTED
+    return status.exit_code or contract.Exit.FAILED
+
+
+def summary(status: JobStatus, now: float) -> Iterator[str]:
+    """How a run ended, and what to do next."""
+    took = units.human_seconds(show.lasted(status, now))
+    did = [
+        f"{show.steps(status)} steps in {took}",
+        show.count(status.restarts, "restart"),
+        show.count(status.interruptions, "interruption"),
+    ]
+    if status.goodput is not None:
+        did.append(f"goodput {show.percent(status.goodput)}")
+    yield f"{', '.join(did)}; output in {status.output}"
+    if status.failure is not None and status.state is State.FAILED:
+        yield from show.failure(status.failure).splitlines()
+    if not status.state.final:
+        yield f"go on with `outlast run` again, or in the background with `outlast resume {status.name}`: {_newest(status)}"
+
+
+def _newest(status: JobStatus) -> str:
+    return f"the newest checkpoint is of step {status.checkpoint.step}" if status.checkpoint else "there is no checkpoint yet"
+
+
+class _Logs:
+    """Reads the logs in a thread of its own, so that waiting for a line never delays anything else."""
+
+    def __init__(self, place: Backend, name: str, tail: int | None) -> None:
+        self._queue: queue.Queue[LogLine | BaseException | None] = queue.Queue(_BATCH)
+        self._over = False
+        threading.Thread(target=self._read, args=(place, name, tail), name="logs", daemon=True).start()
+
+    def _read(self, place: Backend, name: str, tail: int | None) -> None:
+        end: BaseException | None = None
+        try:
+            for line in place.logs(name, worker=None, follow=True, tail=tail):
+                self._queue.put(line)
+        except BaseException as error:
+            end = error
+        self._queue.put(end)
+
+    def take(self, wait_s: float) -> list[LogLine]:
+        """The lines that are there, after waiting for `wait_s` so that they come in few pieces; raises what the reader raised."""
+        deadline = time.monotonic() + wait_s
+        lines: list[LogLine] = []
+        while len(lines) < _BATCH:
+            try:
+                item = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                self._over = True
+                time.sleep(max(0.0, deadline - time.monotonic()))
+                break
+            lines.append(item)
+        return lines
+
+    def rest(self) -> Iterator[list[LogLine]]:
+        """What is still to come."""
+        quiet_since = time.monotonic()
+        while not self._over and time.monotonic() - quiet_since < _DRAIN_S:
+            if lines := self.take(_LOOK_S):
+                quiet_since = time.monotonic()
+                yield lines

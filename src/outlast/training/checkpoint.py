@@ -1,0 +1,367 @@
+"""Saving and restoring what a run needs to go on exactly where it was.
+
+A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with `state_dict`/`load_state_dict`, by name.
+`capture` copies it (training goes on right after), `Saver` makes a checkpoint of the copy in a thread, `restore` puts one back.
+`outlast.checkpoints` knows the directory and what makes a checkpoint valid; this module knows torch.distributed.checkpoint.
+
+Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects: `<optimizer>/rest`,
+`<module>/rest`, `<anything else>`, `rng/<rank>`. Tensors that every rank has are dealt out over the ranks, each writes its part; buffers
+are rank 0's, whose values DDP gives to all at the next forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import random
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from outlast import checkpoints
+from outlast.errors import OutlastError, Superseded
+
+State = Mapping[str, Any]
+Flat = dict[str, Any]
+"""What one rank writes: tensors on the CPU, and pickled objects as bytes."""
+
+log = logging.getLogger("outlast")
+
+
+# Copying
+
+
+def capture(state: State, rank: int, ranks: int) -> Flat:
+    """A copy of this rank's part of `state`, the random number generators included."""
+    everybody: Flat = {}  # the same on every rank
+    mine: Flat = {f"rng/{rank}": _pickled(_generators())}
+    firsts: Flat = {}  # rank 0's
+    for name, thing in state.items():
+        if isinstance(thing, torch.nn.Module):
+            buffers = {key for key, _ in thing.named_buffers()}
+            tensors, rest = _sorted_out(get_model_state_dict(thing))
+            unwrapped = {key.removeprefix("module.") for key in buffers}
+            for key, tensor in tensors.items():
+                (firsts if key in unwrapped else everybody)[f"{name}/{key}"] = tensor
+        elif isinstance(thing, torch.optim.Optimizer):
+            tensors, rest = _optimizer_state(_modules(state), thing, name)
+            everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
+        else:
+            firsts[name] = thing.state_dict()
+            continue
+        if rest:
+            firsts[f"{name}/rest"] = rest
+    sharded = {key: tensor for key, tensor in everybody.items() if isinstance(tensor, DTensor)}
+    whole = {key: tensor for key, tensor in everybody.items() if key not in sharded}
+    kept = {**sharded, **{key: whole[key] for key in _dealt(whole, rank, ranks)}}
+    if rank == 0:
+        kept |= firsts
+    return mine | {key: _copied(value) for key, value in kept.items()}
+
+
+def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors, and everything else."""
+    tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+    return tensors, {key: value for key, value in values.items() if key not in tensors}
+
+
+def _modules(state: State) -> torch.nn.Module:
+    """All modules of a state below one root, which gives every parameter a name."""
+    return torch.nn.ModuleDict({name: thing for name, thing in state.items() if isinstance(thing, torch.nn.Module)})
+
+
+def _optimizer_state(root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of an optimizer by parameter and name, and the rest: groups, and values that are no tensors (momentum may be None).
+
+    An optimizer that has not stepped has no state. torch would make one up by a step of its own, so it is emptied again.
+    """
+    fresh = not optimizer.state
+    try:
+        said = get_optimizer_state_dict(root, optimizer)
+    except KeyError as error:
+        raise OutlastError(
+            f"optimizer {name!r} holds a parameter of none of the modules in the state; pass the module it belongs to as well"
+        ) from error
+    if fresh:
+        optimizer.state.clear()
+        said["state"] = {}
+    values = {(fqn, key): value for fqn, entry in said["state"].items() for key, value in entry.items()}
+    tensors = {f"{fqn}/{key}": value for (fqn, key), value in values.items() if isinstance(value, torch.Tensor)}
+    others = {place: value for place, value in values.items() if not isinstance(value, torch.Tensor)}
+    return tensors, {"groups": said["param_groups"], "others": others}
+
+
+def _dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> list[str]:
+    """The keys of `rank`'s part, all parts being about equally large."""
+    load = [0] * ranks
+    part = []
+    for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        to = load.index(min(load))
+        load[to] += tensor.nbytes
+        if to == rank:
+            part.append(key)
+    return part
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        copy = value.to_local().detach().to("cpu", copy=True)
+        mesh = torch.distributed.device_mesh.DeviceMesh("cpu", value.device_mesh.mesh)
+        return DTensor.from_local(copy, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return _pickled(value)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpickled(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+# Random numbers
+
+
+def _generators() -> dict[str, Any]:
+    kept = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        kept["cuda"] = torch.cuda.get_rng_state()
+    return kept
+
+
+def _set_generators(kept: Mapping[str, Any]) -> None:
+    random.setstate(kept["python"])
+    np.random.set_state(kept["numpy"])
+    torch.set_rng_state(kept["torch"])
+    if "cuda" in kept and torch.cuda.is_available():
+        torch.cuda.set_rng_state(kept["cuda"])
+
+
+# Restoring
+
+
+def restore(path: Path, state: State, rank: int | None = None) -> bool:
+    """Put the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of what was saved.
+
+    With `rank`, that rank's random number generators too; False when the checkpoint has none for it (it was saved by fewer ranks).
+    Raises OutlastError when the checkpoint does not fit. Needs no process group: every rank reads what it needs.
+    """
+    reader = dcp.FileSystemReader(path)
+    metadata = reader.read_metadata()
+    saved = metadata.state_dict_metadata
+    wanted: Flat = {}
+    for name, thing in state.items():
+        if isinstance(thing, torch.nn.Module):
+            tensors, _ = _sorted_out(get_model_state_dict(thing))
+            wanted.update({f"{name}/{key}": tensor for key, tensor in tensors.items()})
+        elif isinstance(thing, torch.optim.Optimizer):
+            wanted.update(_optimizer_room(metadata, _modules(state), thing, name))
+            wanted[f"{name}/rest"] = b""
+        else:
+            wanted[name] = b""
+        if f"{name}/rest" in saved:
+            wanted[f"{name}/rest"] = b""
+    own = f"rng/{rank}" if f"rng/{rank}" in saved else None
+    if own:
+        wanted[own] = b""
+    _check(path, state, wanted, metadata)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+    for name, thing in state.items():
+        rest = _unpickled(wanted[f"{name}/rest"]) if f"{name}/rest" in wanted else {}
+        if isinstance(thing, torch.nn.Module):
+            set_model_state_dict(thing, {**_below(wanted, f"{name}/", but="rest"), **rest})
+        elif isinstance(thing, torch.optim.Optimizer):
+            entries: dict[str, dict[str, Any]] = {}
+            for key, tensor in _below(wanted, f"{name}/state/").items():
+                fqn, _, what = key.rpartition("/")
+                entries.setdefault(fqn, {})[what] = tensor
+            for (fqn, what), value in rest["others"].items():
+                entries.setdefault(fqn, {})[what] = value
+            # not strict: a parameter that never had a gradient has no state, and is not to get any
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(_modules(state), thing, {"state": entries, "param_groups": rest["groups"]}, options=options)
+        else:
+            thing.load_state_dict(_unpickled(wanted[name]))
+    if own:
+        _set_generators(_unpickled(wanted[own]))
+    return own is not None
+
+
+def _below(values: Mapping[str, Any], prefix: str, but: str = "") -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and key != prefix + but}
+
+
+def _optimizer_room(metadata: Metadata, root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str) -> dict[str, torch.Tensor]:
+    """Tensors to load an optimizer's state into, laid out like their parameters."""
+    parameters = get_model_state_dict(root)
+    room = {}
+    for key, stored in metadata.state_dict_metadata.items():
+        if key.startswith(f"{name}/state/") and isinstance(stored, TensorStorageMetadata):
+            parameter = parameters.get(key.removeprefix(f"{name}/state/").rpartition("/")[0])
+            dtype = stored.properties.dtype
+            if isinstance(parameter, DTensor) and parameter.shape == stored.size:
+                room[key] = torch.empty_like(parameter, dtype=dtype)
+            else:
+                room[key] = torch.empty(stored.size, dtype=dtype)
+    return room
+
+
+def _check(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None:
+    """Raise OutlastError when `state` is not what was saved."""
+    saved = metadata.state_dict_metadata
+    modules = [name for name, thing in state.items() if isinstance(thing, torch.nn.Module)]
+    missing = sorted(key for key in wanted if key not in saved)
+    surplus = sorted(key for key in saved if any(key.startswith(f"{name}/") for name in modules) and key not in wanted)
+    for key, value in wanted.items():
+        stored = saved.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
+            raise OutlastError(
+                f"{path.name} holds {key} of shape {tuple(stored.size)}, the model now has {tuple(value.shape)}; "
+                "use the model that was saved or start a new run"
+            )
+    if missing or surplus:
+        what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which the model no longer has"
+        more = len(missing) + len(surplus) - 1
+        raise OutlastError(
+            f"{path.name} {what}{f' (and {more} more)' if more else ''}; resume with the model and optimizer that were saved or start a new run"
+        )
+
+
+# Saving
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on every rank."""
+
+    step: int
+    committed: bool
+    reason: str = ""
+    """Why it was not committed."""
+    superseded: bool = False
+
+
+class Saver:
+    """Writes captured states as checkpoints, one at a time, in a thread of its own.
+
+    Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind, and
+    is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`.
+    """
+
+    def __init__(self, directory: Path, run: str, generation: int, keep: int, report: Callable[..., None]) -> None:
+        self._directory, self._run, self._generation, self._keep = directory, run, generation, keep
+        self._report = report
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._outcome: Outcome | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, step: int, flat: Flat) -> None:
+        """Start saving; the previous save must have ended (`wait`). A collective."""
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        self._outcome = None
+        self._thread = threading.Thread(target=self._save, args=(step, flat), name="outlast-save", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> Outcome | None:
+        """How the save begun last ended, once it has; None when there was none, or when it takes longer than `timeout_s`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._outcome
+
+    def _save(self, step: int, flat: Flat) -> None:
+        try:
+            self._outcome = self._together(step, flat)
+        except Exception as error:  # the group broke: a rank is gone
+            self._outcome = Outcome(step, False, f"the ranks lost each other: {_sentence(error)}")
+            self._report("save_failed", step=step, reason=self._outcome.reason)
+
+    def _together(self, step: int, flat: Flat) -> Outcome:
+        """Write, gather, commit on rank 0, tell everybody."""
+        begun = time.monotonic()
+        target = checkpoints.saving(self._directory, step, self._generation)
+        files, problem = {}, ""
+        try:
+            dcp.save(flat, storage_writer=dcp.FileSystemWriter(target, sync_files=True, overwrite=False), process_group=self._group)
+            files = {path.name: _measured(path) for path in sorted(target.glob(f"__{self._rank}_*"))}
+        except (Exception, dcp.CheckpointException) as error:
+            problem = _sentence(error)
+        answers: list[Any] = [None] * self._ranks
+        dist.all_gather_object(answers, (problem, files), group=self._group)
+        outcome = [Outcome(step, False)]
+        if self._rank == 0:
+            outcome = [self._commit(step, target, answers, begun)]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        return outcome[0]
+
+    def _commit(self, step: int, target: Path, answers: list[tuple[str, dict[str, dict[str, int]]]], begun: float) -> Outcome:
+        try:
+            problem = next((problem for problem, _ in answers if problem), "")
+            if problem:
+                raise OutlastError(problem)
+            files = {name: file for _, part in answers for name, file in part.items()}
+            files[".metadata"] = _measured(target / ".metadata")
+            path = self._directory / checkpoints.contract.checkpoint_name(step)
+            new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time())
+            done = checkpoints.commit(target, new, files)
+        except (OSError, OutlastError) as error:
+            shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
+            reason = _sentence(error)
+            self._report("save_failed", step=step, reason=reason)
+            return Outcome(step, False, reason, isinstance(error, Superseded))
+        seconds = round(time.monotonic() - begun, 6)
+        self._report("committed", step=step, path=str(done.path), bytes=done.bytes, seconds=seconds)
+        try:
+            checkpoints.sweep(self._directory, done, self._keep)
+        except OSError as error:
+            log.warning("outlast: old checkpoints could not be removed: %s", _sentence(error))
+        return Outcome(step, True)
+
+
+def _measured(path: Path) -> dict[str, int]:
+    return {"size": path.stat().st_size, "crc32": checkpoints.checksum(path)}
+
+
+def _sentence(error: BaseException) -> str:
+    """What went wrong, without the story of who called whom."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {_sentence(cause)}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+    return next(iter(str(error).splitlines()), type(error).__name__)

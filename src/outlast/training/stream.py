@@ -1,0 +1,397 @@
+"""The samples of a run, in an order that nothing can disturb.
+
+A stream cuts every epoch into global batches. Which samples a batch holds follows from (seed, epoch, position) alone: not from the number
+of ranks, not from restarts, not from how far somebody has read ahead. Every rank takes its share of each batch, so all ranks together see
+each sample of an epoch exactly once, however often the world changes in between.
+
+    for batch in stream:                          # one optimizer step
+        for (x, y), share in batch.split(net):    # this rank's micro-batches
+            (loss(net(x), y) * share).backward()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from outlast.errors import OutlastError
+
+Indices = NDArray[np.int64]
+
+_ROUNDS = 8
+_VERSION = 1
+"""Part of every key. Another permutation needs another number, or resumed runs would see other samples."""
+
+
+def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
+    """The samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without storing it.
+
+    A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in range
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Uses no library's generator, so the order is the same for ever.
+    """
+    rows = math.isqrt(samples - 1) + 1
+    columns = -(-samples // rows)
+    digest = hashlib.shake_256(f"outlast stream {_VERSION} {seed} {epoch}".encode()).digest(8 * _ROUNDS)
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    values = positions.astype(np.uint64)
+    walking = np.arange(len(values))
+    while len(walking):
+        row, column = np.divmod(values[walking], np.uint64(columns))
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            row = (row + _mixed(column ^ even) % np.uint64(rows)) % np.uint64(rows)
+            column = (column + _mixed(row ^ odd) % np.uint64(columns)) % np.uint64(columns)
+        values[walking] = row * np.uint64(columns) + column
+        walking = walking[values[walking] >= samples]
+    return values.astype(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finalizer: every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def dealt(count: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Start and end of `rank`'s contiguous part of `count` things; parts differ by at most one, the first are the larger."""
+    small, larger = divmod(count, ranks)
+    start = rank * small + min(rank, larger)
+    return start, start + small + (rank < larger)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """This rank's part of one global batch."""
+
+    epoch: int
+    step: int
+    """Optimizer steps before this one since the stream began."""
+    size: int
+    """Samples in the global batch, over all ranks."""
+    indices: Indices
+    """The samples of this rank, in order."""
+    ends_epoch: bool
+    pieces: tuple[tuple[Any, float], ...]
+    """Micro-batches and their shares; see `split`."""
+
+    def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
+        """This rank's micro-batches with their shares of the global batch: multiply the mean loss by the share before `backward`.
+
+        The shares of all micro-batches of all ranks sum to the number of ranks, so that after DDP's average over ranks the gradient is
+        that of the mean loss over the global batch, however unevenly it divides. With `net`, gradients are exchanged in the last
+        micro-batch only and tensors come on its device. A rank for which the short last batch of an epoch holds nothing gets another
+        rank's samples with share 0.0, so that it takes part in the exchange.
+        """
+        device = next((p.device for p in net.parameters()), None) if net is not None else None
+        for number, (data, share) in enumerate(self.pieces, start=1):
+            with _exchanging(net, number == len(self.pieces)):
+                yield (_moved(data, device) if device else data), share
+
+
+@contextlib.contextmanager
+def _exchanging(net: Any, last: bool) -> Iterator[None]:
+    """Let gradients be exchanged in this backward pass, or not yet."""
+    if not last and hasattr(net, "no_sync"):  # DDP
+        with net.no_sync():
+            yield
+    else:
+        if hasattr(net, "set_requires_gradient_sync"):  # FSDP2
+            net.set_requires_gradient_sync(last)
+        yield
+
+
+def _moved(data: Any, device: torch.device) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return {key: _moved(value, device) for key, value in data.items()}
+    if isinstance(data, tuple | list):
+        moved = [_moved(value, device) for value in data]
+        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
+    return data
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A batch before its samples are read."""
+
+    epoch: int
+    step: int
+    start: int
+    size: int
+    ends_epoch: bool
+    indices: Indices
+    cuts: tuple[tuple[Indices, float], ...]
+
+
+class Stream:
+    """Batches of a dataset in an order that is a function of (seed, epoch, position).
+
+    `dataset` is a tuple, list or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one such array, or
+    a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads `prefetch` batches ahead.
+    Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random numbers they draw are a
+    function of (seed, epoch, index), so augmentation resumes exactly too.
+
+    `batch` is the number of samples in one optimizer step over all ranks; the last one of an epoch may be smaller. `microbatch` cuts it
+    into pieces of that many samples that are the same for every world size, dealt to the ranks; without it each rank's share is one
+    piece. The stream ends after `steps`, or after `epochs` when `steps` is None.
+
+    Its position counts the batches handed out, not those read ahead: in the loop's body, the current batch counts as consumed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: int,
+        *,
+        seed: int = 0,
+        epochs: int = 1,
+        steps: int | None = None,
+        microbatch: int | None = None,
+        shuffle: bool = True,
+        prefetch: int = 2,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._source, self.samples = _source(dataset)
+        if self.samples == 0:
+            raise OutlastError("the dataset is empty; a stream needs at least one sample")
+        if batch < 1 or (microbatch is not None and microbatch < 1):
+            raise OutlastError(f"batch ({batch}) and microbatch ({microbatch}) must be 1 or more")
+        self.batch = batch
+        self.microbatch = microbatch
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = 0
+        """The epoch of the next batch; of the current one while it lasts."""
+        self.step = 0
+        """Batches handed out since the beginning."""
+        self._start = 0
+        self._epochs, self._steps = epochs, steps
+        self._prefetch, self._workers = prefetch, workers
+        self._collate = collate or default_collate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch."""
+        return -(-self.samples // self.batch)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole stream."""
+        return self._steps if self._steps is not None else self._epochs * self.steps_per_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank."""
+        epoch, start = (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
+        order = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
+        return {"version": _VERSION, **order, "epoch": epoch, "position": start, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, in its order (its seed), whatever the world size then and now."""
+        if state["version"] != _VERSION:
+            raise OutlastError(f"the stream was saved in order {state['version']}, this Outlast knows {_VERSION}; use the one that saved it")
+        if state["samples"] != self.samples:
+            raise OutlastError(
+                f"the stream was saved over {state['samples']} samples, the dataset now has {self.samples}; "
+                "resume with the same data or start a new run"
+            )
+        self.seed, self.shuffle = state["seed"], state["shuffle"]
+        self.epoch, self._start, self.step = state["epoch"], state["position"], state["step"]
+
+    def __len__(self) -> int:
+        """Batches still to come."""
+        return max(0, self.total_steps - self.step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._check(ranks)
+        plans = self._plans(rank, ranks)
+        for plan, pieces in self._read(plans):
+            self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
+            yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces)
+
+    def _check(self, ranks: int) -> None:
+        pieces = -(-self.batch // (self.microbatch or 1))
+        if pieces < ranks:
+            what = f"batch ({self.batch}) makes {pieces} micro-batches of {self.microbatch}" if self.microbatch else f"batch ({self.batch})"
+            raise OutlastError(f"{what}, fewer than the {ranks} ranks, so that some would have nothing to do; raise batch or use fewer ranks")
+
+    def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
+        """What this rank reads, from the current position to the end."""
+        state = self.state_dict()
+        epoch, start = state["epoch"], state["position"]
+        for step in range(self.step, self.total_steps):
+            size = min(self.batch, self.samples - start)
+            ends = start + size == self.samples
+            piece = self.microbatch or 1
+            first, last = dealt(-(-size // piece), ranks, rank)
+            begin, end = first * piece, min(last * piece, size)
+            stand_in = begin >= end
+            if stand_in:  # of the last rank that has any
+                begin, end = (-(-size // piece) - 1) * piece, size
+            positions = np.arange(start + begin, start + end)
+            indices = permuted(positions, self.samples, self.seed, epoch) if self.shuffle else positions
+            width = self.microbatch or len(indices)
+            parts = [indices[i : i + width] for i in range(0, len(indices), width)]
+            cuts = tuple((part, 0.0 if stand_in else len(part) * ranks / size) for part in parts)
+            yield _Plan(epoch, step, start, size, ends, indices[:0] if stand_in else indices, cuts)
+            epoch, start = (epoch + 1, 0) if ends else (epoch, start + size)
+
+    def _read(self, plans: Iterator[_Plan]) -> Iterator[tuple[_Plan, tuple[tuple[Any, float], ...]]]:
+        if not isinstance(self._source, _Samples):
+            arrays = self._source
+            read = ((plan, tuple((arrays.take(part), share) for part, share in plan.cuts)) for plan in plans)
+            yield from _ahead(read, self._prefetch) if self._prefetch else read
+            return
+        samples, collate = _Seeded(self._source.dataset, self.seed), self._collate
+        if not self._workers:
+            for plan in plans:
+                with _kept_generators():
+                    pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
+                yield plan, pieces
+            return
+        # One loader for the whole run; a batch of its is one of our pieces. Its own generator: the default one must not be drawn from.
+        queued: queue.SimpleQueue[_Plan] = queue.SimpleQueue()
+        loader = iter(
+            DataLoader(
+                samples,
+                batch_sampler=_Pieces(plans, queued),
+                num_workers=self._workers,
+                collate_fn=collate,
+                prefetch_factor=max(1, self._prefetch),
+                generator=torch.Generator(),
+            )
+        )
+        for first in loader:
+            plan = queued.get()
+            data = [first, *(next(loader) for _ in plan.cuts[1:])]
+            yield plan, tuple((piece, share) for piece, (_, share) in zip(data, plan.cuts, strict=True))
+
+
+def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
+    """`items`, taken by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
+    stopped = threading.Event()
+
+    def put(item: tuple[str, Any]) -> bool:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return True
+        return False
+
+    def fill() -> None:
+        try:
+            for item in items:
+                if not put(("item", item)):
+                    return
+            put(("end", None))
+        except BaseException as error:
+            put(("error", error))
+
+    thread = threading.Thread(target=fill, name="outlast-stream", daemon=True)
+    thread.start()
+    try:
+        while True:
+            what, item = ready.get()
+            if what == "end":
+                return
+            if what == "error":
+                raise item
+            yield item
+    finally:
+        stopped.set()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Samples:
+    dataset: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arrays:
+    arrays: Any
+
+    def take(self, indices: Indices) -> Any:
+        """The rows `indices` of every array, as tensors."""
+        if isinstance(self.arrays, Mapping):
+            return {name: _rows(array, indices) for name, array in self.arrays.items()}
+        if isinstance(self.arrays, tuple | list):
+            return tuple(_rows(array, indices) for array in self.arrays)
+        return _rows(self.arrays, indices)
+
+
+def _rows(array: Any, indices: Indices) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):
+        return array[torch.from_numpy(indices)]
+    return torch.from_numpy(np.asarray(array[indices]))
+
+
+def _source(dataset: Any) -> tuple[_Samples | _Arrays, int]:
+    array = np.ndarray | torch.Tensor
+    parts: Sequence[Any]
+    if isinstance(dataset, Mapping):
+        parts = list(dataset.values())
+    else:
+        parts = dataset if isinstance(dataset, tuple | list) else [dataset]
+    if not parts or not all(isinstance(part, array) for part in parts):
+        return _Samples(dataset), len(dataset)
+    lengths = {len(part) for part in parts}
+    if len(lengths) > 1:
+        raise OutlastError(f"the arrays of the dataset have {sorted(lengths)} samples; they must have the same number")
+    return _Arrays(dataset), lengths.pop()
+
+
+class _Seeded(Dataset[Any]):
+    """A dataset whose samples draw random numbers that depend on (seed, epoch, index) only."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        digest = hashlib.shake_256(f"outlast sample {_VERSION} {self._seed} {epoch} {index}".encode()).digest(8)
+        seed = int.from_bytes(digest, "little")
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        torch.random.default_generator.manual_seed(seed)
+        return self._dataset[index]
+
+
+class _Pieces(Sampler[list[tuple[int, int]]]):
+    """Tells a DataLoader's workers what to read, and us which plan that was."""
+
+    def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan]) -> None:
+        self._plans, self._queued = plans, queued
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for plan in self._plans:
+            self._queued.put(plan)
+            for part, _ in plan.cuts:
+                yield [(plan.epoch, int(i)) for i in part]
+
+
+@contextlib.contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Leave python's, numpy's and torch's default generators as they were."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])

@@ -1,0 +1,38 @@
+"""What each kind of process loads, seen in a fresh interpreter: a light process that imports torch is a slow and a big one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TORCH = {"torch", "numpy", "outlast.training"}
+PEOPLE = {"typer", "rich", "outlast.cli"}
+
+
+def loaded(program: str) -> set[str]:
+    """The names of all modules that are loaded after `program`."""
+    code = f"import sys\n{program}\nprint(*sys.modules, file=sys.stderr)"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr.split())
+
+
+def test_help_loads_next_to_nothing() -> None:
+    program = "from outlast import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
+    heavy = {"pydantic", "yaml", "rich", "psutil", "asyncio", "outlast.spec", "outlast.status", "outlast.backends.local"}
+    assert not loaded(program) & (TORCH | heavy)
+
+
+def test_a_command_loads_what_it_needs_and_no_torch() -> None:
+    assert not loaded("from outlast import backends\nbackends.find().list()") & (TORCH | PEOPLE)
+
+
+@pytest.mark.parametrize("process", ["backends.launcher", "runtime.agent"])
+def test_what_runs_beside_the_training_is_light(process: str) -> None:
+    assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | {"outlast.backends.local"})
+
+
+def test_training_knows_nothing_of_who_runs_it() -> None:
+    modules = loaded("import outlast.training")
+    assert "torch" in modules
+    assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backends", "outlast.spec", "outlast.runtime.agent"})

@@ -1,0 +1,613 @@
+"""The world of a job: what is decided in which situation, word for word, and what holds in every situation."""
+
+from __future__ import annotations
+
+import math
+
+from outlast.rendezvous import world
+from outlast.rendezvous.world import Call, Closed, Decision, Member, Patience, Standing, State, Wait, Wanted, World
+
+WAITING, TRAINING, LEAVING, DONE = Standing.WAITING, Standing.TRAINING, Standing.LEAVING, Standing.DONE
+PATIENCE = Patience(start=30, recovery=1, growth=5, leave=120, answer=10)
+NOW = 1000.0
+
+
+def a_worker(id, standing=WAITING, generation=0, *, since=NOW, failed=False):
+    return Member(id, f"host-{id}:29500", standing, generation, since, failed)
+
+
+def a_world(*members, generation=4, at=900.0):
+    return World(generation, members, f"host-{members[0]}:29500", "it was so", at)
+
+
+def a_call(generation=5, *, planned=False, at=NOW, leaving=()):
+    return Call(generation, "there was a reason", planned, at, leaving)
+
+
+def wanted(replicas=3, *, min=1, max=4, sizes=None, expected=None):
+    return Wanted(replicas, sizes or tuple(range(min, max + 1)), None if expected is None else frozenset(expected))
+
+
+def decided(*members, world=None, called=None, want=None, now=NOW, since=-math.inf) -> Decision:
+    state = State({m.id: m for m in members}, world, called, since)
+    return decide(state, want or wanted(), now)
+
+
+def decide(state, want, now) -> Decision:
+    return world.decide(state, want, PATIENCE, now)
+
+
+def training(*ids, generation=4):
+    return [a_worker(id, TRAINING, generation) for id in ids]
+
+
+# The start
+
+
+def test_the_first_world_closes_at_once_when_all_wanted_workers_wait():
+    assert decided(a_worker(2), a_worker(0), a_worker(1)) == World(
+        1, (0, 1, 2), "host-0:29500", "training starts with all 3", NOW
+    )
+
+
+def test_nobody_is_there_yet():
+    assert decided() == Wait("waiting for 3 more workers: 0 of at least 1 worker are here")
+
+
+def test_the_start_waits_for_the_workers_that_are_being_started():
+    assert decided(a_worker(1), want=wanted(expected={0, 1, 2}), now=NOW + 10) == Wait(
+        "waiting for workers 0 and 2 (20 s left), then training starts with 1 of 3", NOW + 30
+    )
+
+
+def test_the_start_waits_for_anybody_when_nobody_is_expected_by_name():
+    assert decided(a_worker(1), a_worker(5)) == Wait(
+        "waiting for 1 more worker (30 s left), then training starts with 2 of 3", NOW + 30
+    )
+
+
+def test_the_start_goes_on_with_fewer_when_patience_is_over():
+    assert decided(a_worker(1), a_worker(5), want=wanted(expected={0, 1, 5}), now=NOW + 30) == World(
+        1, (1, 5), "host-1:29500", "training starts with 2 of 3", NOW + 30
+    )
+
+
+def test_patience_runs_from_the_moment_the_smallest_world_could_be_formed():
+    members = [a_worker(0, since=NOW - 300), a_worker(1, since=NOW - 1)]
+    assert decided(*members, want=wanted(min=2)) == Wait(
+        "waiting for 1 more worker (29 s left), then training starts with 2 of 3", NOW + 29
+    )
+
+
+def test_the_start_never_goes_below_the_smallest_size():
+    assert decided(a_worker(1), want=wanted(min=2, expected={0, 1, 2}), now=NOW + 1000) == Wait(
+        "waiting for workers 0 and 2: 1 of at least 2 workers is here"
+    )
+
+
+def test_the_smallest_size_is_not_awaited_when_nobody_else_is_expected():
+    assert decided(a_worker(1), want=wanted(min=2, expected={1})) == Wait(
+        "1 of at least 2 workers is here, and nobody else is on the way"
+    )
+
+
+def test_a_worker_that_cannot_enlarge_the_world_is_not_awaited():
+    assert decided(a_worker(0), a_worker(1), want=wanted(4, sizes=(2, 4), expected={0, 1, 2})) == World(
+        1, (0, 1), "host-0:29500", "training starts with 2 of 4", NOW
+    )
+
+
+def test_a_world_closes_without_those_nobody_expects():
+    assert decided(a_worker(0), a_worker(1), want=wanted(3, expected={0, 1})) == World(
+        1, (0, 1), "host-0:29500", "training starts with 2 of 3", NOW
+    )
+
+
+def test_more_workers_than_wanted_do_not_enlarge_the_world():
+    assert decided(*map(a_worker, range(4)), want=wanted(2)) == World(
+        1, (0, 1), "host-0:29500", "training starts with all 2", NOW
+    )
+
+
+def test_fewer_wanted_than_the_smallest_size_means_the_smallest_size():
+    assert decided(*map(a_worker, range(3)), want=wanted(1, min=2)) == World(
+        1, (0, 1), "host-0:29500", "training starts with all 2", NOW
+    )
+
+
+def test_only_allowed_sizes_are_formed():
+    assert decided(*map(a_worker, range(6)), want=wanted(7, sizes=(1, 2, 4, 8))) == World(
+        1, (0, 1, 2, 3), "host-0:29500", "training starts with all 4", NOW
+    )
+
+
+# A running world
+
+
+def test_a_running_world_is_left_alone():
+    assert decided(*training(0, 1, 2), world=a_world(0, 1, 2)) == Wait("3 workers train in generation 4")
+
+
+def test_losing_a_worker_calls_the_others_at_once():
+    assert decided(*training(0, 1), world=a_world(0, 1, 2)) == Call(5, "lost worker 2", False, NOW)
+
+
+def test_losing_every_worker_calls_for_the_next_generation():
+    assert decided(world=a_world(0, 1, 2)) == Call(5, "lost workers 0, 1 and 2", False, NOW)
+
+
+def test_failed_processes_call_the_others_at_once():
+    members = [*training(0, 1), a_worker(2, TRAINING, 4, failed=True)]
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 failed", False, NOW)
+
+
+def test_failed_processes_of_a_worker_that_waits_already_call_the_others():
+    members = [*training(0, 1), a_worker(2, WAITING, 4, failed=True)]
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 failed", False, NOW)
+
+
+def test_a_failure_of_an_older_generation_is_history():
+    members = [*training(0, 1), a_worker(2, WAITING, 3, failed=True)]
+    assert decided(*members, world=a_world(0, 1), want=wanted(2)) == Wait("2 workers train in generation 4")
+
+
+def test_a_worker_that_waits_though_its_world_trains_brings_all_together():
+    members = [*training(0, 1), a_worker(2, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 left generation 4 untold", False, NOW)
+
+
+def test_workers_that_stopped_with_one_that_leaves_have_saved_as_planned():
+    members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4), a_worker(2, LEAVING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 is leaving", True, NOW, (2,))
+
+
+def test_members_get_time_to_take_up_their_world():
+    members = [*training(0, 1), a_worker(2, WAITING, 3)]
+    assert decided(*members, world=a_world(0, 1, 2, at=NOW)) == Wait(
+        "waiting for worker 2 to take up generation 4 (10 s left)", NOW + 10
+    )
+
+
+def test_a_late_message_does_not_call_a_world_together():
+    state = State({m.id: m for m in training(0, 1)}, a_world(0, 1, at=NOW))
+    late = state.heard(a_worker(1, WAITING, 3))
+    assert isinstance(decide(late, wanted(2), NOW), Wait)
+    assert decide(late.heard(a_worker(1, TRAINING, 4)), wanted(2), NOW + 1) == Wait("2 workers train in generation 4")
+
+
+def test_a_member_that_does_not_take_up_its_world_brings_all_together():
+    members = [*training(0, 1), a_worker(2, WAITING, 0)]
+    assert decided(*members, world=a_world(0, 1, 2, at=NOW), now=NOW + 10) == Call(
+        5, "worker 2 did not take up generation 4 within 10 s", False, NOW + 10
+    )
+
+
+def test_a_zombie_of_an_older_world_disturbs_nobody():
+    members = [*training(0, 1), a_worker(2, TRAINING, 3, failed=True)]
+    assert decided(*members, world=a_world(0, 1)) == Wait("2 workers train in generation 4")
+
+
+# Recovery
+
+
+def test_survivors_wait_a_moment_for_the_lost_one_to_come_back():
+    members = [a_worker(0, WAITING, 4), a_worker(1, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0, 1, 2})) == Wait(
+        "waiting for worker 2 (1 s left), then training goes on with 2 of 3", NOW + 1
+    )
+
+
+def test_a_worker_that_comes_back_in_time_rejoins_behind_the_survivors():
+    members = [a_worker(0), a_worker(1, WAITING, 4), a_worker(2, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 2, 1), called=a_call()) == World(
+        5, (2, 1, 0), "host-2:29500", "there was a reason; training goes on with all 3", NOW
+    )
+
+
+def test_survivors_go_on_alone_when_patience_is_over():
+    members = [a_worker(0, WAITING, 4), a_worker(1, WAITING, 4)]
+    assert decided(*members, world=a_world(2, 1, 0), called=a_call(), want=wanted(expected={0, 1, 2}), now=NOW + 1) == World(
+        5, (1, 0), "host-1:29500", "there was a reason; training goes on with 2 of 3", NOW + 1
+    )
+
+
+def test_survivors_go_on_at_once_when_nobody_else_is_expected():
+    members = [a_worker(0, WAITING, 4), a_worker(1, WAITING, 4)]
+    assert decided(*members, world=a_world(2, 1, 0), called=a_call(), want=wanted(expected={0, 1})) == World(
+        5, (1, 0), "host-1:29500", "there was a reason; training goes on with 2 of 3", NOW
+    )
+
+
+def test_survivors_that_still_stop_are_awaited_longer_than_the_lost():
+    members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4)]
+    world, called, want = a_world(0, 1, 2), a_call(), wanted(expected={0, 1, 2})
+    assert decided(*members, world=world, called=called, want=want) == Wait("waiting for worker 1 to stop (10 s left)", NOW + 1)
+    assert decided(*members, world=world, called=called, want=want, now=NOW + 1) == Wait(
+        "waiting for worker 1 to stop (9 s left)", NOW + 10
+    )
+    assert decided(*members, world=world, called=called, want=want, now=NOW + 10) == World(
+        5, (0,), "host-0:29500", "there was a reason; training goes on with 1 of 3", NOW + 10
+    )
+
+
+def test_a_survivor_that_still_stops_comes_before_a_spare_that_waits():
+    members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4), a_worker(3)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(), want=wanted(2)) == Wait(
+        "waiting for worker 1 to stop (10 s left)", NOW + 10
+    )
+
+
+def test_a_spare_takes_the_place_of_the_lost_one_at_once():
+    members = [a_worker(0, WAITING, 4), a_worker(3)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(), want=wanted(2, expected={0, 1, 3})) == World(
+        5, (0, 3), "host-0:29500", "there was a reason; training goes on with all 2", NOW
+    )
+
+
+def test_recovery_stays_above_the_smallest_size():
+    members = [a_worker(0, WAITING, 4), a_worker(1, WAITING, 4)]
+    assert decided(
+        *members, world=a_world(0, 1, 2), called=a_call(), want=wanted(min=3, expected={0, 1, 2}), now=NOW + 60
+    ) == Wait("waiting for worker 2: 2 of at least 3 workers are here")
+
+
+def test_recovery_goes_on_with_the_largest_allowed_size():
+    members = [a_worker(id, WAITING, 4) for id in (0, 1, 2)]
+    assert decided(*members, world=a_world(3, 2, 1, 0), called=a_call(), want=wanted(4, sizes=(1, 2, 4)), now=NOW + 1) == World(
+        5, (2, 1), "host-2:29500", "there was a reason; training goes on with 2 of 4", NOW + 1
+    )
+
+
+def test_when_all_were_lost_the_next_world_starts_like_the_first():
+    assert decided(a_worker(1), world=a_world(0, 1, 2), called=a_call(at=NOW - 20), want=wanted(expected={0, 1, 2})) == Wait(
+        "waiting for workers 0 and 2 (30 s left), then training goes on with 1 of 3", NOW + 30
+    )
+
+
+def test_a_second_loss_does_not_call_twice():
+    members = [a_worker(0, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0})) == World(
+        5, (0,), "host-0:29500", "there was a reason; training goes on with 1 of 3", NOW
+    )
+
+
+def test_a_leaving_worker_is_no_part_of_the_next_world():
+    members = [a_worker(0, WAITING, 4), a_worker(1, LEAVING, 4)]
+    assert decided(
+        *members, world=a_world(0, 1), called=a_call(planned=True, leaving=(1,)), want=wanted(2, expected={0, 1})
+    ) == World(5, (0,), "host-0:29500", "there was a reason; training goes on with 1 of 2", NOW)
+
+
+# Planned changes
+
+
+def test_a_newcomer_waits_until_the_world_is_old_enough_to_grow():
+    members = [*training(0, 1), a_worker(2, since=NOW)]
+    assert decided(*members, world=a_world(0, 1, at=NOW - 2)) == Wait(
+        "2 workers train in generation 4; worker 2 may join soon (3 s left)", NOW + 3
+    )
+
+
+def test_a_newcomer_calls_for_a_planned_change():
+    members = [*training(0, 1), a_worker(2)]
+    assert decided(*members, world=a_world(0, 1)) == Call(5, "growing from 2 to 3 with worker 2", True, NOW)
+
+
+def test_a_newcomer_waits_for_the_others_that_are_expected():
+    members, want = [*training(0, 1), a_worker(3)], wanted(4, expected={0, 1, 2, 3})
+    assert decided(*members, world=a_world(0, 1), want=want, now=NOW + 1) == Wait(
+        "2 workers train in generation 4; worker 3 may join soon (4 s left)", NOW + 5
+    )
+    assert decided(*members, world=a_world(0, 1), want=want, now=NOW + 5) == Call(
+        5, "growing from 2 to 3 with worker 3", True, NOW + 5
+    )
+
+
+def test_all_expected_newcomers_join_at_once():
+    members, want = [*training(0, 1), a_worker(3), a_worker(2)], wanted(4, expected={0, 1, 2, 3})
+    assert decided(*members, world=a_world(0, 1), want=want) == Call(5, "growing from 2 to 4 with workers 2 and 3", True, NOW)
+
+
+def test_a_newcomer_that_fits_no_allowed_size_is_a_spare():
+    members = [*training(0, 1), a_worker(2)]
+    assert decided(*members, world=a_world(0, 1), want=wanted(4, sizes=(2, 4))) == Wait("2 workers train in generation 4")
+
+
+def test_a_newcomer_beyond_the_wanted_number_is_a_spare():
+    members = [*training(0, 1), a_worker(2)]
+    assert decided(*members, world=a_world(0, 1), want=wanted(2)) == Wait("2 workers train in generation 4")
+
+
+def test_a_planned_call_waits_until_all_have_saved():
+    members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4), a_worker(2)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True)) == Wait(
+        "waiting for worker 1 to save (120 s left)", NOW + 120
+    )
+
+
+def test_a_planned_call_closes_when_all_have_saved():
+    members = [a_worker(0, WAITING, 4), a_worker(1, WAITING, 4), a_worker(2)]
+    assert decided(*members, world=a_world(1, 0), called=a_call(planned=True, at=NOW - 60)) == World(
+        5, (1, 0, 2), "host-1:29500", "there was a reason; training goes on with all 3", NOW
+    )
+
+
+def test_a_newcomer_that_went_again_is_not_missed():
+    members = [a_worker(0, WAITING, 4, since=NOW - 1), a_worker(1, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, at=NOW - 60)) == World(
+        5, (0, 1), "host-0:29500", "there was a reason; training goes on with 2 of 3", NOW
+    )
+
+
+def test_a_smaller_target_calls_for_a_planned_change_and_says_who_leaves():
+    assert decided(*training(0, 1, 2), world=a_world(2, 0, 1), want=wanted(2)) == Call(
+        5, "shrinking from 3 to 2", True, NOW, (1,)
+    )
+
+
+def test_shrinking_keeps_the_first_ranks():
+    members = [a_worker(id, WAITING, 4) for id in (0, 1, 2)]
+    called = a_call(planned=True, leaving=(1,))
+    assert decided(*members, world=a_world(2, 0, 1), called=called, want=wanted(2)) == World(
+        5, (2, 0), "host-2:29500", "there was a reason; training goes on with all 2", NOW
+    )
+
+
+def test_shrinking_drops_those_that_leave_anyway():
+    members = [a_worker(0, LEAVING, 4), a_worker(1, WAITING, 4), a_worker(2, WAITING, 4)]
+    called = a_call(planned=True, leaving=(1,))
+    assert decided(*members, world=a_world(2, 0, 1), called=called, want=wanted(2)) == World(
+        5, (2, 1), "host-2:29500", "there was a reason; training goes on with all 2", NOW
+    )
+
+
+def test_a_target_between_allowed_sizes_shrinks_to_the_smaller_one():
+    assert decided(*training(0, 1, 2, 3), world=a_world(0, 1, 2, 3), want=wanted(3, sizes=(1, 2, 4))) == Call(
+        5, "shrinking from 4 to 2", True, NOW, (2, 3)
+    )
+
+
+def test_a_leaving_worker_calls_for_a_planned_change():
+    members = [*training(0, 2), a_worker(1, LEAVING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 1 is leaving", True, NOW, (1,))
+
+
+def test_another_leaving_worker_joins_the_pending_call():
+    members = [*training(0), a_worker(1, LEAVING, 4), a_worker(2, LEAVING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2), called=a_call(planned=True, at=NOW - 1, leaving=(2,))) == Call(
+        5, "workers 1 and 2 are leaving", True, NOW - 1, (1, 2)
+    )
+
+
+def test_a_leaving_worker_that_has_gone_is_no_failure():
+    assert decided(*training(0, 2), world=a_world(0, 1, 2), called=a_call(planned=True, leaving=(1,))) == Wait(
+        "waiting for workers 0 and 2 to save (120 s left)", NOW + 120
+    )
+
+
+def test_a_worker_lost_while_others_save_makes_the_call_unplanned():
+    assert decided(*training(0, 2), world=a_world(0, 1, 2), called=a_call(planned=True, at=NOW - 5)) == Call(
+        5, "lost worker 1", False, NOW
+    )
+
+
+def test_a_worker_that_fails_while_others_save_makes_the_call_unplanned():
+    members = [*training(0), a_worker(1, WAITING, 4, failed=True)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, at=NOW - 5, leaving=(7,))) == Call(
+        5, "worker 1 failed", False, NOW, (7,)
+    )
+
+
+def test_a_worker_started_again_unseen_makes_the_call_unplanned_after_a_while():
+    members, called = [*training(0), a_worker(1, WAITING, 0)], a_call(planned=True)
+    assert decided(*members, world=a_world(0, 1), called=called, now=NOW + 9) == Wait(
+        "waiting for worker 0 to save (111 s left)", NOW + 10
+    )
+    assert decided(*members, world=a_world(0, 1), called=called, now=NOW + 10) == Call(
+        5, "worker 1 did not take up generation 4 within 10 s", False, NOW + 10
+    )
+
+
+def test_a_worker_lost_after_all_have_saved_changes_nothing_but_the_size():
+    members = [a_worker(0, WAITING, 4), a_worker(2, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 1, 2), called=a_call(planned=True), want=wanted(expected={0, 2})) == World(
+        5, (0, 2), "host-0:29500", "there was a reason; training goes on with 2 of 3", NOW
+    )
+
+
+def test_a_planned_call_becomes_unplanned_when_grace_runs_out():
+    members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True), now=NOW + 120) == Call(
+        5, "worker 1 did not save within 120 s", False, NOW + 120
+    )
+
+
+def test_no_planned_change_disturbs_a_world_that_begins():
+    members = [a_worker(0, TRAINING, 4), a_worker(1, WAITING, 3), a_worker(2)]
+    assert decided(*members, world=a_world(0, 1, at=NOW), want=wanted(1)) == Wait(
+        "waiting for worker 1 to take up generation 4 (10 s left)", NOW + 10
+    )
+
+
+# The end
+
+
+def test_the_job_is_done_when_all_are():
+    members = [a_worker(id, DONE, 4) for id in (0, 1)]
+    assert decided(*members, world=a_world(1, 0)) == Closed("workers 1 and 0 are done", done=True)
+
+
+def test_a_newcomer_does_not_delay_the_end():
+    members = [a_worker(0, DONE, 4), a_worker(1)]
+    assert decided(*members, world=a_world(0)) == Closed("worker 0 is done", done=True)
+
+
+def test_a_worker_that_was_done_may_go():
+    state = State({0: a_worker(0, DONE, 4), 1: a_worker(1, TRAINING, 4)}, a_world(0, 1))
+    assert state.gone(0) == state
+    assert decide(state.gone(0).heard(a_worker(1, DONE, 4)), wanted(), NOW) == Closed("workers 0 and 1 are done", done=True)
+
+
+def test_a_world_that_ends_is_not_disturbed():
+    members = [a_worker(0, DONE, 4), a_worker(1, TRAINING, 4), a_worker(2, LEAVING, 4), a_worker(3)]
+    for want in (wanted(4), wanted(1), wanted(0)):
+        assert decided(*members, world=a_world(0, 1, 2), want=want) == Wait(
+            "worker 0 is done; waiting for workers 1 and 2 to finish"
+        )
+
+
+def test_a_failure_at_the_end_calls_those_that_are_done_too():
+    members = [a_worker(0, DONE, 4), a_worker(1, TRAINING, 4, failed=True)]
+    called = Call(5, "worker 1 failed", False, NOW)
+    assert decided(*members, world=a_world(0, 1)) == called
+    members = [a_worker(0, DONE, 4), a_worker(1, WAITING, 4, failed=True)]
+    assert decided(*members, world=a_world(0, 1), called=called, want=wanted(2)) == Wait(
+        "waiting for worker 0 to stop (10 s left)", NOW + 10
+    )
+    members = [a_worker(0, WAITING, 4), a_worker(1, WAITING, 4, failed=True)]
+    assert decided(*members, world=a_world(0, 1), called=called, want=wanted(2)) == World(
+        5, (0, 1), "host-0:29500", "worker 1 failed; training goes on with all 2", NOW
+    )
+
+
+def test_one_that_was_done_and_has_gone_is_not_awaited_for_long():
+    state = State({0: a_worker(0, DONE, 4), 1: a_worker(1, WAITING, 4)}, a_world(0, 1), a_call()).gone(0)
+    assert decide(state, wanted(2, expected={1}), NOW + 10) == World(
+        5, (1,), "host-1:29500", "there was a reason; training goes on with 1 of 2", NOW + 10
+    )
+    assert decide(state, wanted(2, min=2, expected={0, 1}), NOW + 10) == Wait(
+        "waiting for worker 0: 1 of at least 2 workers is here"
+    )
+
+
+def test_a_planned_call_at_the_end_is_over_when_all_are_done():
+    members = [a_worker(0, DONE, 4), a_worker(1, DONE, 4)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True)) == Closed("workers 0 and 1 are done", done=True)
+
+
+def test_some_done_and_some_saved_train_the_last_steps_again():
+    members = [a_worker(0, DONE, 4), a_worker(1, WAITING, 4)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True)) == Call(5, "only worker 0 is done", False, NOW)
+
+
+def test_a_done_of_an_older_world_is_forgotten():
+    state = State({0: a_worker(0, DONE, 4), 1: a_worker(1, WAITING, 4)}, a_world(0, 1), a_call())
+    after = state.after(World(5, (1,), "host-1:29500", "so it is"))
+    assert after == State({1: a_worker(1, WAITING, 4)}, World(5, (1,), "host-1:29500", "so it is"))
+    assert after.heard(a_worker(0, DONE, 4)).gone(0) == after
+
+
+# Suspending
+
+
+def test_suspending_lets_all_save():
+    assert decided(*training(0, 1), world=a_world(0, 1), want=wanted(0)) == Call(
+        5, "suspended: no workers are wanted", True, NOW, (0, 1)
+    )
+
+
+def test_suspending_waits_for_the_saving():
+    members = [a_worker(0, WAITING, 4), *training(1)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, leaving=(0, 1)), want=wanted(0)) == Wait(
+        "waiting for worker 1 to save (120 s left), then the job is suspended", NOW + 120
+    )
+
+
+def test_a_suspended_job_is_closed_when_nobody_trains():
+    closed = Closed("suspended: no workers are wanted", done=False)
+    assert decided(a_worker(0, WAITING, 4), world=a_world(0, 1), called=a_call(planned=True), want=wanted(0)) == closed
+    assert decided(world=a_world(0, 1), called=a_call(planned=True), want=wanted(0)) == closed
+    assert decided(a_worker(0), want=wanted(0)) == closed
+
+
+def test_a_suspended_job_is_closed_even_if_a_worker_does_not_stop():
+    assert decided(*training(1), world=a_world(0, 1), called=a_call(), want=wanted(0), now=NOW + 10) == Closed(
+        "suspended: no workers are wanted", done=False
+    )
+
+
+def test_a_resumed_job_waits_for_its_workers_like_at_the_start():
+    suspended = State({}, a_world(0, 1), a_call(planned=True, at=NOW - 3600))
+    assert decide(suspended.heard(a_worker(1)), wanted(2, expected={0, 1}), NOW) == Wait(
+        "waiting for worker 0 (30 s left), then training goes on with 1 of 2", NOW + 30
+    )
+    assert decide(suspended.heard(a_worker(1)).heard(a_worker(0)), wanted(2, expected={0, 1}), NOW) == World(
+        5, (0, 1), "host-0:29500", "there was a reason; training goes on with all 2", NOW
+    )
+
+
+# A decider that was started again
+
+
+def test_the_newest_reported_world_is_learned():
+    assert world.learned([a_world(0, 1, generation=3), None, a_world(1, 0, generation=4)]) == a_world(1, 0, generation=4)
+    assert world.learned([None]) is None
+
+
+def test_a_decider_started_again_lets_training_go_on_while_members_report():
+    members = training(1)
+    assert decided(*members, world=a_world(0, 1), since=NOW - 2) == Wait("waiting for worker 0 to report (8 s left)", NOW + 8)
+    assert decided(*training(0, 1), world=a_world(0, 1), since=NOW - 2, want=wanted(2)) == Wait("2 workers train in generation 4")
+
+
+def test_a_member_that_does_not_report_to_the_new_decider_is_lost():
+    assert decided(*training(1), world=a_world(0, 1), since=NOW - 10) == Call(5, "lost worker 0", False, NOW)
+
+
+def test_a_failure_is_not_kept_waiting_by_members_that_have_yet_to_report():
+    assert decided(a_worker(1, TRAINING, 4, failed=True), world=a_world(0, 1), since=NOW) == Call(
+        5, "worker 1 failed", False, NOW
+    )
+
+
+def test_a_decider_that_knows_no_world_goes_beyond_what_it_hears_of():
+    assert decided(*training(0, 1, generation=7)) == Call(8, "generation 7 of workers 0 and 1 was not decided here", True, NOW)
+
+
+def test_a_generation_from_elsewhere_is_passed_by_a_pending_call():
+    members = [*training(0), a_worker(1, TRAINING, 6)]
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, leaving=(3,))) == Call(
+        7, "generation 6 of worker 1 was not decided here", True, NOW, (3,)
+    )
+
+
+def test_the_first_world_is_newer_than_any_that_was():
+    assert decided(a_worker(0), a_worker(1, WAITING, 6), want=wanted(2)) == World(
+        7, (1, 0), "host-1:29500", "training starts with all 2", NOW
+    )
+
+
+def test_those_that_hold_the_newest_state_come_first_even_without_a_known_world():
+    members = [a_worker(0), a_worker(1, WAITING, 7), a_worker(2, WAITING, 7)]
+    assert decided(*members, called=a_call(8)) == World(
+        8, (1, 2, 0), "host-1:29500", "there was a reason; training goes on with all 3", NOW
+    )
+
+
+# Reports
+
+
+def test_repeating_a_report_changes_nothing():
+    state = State({}).heard(a_worker(0, since=NOW))
+    assert state.heard(a_worker(0, since=NOW + 50)) is state
+    assert state.heard(a_worker(0, LEAVING, since=NOW + 50)).members == {0: a_worker(0, LEAVING, since=NOW + 50)}
+
+
+def test_a_worker_that_is_gone_is_forgotten():
+    assert State({0: a_worker(0, TRAINING, 4)}, a_world(0)).gone(0) == State({}, a_world(0))
+    assert State({}).gone(7) == State({})
+
+
+# Clocks
+
+
+def test_a_small_step_back_of_the_clock_counts_as_no_time():
+    assert decided(a_worker(0), a_worker(1), now=NOW - 20) == Wait(
+        "waiting for 1 more worker (50 s left), then training starts with 2 of 3", NOW + 30
+    )
+
+
+def test_a_large_step_back_of_the_clock_ends_the_wait():
+    assert decided(a_worker(0), a_worker(1), now=NOW - 3600) == World(
+        1, (0, 1), "host-0:29500", "training starts with 2 of 3", NOW - 3600
+    )
