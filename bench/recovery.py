@@ -29,6 +29,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import statistics
@@ -266,9 +267,19 @@ def waited(limit_s: float, look: Callable[[], float | None], over: Callable[[], 
 
 
 def trial(system: System, scenario: str, limit_s: float, rng: random.Random) -> Trial:
-    """One job: start it, let it train, do the harm, watch."""
-    with tempfile.TemporaryDirectory(prefix="outlast-bench-", ignore_cleanup_errors=True) as name, marked() as environ:
-        directory = Path(name)
+    """One job in a directory of its own, which is kept for a look when training never came back."""
+    directory = Path(tempfile.mkdtemp(prefix=f"outlast-bench-{scenario}-"))
+    done = attempt(system, directory, scenario, limit_s, rng)
+    if done.form_s is None or (done.recovery_s is None and scenario != "form"):
+        print(f"never: see {directory}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    return done
+
+
+def attempt(system: System, directory: Path, scenario: str, limit_s: float, rng: random.Random) -> Trial:
+    """Start the job, let it train, do the harm, watch."""
+    with marked() as environ:
         (directory / "steps").touch()
         book = Book(directory / "steps")
         system.start(directory, environ)
@@ -319,48 +330,48 @@ def timed(command: list[str], at_once: int = 1) -> float:
     return time.perf_counter() - before
 
 
-def said(values: list[float | None]) -> str:
-    """`1.42 (1.31 – 1.60)`, median and range; a median that is never is said so."""
-    back = [value for value in values if value is not None and not math.isnan(value)]
-    if not values or (values and not back and any(value is not None for value in values)):
-        return "–"
-    middle = median(values)
+Seconds = list[float | None]
+"""What several trials took; None is never."""
+
+
+def median(seconds: Seconds) -> float:
+    """The median, with never as longer than anything; not a number when there is nothing."""
+    return statistics.median([math.inf if s is None else s for s in seconds]) if seconds else math.nan
+
+
+def said(seconds: Seconds) -> str:
+    """Median and range: `1.42 (1.31 – 1.60)`, `never (6.10 – 8.31)`."""
+    back = [s for s in seconds if s is not None]
+    middle = median(seconds)
     shown = "never" if math.isinf(middle) else f"{middle:.2f}"
     return f"{shown} ({min(back):.2f} – {max(back):.2f})" if len(back) > 1 else shown
 
 
-def median(values: list[float | None]) -> float:
-    """The median, with never as longer than anything."""
-    return statistics.median_low(
-        [math.inf if value is None else value for value in values if value is None or not math.isnan(value)]
-    )
-
-
 def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
     """Rows of Markdown: every scenario with every system."""
-    rows = ["| scenario | system | seconds: median (range) | came back | never (job ended) | steps again | ours / this |"]
+    rows = ["| scenario | system | seconds: median (range) | came back | job ended | steps again | ours / this |"]
     rows.append("|---|---|---|---|---|---|---|")
     for scenario in SCENARIOS:
-        seconds: dict[str, list[float | None]] = {}
+        ours = math.nan
         for system, done in results.items():
-            trials = [t for each in done.values() for t in each] if scenario == "form" else done.get(scenario, [])
-            seconds[system] = [
-                t.form_s if scenario == "form" else t.recovery_s for t in trials if scenario == "form" or t.form_s is not None
-            ]
-        for system, values in seconds.items():
-            if not values:
+            if scenario == "form":
+                trials = [t for each in done.values() for t in each if t.form_s is None or not math.isnan(t.form_s)]
+                seconds: Seconds = [t.form_s for t in trials]
+            else:
+                trials = [t for t in done.get(scenario, []) if t.form_s is not None]
+                seconds = [t.recovery_s for t in trials]
+            if not trials:
                 continue
-            trials = [] if scenario == "form" else [t for t in results[system][scenario] if t.form_s is not None]
-            back = sum(value is not None for value in values)
-            lost = [t.lost for t in trials if t.lost is not None]
-            again = f"{statistics.median_low(lost)} ({min(lost)} – {max(lost)})" if lost else "–"
-            ended = sum(t.ended and t.recovery_s is None for t in trials)
-            ours, theirs = (median(seconds[s]) if seconds.get(s) else math.nan for s in ("outlast", system))
-            ratio = "" if system == "outlast" else "0" if math.isinf(theirs) and ours < theirs else f"{ours / theirs:.2f}"
-            rows.append(
-                f"| {scenario} | {SYSTEMS[system]().name} | {said(values)} | {back} of {len(values)} "
-                f"| {len(values) - back} ({ended}) | {again} | {ratio.replace('nan', '')} |"
-            )
+            middle = median(seconds)
+            if system == "outlast":
+                ours = middle
+            ratio = f"{ours / middle:.2f}" if system != "outlast" and math.isfinite(ours + middle) else ""
+            back = sum(s is not None for s in seconds)
+            ended = sum(t.ended for t, s in zip(trials, seconds, strict=True) if s is None)
+            lost = [t.lost for t in trials if t.lost is not None and scenario != "form"]
+            again = f"{statistics.median(lost):g} ({min(lost)} – {max(lost)})" if lost else ""
+            name = SYSTEMS[system]().name
+            rows.append(f"| {scenario} | {name} | {said(seconds)} | {back} of {len(seconds)} | {ended} | {again} | {ratio} |")
     return rows
 
 
@@ -393,7 +404,7 @@ def main() -> None:
     rng = random.Random(args.seed)
     load = os.getloadavg()[0]
     results: dict[str, dict[str, list[Trial]]] = {system: {scenario: [] for scenario in scenarios} for system in systems}
-    starts: dict[str, list[float | None]] = {
+    starts: dict[str, Seconds] = {
         "python with torch": [],
         f"python with torch, {WORKERS} at once": [],
         "outlast --help": [],

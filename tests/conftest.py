@@ -30,7 +30,7 @@ class Machine:
         self.rng = random.Random(0)
 
     def job(self, name: str = "job", *, args: tuple[str, ...] = (), **fields: object) -> Path:
-        """A job file that trains tests/programs/exact.py with two workers, saving every 10 steps, unless `fields` say otherwise."""
+        """A job file that trains tests/programs/exact.py with two workers and saves every 10 steps, unless told otherwise."""
         whole = {
             "script": "exact.py",
             "code": str(PROGRAMS),
@@ -62,7 +62,9 @@ class Machine:
             status = self.backend.status(name)
             if until(status):
                 return status
-            if time.monotonic() > deadline or (status.state.final and status.launcher is None and not until(self.backend.status(name))):
+            if time.monotonic() > deadline or (
+                status.state.final and status.launcher is None and not until(self.backend.status(name))
+            ):
                 log = (self.directory / "state" / "jobs" / name / "launcher.log").read_text()
                 pytest.fail(f"within {timeout_s} s {name} is {status.state}: {status.reason}\n{log}")
             time.sleep(0.02)

@@ -127,6 +127,7 @@ def test_the_second_interruption_kills(tmp_path: Path, outlast: Outlast, job_fil
 
     code, _, err = outlast(fake.FakeBackend(tmp_path, at={5: never_leaves}), "run", job_file)
     assert code == 130
+    assert "outlast | Interrupted: killed\n" in err
     assert "go on with `outlast run`" in err
 
 
@@ -522,14 +523,10 @@ def test_the_exit_code_says_how_a_run_ended() -> None:
 PAGE = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "guide" / "commands.py"))
 
 
-def test_every_command_is_documented_with_examples() -> None:
-    from typer.main import get_command
-
-    tree = get_command(cli.app).commands  # type: ignore[attr-defined]
-    known = [[name, *([inner] if inner else [])] for name, each in tree.items() if not each.hidden for inner in getattr(each, "commands", [""])]
-    assert sorted(map("_".join, known)) == sorted(PAGE["COMMANDS"])
-    for words in known:
-        assert f"  Examples:\n    outlast {' '.join(words)}" in PAGE["help_of"](" ".join(words))
+def test_every_command_has_help_with_examples() -> None:
+    assert {"run", "status", "checkpoints verify", "data get"} <= set(PAGE["commands"]())
+    for command in PAGE["commands"]():
+        assert f"  Examples:\n    outlast {command}" in PAGE["help_of"](command)
 
 
 def test_the_page_of_the_commands_is_current() -> None:

@@ -527,6 +527,13 @@ def test_an_incident_stands_on_one_line_where_it_fits():
     assert f"  0:26  {KILLED} … 2.0s to the next step, 6 steps replayed\n" in text.plain(a_report(), width=120)
 
 
+def test_a_long_sentence_takes_two_lines_at_most():
+    report = text.plain(training().steps(1).failure(reason="it is a long story " * 30).account(), width=80)
+    assert max(len(line) for line in report.splitlines()) <= 80
+    assert report.count("long story") == 6
+    assert report.endswith(" …\n")
+
+
 def test_many_incidents_are_cut_short():
     story = training()
     for n in range(30):

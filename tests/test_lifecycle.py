@@ -78,8 +78,16 @@ def test_what_cannot_be_prepared_ends_the_worker_with_the_reason(retry: bool, co
 
 
 EVENTS = st.sampled_from(
-    [*TRAINING, lifecycle.Unprepared(Phase.DATA, "gone", retry=True), lifecycle.Trained(0), lifecycle.Trained(1), lifecycle.Trained(75)]
-    + [lifecycle.Told("drain", 0.0, 1.0), lifecycle.GraceOver(), lifecycle.Pushed()]
+    [
+        *TRAINING,
+        lifecycle.Unprepared(Phase.DATA, "gone", retry=True),
+        lifecycle.Trained(0),
+        lifecycle.Trained(1),
+        lifecycle.Trained(75),
+        lifecycle.Told("drain", 0.0, 1.0),
+        lifecycle.GraceOver(),
+        lifecycle.Pushed(),
+    ]
 )
 
 
@@ -98,7 +106,9 @@ def test_whatever_happens_a_worker_launches_once_exits_once_and_pushes_whatever_
 
 
 def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "train", local_rank: int = 0) -> lifecycle.Process:
-    return lifecycle.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7, time=1000.0 - silent_s), stopped)
+    return lifecycle.Process(
+        local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7, time=1000.0 - silent_s), stopped
+    )
 
 
 def test_training_that_advances_is_no_hang():
@@ -114,7 +124,9 @@ def test_a_stopped_process_is_named_at_the_limit_and_its_healthy_neighbour_is_sp
 def test_without_a_culprit_of_its_own_a_worker_waits_a_little_longer_for_the_others():
     assert lifecycle.hung([a_process(11.0)], now=1000.0, limit_s=10.0) is None
     stuck = a_process(13.0)
-    assert lifecycle.hung([stuck], now=1000.0, limit_s=10.0) == lifecycle.Hang(((stuck, "hung: no progress for 13 s after step 7"),))
+    assert lifecycle.hung([stuck], now=1000.0, limit_s=10.0) == lifecycle.Hang(
+        ((stuck, "hung: no progress for 13 s after step 7"),)
+    )
 
 
 def test_a_process_that_waits_for_a_neighbour_who_advances_is_not_stuck():

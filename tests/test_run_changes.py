@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from outlast import spec
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.status import State
 
@@ -34,7 +35,9 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
     for replicas in (3, 1, 2):
         step = machine.at_step(name, 10).step
         machine.backend.scale(name, replicas)
-        machine.wait(name, lambda s, n=replicas, before=step: len(s.world) == n and s.step > before + 5 and s.state is State.RUNNING)
+        machine.wait(
+            name, lambda s, n=replicas, before=step: len(s.world) == n and s.step > before + 5 and s.state is State.RUNNING
+        )
     status = machine.end(name)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 0)
 
@@ -68,7 +71,7 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
     if leave == "suspend":
         machine.backend.resume(name)
     else:
-        assert machine.backend.submit(__import__("outlast.spec").spec.load(path), source=path) == left.run
+        assert machine.backend.submit(spec.load(path), source=path) == left.run
     status = machine.end(name)
     assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, left.run, 0)
     steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "step"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,3 +126,31 @@ def test_a_terminated_worker_saves_first_so_no_step_is_lost_and_nothing_counts(m
     steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "step"]
     assert steps == list(range(1, 61))
     assert machine.final(name) == undisturbed(ARGS, 2)
+
+
+def ask(address: str, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_probes_tell_the_truth(machine):
+    name = machine.submit(machine.job(args=("--steps=400", "--pause=0.05")))
+    worker = machine.at_step(name, 12).workers[1]
+    assert worker.probes is not None
+    assert ask(worker.probes, "/healthz") == (200, "training\n")
+    assert ask(worker.probes, "/readyz") == (200, "training\n")
+    code, text = ask(worker.probes, "/metrics")
+    assert code == 200
+    assert 'outlast_generation{job="job",worker="1"} 1' in text
+    (step,) = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("outlast_step{")]
+    assert step >= 12
+    assert ask(worker.probes, "/other")[0] == 404
+    os.kill(worker.ranks[0].pid, signal.SIGSTOP)
+    stale = machine.wait(name, lambda s: ask(worker.probes, "/healthz")[0] == 503 or s.restarts > 0)
+    assert stale.restarts <= 1
+    machine.backend.cancel(name)
+    assert machine.end(name).state is State.CANCELLED

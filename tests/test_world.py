@@ -264,6 +264,13 @@ def test_when_all_were_lost_the_next_world_starts_like_the_first():
     )
 
 
+def test_one_survivor_is_enough_for_a_short_wait():
+    members = [a_worker(0, WAITING, 4), a_worker(1)]
+    assert decided(*members, world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0, 1, 2})) == Wait(
+        "waiting for worker 2 (1 s left), then training goes on with 2 of 3", NOW + 1
+    )
+
+
 def test_a_second_loss_does_not_call_twice():
     members = [a_worker(0, WAITING, 4)]
     assert decided(*members, world=a_world(0, 1, 2), called=a_call(), want=wanted(expected={0})) == World(

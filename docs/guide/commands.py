@@ -10,6 +10,8 @@ import io
 import os
 from unittest import mock
 
+from typer.main import get_command
+
 from outlast import cli
 
 HEAD = """\
@@ -17,8 +19,8 @@ HEAD = """\
 
 <!-- Written by `python docs/guide/commands.py > docs/guide/commands.md` from each command's --help. -->
 
-The name of a job may be left out when there is only one. Jobs are those of the working directory: their state is in `.outlast/`, or
-where the environment variable `OUTLAST_STATE_DIR` says.
+The name of a job may be left out when there is only one. Jobs are those of the working directory: their state is in `.outlast/`,
+or where the environment variable `OUTLAST_STATE_DIR` says.
 
 | exit code | meaning |
 |---|---|
@@ -29,17 +31,19 @@ where the environment variable `OUTLAST_STATE_DIR` says.
 | 130 | killed by Ctrl-C |
 """
 
-COMMANDS = """
-run list status logs scale suspend resume cancel chaos report evaluate
-checkpoints_list checkpoints_show checkpoints_verify validate data_get version
-""".split()
-
 
 def page() -> str:
     """The page, in Markdown."""
-    return HEAD + "".join(
-        f"\n## outlast {name}\n\n```\n{help_of(name)}```\n" for name in (each.replace("_", " ") for each in COMMANDS)
-    )
+    return HEAD + "".join(f"\n## outlast {name}\n\n```\n{help_of(name)}```\n" for name in commands())
+
+
+def commands() -> list[str]:
+    """All commands, those of a group with the group's name before them."""
+    found = []
+    for name, command in get_command(cli.app).commands.items():
+        inner = getattr(command, "commands", None)
+        found += [f"{name} {each}" for each in inner] if inner else [] if command.hidden else [name]
+    return found
 
 
 def help_of(command: str) -> str:

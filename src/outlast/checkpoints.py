@@ -1,14 +1,16 @@
 """Checkpoints on disk: which exist, which one is valid, who may add one and which ones go.
 
-The training library writes them, the command line lists them, agents wait for them. Nothing here knows torch. In `checkpoints/` lie
+The training library writes them, the command line lists them, agents wait for them. Nothing here knows torch. In `checkpoints/`
+lie
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
     FENCE                       {run, generation} that may commit; read and written while `.lock` is held
 
-What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable before
-COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its successor moved the fence.
-A crc32 protects against rot and truncation, not against malice (5 GiB/s on one core; sha256 2 GiB/s).
+What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were
+durable before COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its
+successor moved the fence. A crc32 protects against rot and truncation, not against malice (5 GiB/s on one core; sha256 2
+GiB/s).
 """
 
 from __future__ import annotations
@@ -124,8 +126,8 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 def take(directory: Path, run: str, generation: int | None) -> int:
     """Move the fence to `generation` of `run`: earlier ones can commit no more. None stands for the one after the last.
 
-    Raises Superseded when a later generation of the run has been here. Another run's fence is taken over: whoever opens a directory
-    last owns it.
+    Raises Superseded when a later generation of the run has been here. Another run's fence is taken over: whoever opens a
+    directory last owns it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
@@ -135,7 +137,9 @@ def take(directory: Path, run: str, generation: int | None) -> int:
         if generation is None:
             generation = last + 1
         if generation < last:
-            raise Superseded(f"generation {generation} of this run has been replaced by generation {last}; this process must stop")
+            raise Superseded(
+                f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
+            )
         _write(directory / _FENCE, {"run": run, "generation": generation})
     return generation
 
@@ -143,8 +147,9 @@ def take(directory: Path, run: str, generation: int | None) -> int:
 def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[str, int]]) -> Checkpoint:
     """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
 
-    `files` maps names to `{size, crc32}`; they must be durable. If a valid checkpoint of that step exists, ours is dropped and that one
-    returned; a damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the directory.
+    `files` maps names to `{size, crc32}`; they must be durable. If a valid checkpoint of that step exists, ours is dropped and
+    that one returned; a damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the
+    directory.
     """
     directory = checkpoint.path.parent
     stamp = {name: getattr(checkpoint, name) for name in ("run", "step", "generation", "world_size", "time")}

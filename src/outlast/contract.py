@@ -63,7 +63,7 @@ class Env:
     CODE = "OUTLAST_CODE"
     """Directory from which the command runs."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one."""
+    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine worker i serves on this plus i."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that starts the decider again when it cannot be reached."""
 
@@ -93,8 +93,8 @@ WORKER = "worker.json"
 WORLD = "world.json"
 """The world this worker is in, written by the rendezvous handler."""
 NOTICE = "notice.json"
-"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the decider calls the world together
-again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
+"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the decider calls the world
+together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
 
 
 def worker_log(index: int) -> str:

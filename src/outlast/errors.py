@@ -1,7 +1,8 @@
 """What can go wrong, said to the person who can mend it.
 
-An `OutlastError` is a user's or a machine's mistake: the command line prints its one sentence without a traceback and exits with `exit_code`.
-Everything else is a bug of ours and keeps its traceback. A message holds the value, the expectation and the remedy.
+An `OutlastError` is a user's or a machine's mistake: the command line prints its one sentence without a traceback and exits
+with `exit_code`. Everything else is a bug of ours and keeps its traceback. A message holds the value, the expectation and the
+remedy.
 
     OutlastError              exit 2
     ├── InvalidJob            the job file is wrong; `.problems` holds every mistake found

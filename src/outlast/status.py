@@ -1,6 +1,7 @@
 """What is known of a job while it runs and after: one document, written by whoever decides, read by everyone.
 
-On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the epoch (UTC).
+On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the
+epoch (UTC).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ with session.open(seed=3) as run:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     stream = Stream((x, y), args.batch, seed=5, steps=args.steps, epochs=10**6)
     step = run.resume({"net": net, "optimizer": optimizer, "schedule": schedule, "stream": stream})
-    consumed = open(run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl", "a", buffering=1)
+    consumed = run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl"
     loss = 0.0
     for batch in stream:
         begun = time.monotonic()
@@ -58,8 +58,15 @@ with session.open(seed=3) as run:
         if args.exit_at == step and run.rank == 0:
             raise SystemExit(args.exit_code)
         time.sleep(max(0.0, args.pause - (time.monotonic() - begun)))
-        record = {"step": step, "epoch": batch.epoch, "generation": run.generation, "rank": run.rank, "indices": batch.indices.tolist()}
-        consumed.write(json.dumps(record) + "\n")
+        record = {
+            "step": step,
+            "epoch": batch.epoch,
+            "generation": run.generation,
+            "rank": run.rank,
+            "indices": batch.indices.tolist(),
+        }
+        with consumed.open("a") as file:
+            file.write(json.dumps(record) + "\n")
         run.log(step, loss=loss, reduce=True)
         leaving = run.interrupted()
         if leaving or run.due(step):

@@ -1,10 +1,12 @@
-"""The launcher: decides for one job on this machine. It starts workers, listens to them, forms worlds, judges failures, keeps the status.
+"""The launcher: decides for one job on this machine. It starts workers, listens to them, forms worlds, judges failures, keeps
+the status.
 
     python -m outlast.backends.launcher STATE_DIR
 
-One launcher a job (it holds a lock). It may be killed at any moment: workers train on, start a new launcher when they miss it, and the new one adopts
-them. What must survive is in `launcher.json`, written before anything that depends on it; what the user wants is in `wanted.json`, written by the
-command line; what there is to see is in `status.json`. The decisions are `world.decide` and `restarts.judge`; this file is the shell around them.
+One launcher a job (it holds a lock). It may be killed at any moment: workers train on, start a new launcher when they miss it,
+and the new one adopts them. What must survive is in `launcher.json`, written before anything that depends on it; what the user
+wants is in `wanted.json`, written by the command line; what there is to see is in `status.json`. The decisions are
+`world.decide` and `restarts.judge`; this file is the shell around them.
 """
 
 from __future__ import annotations
@@ -30,14 +32,16 @@ from outlast.backends.places import Places, Wanted, replace_text
 from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
 from outlast.report import goodput
-from outlast.runtime import progress
 from outlast.runtime import ledger as ledgers
+from outlast.runtime import progress
 from outlast.runtime.agent import processes_per_worker
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
 
 TICK_S = 0.1
 SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
+WAITED_S = 2.0
+"""A wait longer than this is worth more words than what led to it."""
 CLOSING_S = 15.0
 """How long workers may take to leave after the end of the job."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -125,10 +129,12 @@ class Launcher:
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
         while True:
             self._poke.clear()
-            self.server.drop_silent(time.monotonic())
+            for id in self.server.drop_silent(time.monotonic()):
+                self._put_down(id, f"was silent for {local.SILENCE_S:g} s")
             self._reap()
             self._obey()
             if self.closing is None:
+                self._keep_deadlines()
                 self._staff()
                 self._decide()
                 self._judge_when_settled()
@@ -158,9 +164,17 @@ class Launcher:
             self.attempts[worker.index] = worker.attempt
             if worker.poll() is None:
                 self.workers[worker.index] = worker
+            else:
+                lost = f"worker {worker.index} was lost while the launcher was away"
+                code = contract.exit_code(-signal.SIGKILL)
+                self._failed(
+                    Failure(worker=worker.index, code=code, reason=lost, generation=memory["generation"], time=time.time()),
+                    echo=False,
+                )
         generation = memory["generation"]
         if self.workers and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, local.world_from(memory["world"]), since=time.time())
+            self._say(State.RUNNING, "the launcher was started again over a running world")
             for worker in self.workers.values():
                 worker.joined = True
         elif generation:
@@ -173,7 +187,9 @@ class Launcher:
             "history": self.history.failures,
             "restarts": self.status.restarts,
             "interruptions": self.status.interruptions,
-            "workers": [{"index": w.index, "pid": w.pid, "created": w.created, "attempt": w.attempt} for w in self.workers.values()],
+            "workers": [
+                {"index": w.index, "pid": w.pid, "created": w.created, "attempt": w.attempt} for w in self.workers.values()
+            ],
         }
         replace_text(self.places.memory, json.dumps(memory))
 
@@ -255,6 +271,14 @@ class Launcher:
         self.ledger.write("worker", worker=index, pid=child.pid, attempt=attempt)
         self._remember()
 
+    def _put_down(self, index: int, why: str) -> None:
+        """Kill a worker that lives but does not work; it is started again like one that died."""
+        worker = self.workers.get(index)
+        if worker is not None:
+            print(f"worker {index} {why}; killing it", flush=True)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; what it forked dies with it
+
     def _environ(self, index: int, state: Path) -> dict[str, str]:
         """The environment contract of a worker, the same as a pod's."""
         every = self.job.spec.checkpoint.every
@@ -278,6 +302,7 @@ class Launcher:
             contract.Env.CHECKPOINT_KEEP: str(self.job.spec.checkpoint.keep),
             contract.Env.JOB_FILE: str(self.places.job),
             contract.Env.CODE: str(self.code),
+            contract.Env.PROBE_PORT: str(base + index if (base := int(os.environ.get(contract.Env.PROBE_PORT) or 0)) else 0),
             contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self.places.state)]),
         }
 
@@ -307,7 +332,10 @@ class Launcher:
         how = f"was killed by {signal.Signals(code - 128).name}" if contract.killed(code) else f"exited with code {code}"
         reason = f"worker {index} {how}" + (f": {said}" if said and not contract.killed(code) else "")
         generation = self._generation()
-        self._failed(Failure(worker=index, code=code, reason=reason, step=self.status.step, generation=generation, time=time.time()), echo=False)
+        self._failed(
+            Failure(worker=index, code=code, reason=reason, step=self.status.step, generation=generation, time=time.time()),
+            echo=False,
+        )
 
     # Decisions
 
@@ -321,9 +349,14 @@ class Launcher:
             case world.World():
                 self._publish_world(decision)
             case world.Closed(reason, done):
-                self._close(State.SUCCEEDED if done else State.FAILED, reason, contract.Exit.DONE if done else contract.Exit.FAILED)
+                self._close(
+                    State.SUCCEEDED if done else State.SUSPENDED,
+                    reason,
+                    contract.Exit.DONE if done else contract.Exit.INTERRUPTED,
+                )
             case world.Wait(reason):
-                if self.known.world is None or self.known.called is not None:
+                called = self.known.called
+                if (called and time.time() - called.at > WAITED_S) or (not called and not self.known.world):
                     self.status.reason = reason
 
     def _call(self, call: world.Call) -> local.Called:
@@ -370,14 +403,16 @@ class Launcher:
         """Judge the failures that have come together; False when the job ends by it."""
         if not self.pending:
             return True
-        _, first = min(self.pending, key=lambda item: (item[0], item[1].time))
+        echo, first = min(self.pending, key=_cause_first)
         self.pending.clear()
         step = self._newest_step()
-        verdict = restarts.judge(self.history, first, self._committed(), time.time(), self.policy)
+        # An error that only echoes somebody's death, whoever that was, says nothing of the step.
+        judged = first.model_copy(update={"step": None if echo else step})
+        verdict = restarts.judge(self.history, judged, self._committed(), time.time(), self.policy)
         counted = isinstance(verdict, restarts.Stop) or verdict.counted
         self.status.failure = first.model_copy(update={"counted": counted, "step": step})
-        self.ledger.write("failure", generation=first.generation, worker=first.worker, rank=first.rank, code=first.code, reason=first.reason,
-                          step=step, counted=counted)  # fmt: skip
+        facts = first.model_dump(include={"generation", "worker", "rank", "code", "reason"})
+        self.ledger.write("failure", **facts, step=step, counted=counted)
         if isinstance(verdict, restarts.Stop):
             self._close(State.FAILED, verdict.reason, verdict.code)
             return False
@@ -386,6 +421,15 @@ class Launcher:
         self._say(State.RESTARTING, verdict.reason)
         self._remember()
         return True
+
+    def _keep_deadlines(self) -> None:
+        """End a job that does not get to train, or trains for too long."""
+        now, limits = time.time(), self.job.spec
+        startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
+        if startup and self.status.started is None and now - self.status.submitted > startup:
+            self._close(State.FAILED, f"training has not begun within startupDeadlineSeconds ({startup})", contract.Exit.FAILED)
+        elif active and self.status.started is not None and now - self.status.started > active:
+            self._close(State.FAILED, f"the job has run for activeDeadlineSeconds ({active})", contract.Exit.FAILED)
 
     # What the user wants
 
@@ -415,6 +459,7 @@ class Launcher:
         self.closing = (state, reason, code)
         self._say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
+        self.status.interruptions += leave
         self.close_by = time.time() + (self.patience.leave + CLOSING_S if leave else CLOSING_S)
         if leave:
             for worker in self.workers.values():
@@ -430,9 +475,8 @@ class Launcher:
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
         if self.workers and time.time() > self.close_by:
-            for worker in self.workers.values():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; what it forked dies with it
+            for index in self.workers:
+                self._put_down(index, "has not left in time")
         return not self.workers
 
     def _finish(self) -> int:
@@ -451,7 +495,7 @@ class Launcher:
     def _judge_last(self) -> None:
         """A failure that came with the end is still shown, although nobody restarts for it."""
         if self.pending and self.status.failure is None and self.closing and self.closing[0] is State.FAILED:
-            self.status.failure = min(self.pending, key=lambda item: (item[0], item[1].time))[1]
+            self.status.failure = min(self.pending, key=_cause_first)[1]
 
     # What there is to see
 
@@ -485,7 +529,9 @@ class Launcher:
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             found = checkpoints.latest(checkpoints.list_(self.output / contract.CHECKPOINTS), self.run_id)
             if found is not None:
-                self.status.checkpoint = CheckpointStatus(step=found.step, path=str(found.path), time=found.time, bytes=found.bytes)
+                self.status.checkpoint = CheckpointStatus(
+                    step=found.step, path=str(found.path), time=found.time, bytes=found.bytes
+                )
         (then, step), *_ = self.paces
         self.status.rate = (record.step - step) / (now - then) if now - then > 0.5 else self.status.rate
 
@@ -527,6 +573,12 @@ _ENDS = {
     "kill": "killed by the user; the newest checkpoint stays",
 }
 _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "cancel": State.CANCELLED, "kill": State.INTERRUPTED}
+
+
+def _cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
+    """Orders failures of one generation: deaths before errors, errors before their echoes, the earlier before the later."""
+    echo, failure = pending
+    return echo, bool(failure.traceback), failure.time
 
 
 def _facts(failure: Any) -> dict[str, Any]:

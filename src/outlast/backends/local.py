@@ -32,7 +32,9 @@ from outlast.runtime import daemon, ledger, prepare
 from outlast.status import JobStatus, State, WorkerStatus
 
 _LOOK_S = 0.1
-_SKIPPED = shutil.ignore_patterns(".git", ".hg", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
+_SKIPPED = shutil.ignore_patterns(
+    ".git", ".hg", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules"
+)
 """What is never part of a job's code."""
 _CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
 """Above this a directory holds data, too, and is not copied."""
@@ -53,6 +55,8 @@ class LocalBackend:
         """Start a job, or go on with its unfinished run; the run's id."""
         places = self._places(job.metadata.name)
         self._not_running(places)
+        if job.spec.suspend:
+            raise OutlastError("suspend is true in the job file; set it to false to train")
         placed = _placed(job, self._state)
         unfinished = self._unfinished(places)
         if unfinished is None:
@@ -63,7 +67,7 @@ class LocalBackend:
             before = json.loads(places.run.read_text())
             run_id, submitted, output = before["run"], before["submitted"], Path(before["output"])
         places.state.mkdir(parents=True, exist_ok=True)
-        code = _snapshot(placed, source, places.state / "code")
+        code = _snapshot(placed, source, places.state / "code", (self._state, output))
         places.job.write_text(spec.dump(placed))
         shutil.copyfile(places.job, output / "job.yaml")
         Wanted(placed.spec.workers.replicas).write(places)
@@ -77,7 +81,12 @@ class LocalBackend:
         book = ledger.Ledger(output / contract.LEDGER, "cli")
         if unfinished is None:
             book.write(
-                "submitted", run=run_id, job=job.metadata.name, replicas=workers.replicas, min=workers.allowed()[0], max=workers.allowed()[-1]
+                "submitted",
+                run=run_id,
+                job=job.metadata.name,
+                replicas=workers.replicas,
+                min=workers.allowed()[0],
+                max=workers.allowed()[-1],
             )
         else:
             book.write("resumed")
@@ -134,7 +143,9 @@ class LocalBackend:
             return status
         step = status.checkpoint.step if status.checkpoint else 0
         reason = f"all its processes are gone; `outlast run` goes on from step {step}"
-        return status.model_copy(update={"state": State.INTERRUPTED, "reason": reason, "launcher": None, "workers": [], "world": []})
+        return status.model_copy(
+            update={"state": State.INTERRUPTED, "reason": reason, "launcher": None, "workers": [], "world": []}
+        )
 
     def output(self, name: str) -> Path:
         """The job's output directory."""
@@ -174,7 +185,9 @@ class LocalBackend:
         workers = spec.load(places.job).spec.workers
         allowed = workers.allowed()
         if replicas not in allowed:
-            sizes = f"{allowed[0]} to {allowed[-1]}" if len(allowed) == allowed[-1] - allowed[0] + 1 else ", ".join(map(str, allowed))
+            sizes = (
+                f"{allowed[0]} to {allowed[-1]}" if len(allowed) == allowed[-1] - allowed[0] + 1 else ", ".join(map(str, allowed))
+            )
             raise OutlastError(f"{replicas} workers are not allowed; the job file allows {sizes} (workers.min, max, sizes)")
         self._wish(places, replicas=replicas)
 
@@ -221,7 +234,14 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if worker.pid:
                     os.killpg(worker.pid, signal.SIGKILL)
-        update = {"state": state, "reason": reason, "workers": [], "world": [], "launcher": None, "finished": time.time()}
+        update: dict[str, object] = {
+            "state": state,
+            "reason": reason,
+            "workers": [],
+            "world": [],
+            "launcher": None,
+            "finished": time.time(),
+        }
         replace_text(places.status, self._read(places).model_copy(update=update).model_dump_json())
 
     def _wish(self, places: Places, **changes: object) -> None:
@@ -289,7 +309,9 @@ class LocalBackend:
     def _active(self, name: str) -> Places:
         places = self._known(name)
         if self._over(name):
-            raise OutlastError(f"job {name} does not run ({self.status(name).state}); `outlast run` or `outlast resume` starts it")
+            raise OutlastError(
+                f"job {name} does not run ({self.status(name).state}); `outlast run` or `outlast resume` starts it"
+            )
         return places
 
     def _read(self, places: Places) -> JobStatus:
@@ -331,7 +353,9 @@ def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_
         alive = [w for w in alive if w.index == worker]
     if not alive:
         whom = "no worker" if worker is None else f"worker {worker}"
-        raise OutlastError(f"{whom} {'has a training process' if needs_process else 'runs'} now (job {status.name} is {status.state})")
+        raise OutlastError(
+            f"{whom} {'has a training process' if needs_process else 'runs'} now (job {status.name} is {status.state})"
+        )
     return rng.choice(alive)
 
 
@@ -355,7 +379,11 @@ def _new_run_id() -> str:
 def _placed(job: spec.Job, state: Path) -> spec.Job:
     """The job with its default output filled in; raises OutlastError for places that are not on this machine."""
     fields = job.spec
-    places = {"code": fields.code, "output": fields.output, **{f"data[{i}].from": entry.from_ for i, entry in enumerate(fields.data)}}
+    places = {
+        "code": fields.code,
+        "output": fields.output,
+        **{f"data[{i}].from": entry.from_ for i, entry in enumerate(fields.data)},
+    }
     for name, place in places.items():
         if place and spec.local(place) is None:
             raise OutlastError(f"{name} ({place}) is not on this machine; this version works with local paths and file:// URLs")
@@ -378,11 +406,13 @@ def _new_output(job: spec.Job) -> Path:
                 entry.rename(kept / entry.name)
         (output / contract.LEDGER).mkdir()
     except OSError as problem:
-        raise OutlastError(f"output: cannot write to {output}: {problem.strerror}; choose another directory or mend its rights") from problem
+        raise OutlastError(
+            f"output: cannot write to {output}: {problem.strerror}; choose another directory or mend its rights"
+        ) from problem
     return output
 
 
-def _snapshot(job: spec.Job, source: Path, into: Path) -> Path:
+def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path]) -> Path:
     """The directory that the job runs in: a copy of `code`, so that editing it does not change a run on its way.
 
     A directory too large to be only code is not copied, the job runs in it. Without `code` it runs where the job file lies.
@@ -394,15 +424,19 @@ def _snapshot(job: spec.Job, source: Path, into: Path) -> Path:
         raise OutlastError(f"code: {code} is not a directory; this version runs directories")
     if into.exists():
         shutil.rmtree(into)
+
+    def skipped(directory: str, names: list[str]) -> set[str]:
+        return _SKIPPED(directory, names) | {name for name in names if Path(directory, name) in not_code}
+
     size, files = 0, 0
     for directory, names, found in os.walk(code):
-        skipped = _SKIPPED(directory, names)
-        names[:] = [name for name in names if name not in skipped]
+        left_out = skipped(directory, names)
+        names[:] = [name for name in names if name not in left_out]
         files += len(found)
         size += sum(os.lstat(os.path.join(directory, name)).st_size for name in found)
         if size > _CODE_BYTES or files > _CODE_FILES:
             return code
-    shutil.copytree(code, into, symlinks=True, ignore=_SKIPPED)
+    shutil.copytree(code, into, symlinks=True, ignore=skipped)
     return into
 
 

@@ -1,7 +1,7 @@
 """The state of one local job on disk: where each file is, and the two that the command line and the launcher share.
 
-Every file is replaced as a whole, so whoever is killed half-way leaves the old truth. Written by: job, run, wanted: the command line; memory, status: the
-launcher; workers/<index>: that worker's agent.
+Every file is replaced as a whole, so whoever is killed half-way leaves the old truth. Written by: job, run, wanted: the command
+line; memory, status: the launcher; workers/<index>: that worker's agent.
 """
 
 from __future__ import annotations

@@ -129,7 +129,10 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
         while obeyed < signals.count:
             obeyed += 1
             if obeyed > 1:
-                return _kill(place, name), KILLED
+                killed = _kill(place, name)
+                for sentence in show.changes(status, killed):
+                    shown.say(sentence)
+                return killed, KILLED
             shown.say("saving and leaving; once more kills at once")
             with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
                 place.interrupt(name)

@@ -1,9 +1,9 @@
 """torchrun's door to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-torch's elastic agent asks three things of a handler: give me the next world (`next_rendezvous`), has anything changed (`num_nodes_waiting`,
-asked 20 times a second), is it over (`RendezvousClosedError`). The answers come from whoever decides the world, through a transport. The
-process group uses a TCPStore that the world's first agent hosts, on a socket that it listened on before it offered its address: no port is
-guessed, none can be taken meanwhile, and every generation has a fresh one.
+torch's elastic agent asks three things of a handler: give me the next world (`next_rendezvous`), has anything changed
+(`num_nodes_waiting`, asked 20 times a second), is it over (`RendezvousClosedError`). The answers come from whoever decides the
+world, through a transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it listened
+on before it offered its address: no port is guessed, none can be taken meanwhile, and every generation has a fresh one.
 
 Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
 """
@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
@@ -35,11 +35,11 @@ STORE_TIMEOUT_S = 30.0
 """How long to wait for the store of a world's first member. A dead host refuses at once; this is for a host that hangs."""
 
 
-class Leaving(RendezvousClosedError):  # type: ignore[misc]
+class Leaving(RendezvousClosedError):
     """This worker was told to leave; there is no next world for it."""
 
 
-class Handler(RendezvousHandler):  # type: ignore[misc]
+class Handler(RendezvousHandler):
     """One worker's membership.
 
     `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
@@ -128,7 +128,9 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
                 if isinstance(problem, RendezvousClosedError):
                     raise
                 # The host of the store died between its offer and our connection: say so and ask again.
-                reason = f"worker {self._id} cannot reach the store of generation {world.generation} at {world.address}: {problem}"
+                reason = (
+                    f"worker {self._id} cannot reach the store of generation {world.generation} at {world.address}: {problem}"
+                )
                 failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time(), "echo": True}
                 self.failed(failure)
             finally:
@@ -146,7 +148,15 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
             if self.leaving():
                 self._say_leaving()
                 raise Leaving("this worker was told to leave")
-            world = self._client.world
+            world, called = self._client.world, self._client.called
+            if (
+                fields["standing"] is Standing.DONE
+                and called is not None
+                and not called.planned
+                and called.generation > generation
+            ):
+                fields["standing"] = Standing.WAITING  # others failed at the end: the last steps come again
+                self._client.report(**fields)
             if world is not None and world.generation > generation and self._id in world.members:
                 return world
             self._client.wait(0.1)
@@ -166,7 +176,9 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
         self._client.report(standing=Standing.TRAINING, generation=world.generation, world=fields, failed=False, failure=None)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:
-            store = TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach())
+            store = TCPStore(
+                host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+            )
         else:
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
@@ -186,7 +198,9 @@ class Handler(RendezvousHandler):  # type: ignore[misc]
 def create(params: RendezvousParameters) -> Handler:
     """A handler from torchrun's `--rdzv-*` options; what they do not say comes from the worker's environment."""
     if not params.endpoint.startswith(local.SCHEME):
-        raise ValueError(f"--rdzv-endpoint={params.endpoint!r} is not one that outlast knows; expected unix:///path/to/launcher.sock")
+        raise ValueError(
+            f"--rdzv-endpoint={params.endpoint!r} is not one that outlast knows; expected unix:///path/to/launcher.sock"
+        )
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or ".")
     client = local.Client(params.endpoint, run=params.run_id, id=id)

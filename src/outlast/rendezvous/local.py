@@ -1,8 +1,8 @@
 """The rendezvous transport of one machine: workers connect to the launcher's Unix socket.
 
-The launcher decides (`world.decide`), workers report. Both sides say everything they know every time: a report holds the whole standing of
-a member, so a message that is late, doubled or sent to a launcher that has just been restarted does no harm. A closed connection is a death at
-once; a silent one is a death after `SILENCE_S`.
+The launcher decides (`world.decide`), workers report. Both sides say everything they know every time: a report holds the whole
+standing of a member, so a message that is late, doubled or sent to a launcher that has just been restarted does no harm. A
+closed connection is a death at once; a silent one is a death after `SILENCE_S`.
 
     member -> launcher   {"report": Report}                        on every change, and every HEARTBEAT_S
     launcher -> member   {"called": Called} {"world": World} {"closed": Closed}
@@ -49,7 +49,8 @@ class Report:
     """host:port where it would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
-    """What failed in `generation`: `{rank, code, reason, traceback, time, echo}`; `echo` marks an error that only echoes another's death."""
+    """What failed in `generation`: `{rank, code, reason, traceback, time, echo}`; `echo` marks an error that only echoes
+    another's death."""
     world: Mapping[str, Any] | None = None
     """The world of `generation`, from which a restarted launcher learns it."""
 
@@ -200,11 +201,13 @@ class Server:
         if writer is not None and dataclasses.is_dataclass(content) and not isinstance(content, type):
             writer.write(json.dumps({kind: dataclasses.asdict(content)}).encode() + b"\n")
 
-    def drop_silent(self, now: float) -> None:
-        """Hang up on members that have been silent for too long (a stopped process keeps its connection)."""
-        for id, beat in list(self._beats.items()):
-            if now - beat > SILENCE_S and id in self._writers:
-                self._writers[id].transport.abort()
+    def drop_silent(self, now: float) -> list[int]:
+        """Hang up on members that have been silent for too long (a stopped process keeps its connection); who they were."""
+        silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
+        for id in silent:
+            del self._beats[id]
+            self._writers[id].transport.abort()
+        return silent
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         id: int | None = None

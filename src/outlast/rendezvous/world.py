@@ -216,8 +216,6 @@ class _Situation:
         absent = [id for id in self.ranks if id not in self.members]
         self.unheard_until = self.until(state.since, patience.answer)
         self.unheard, self.lost = ([], absent) if self.unheard_until is None else (absent, [])
-        if not absent:
-            self.unheard_until = None
         self.training = [
             m for m in self.members.values() if m.standing is Standing.TRAINING and (m.id in self.ranks or self.world is None)
         ]
@@ -369,7 +367,7 @@ def forming(s: _Situation) -> Decision | None:
     anybody = s.wanted.expected is None and absent_until is not None
     size = s.target if anybody else largest(s.wanted.sizes, min(s.target, len(connected) + len(absent)))
     if not size:
-        return Wait(f"{_here(s, here)}, and nobody else is on the way")
+        return Wait(f"{_here(s, here)}, and nobody else is on the way", s.look_again(coming_until if coming else None))
     chosen = connected[:size]
     unready = [m.id for m in chosen if m.standing is not Standing.WAITING]
     lacking = size - len(chosen)

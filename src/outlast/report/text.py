@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from outlast import units
@@ -36,7 +37,7 @@ _Line = list[tuple[str, str]]
 
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
-    """The report without colours, at most `width` columns wide but for long sentences, ending with a newline."""
+    """The report without colours, at most `width` columns wide, ending with a newline."""
     return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in _lines(goodput, title, width))
 
 
@@ -169,16 +170,18 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
     if len(goodput.incidents) > _SHOWN:
         lines.append([(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON", "bright_black")])
     for incident in goodput.incidents[-_SHOWN:]:
-        text = " ".join(incident.text.split())
-        line: _Line = [(f"  {_at(incident.time - goodput.start):>{column}}  ", "bright_black")]
-        lines.append([*line, (text, "red" if incident.kind in ("failure", "hang") else "yellow")])
+        when = f"  {_at(incident.time - goodput.start):>{column}}  "
+        colour = "red" if incident.kind in ("failure", "hang") else "yellow"
+        sentence = textwrap.wrap(incident.text, max(20, width - len(when)), max_lines=2, placeholder=" …") or [""]
+        for head, text in zip((when, " " * len(when)), sentence, strict=False):
+            lines.append([(head, "bright_black"), (text, colour)])
         cost = [] if incident.recovery_s is None else [f"{units.human_seconds(incident.recovery_s)} to the next {_next(goodput)}"]
         if incident.replayed or (incident.recovery_s is not None and goodput.steps_kept):
             cost.append(f"{incident.replayed:,} step{'s' if incident.replayed != 1 else ''} replayed")
-        if cost and 4 + column + len(text) + 3 + len(", ".join(cost)) <= width:
+        if cost and len(when) + len(sentence[-1]) + 3 + len(", ".join(cost)) <= width:
             lines[-1].append((f" … {', '.join(cost)}", "bold"))
         elif cost:
-            lines.append([(f"  {'':{column}}  ", ""), (f"… {', '.join(cost)}", "bold")])
+            lines.append([(" " * len(when), ""), (f"… {', '.join(cost)}", "bold")])
     return lines
 
 

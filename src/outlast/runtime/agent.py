@@ -2,9 +2,9 @@
 
     python -m outlast.runtime.agent            configured by the environment, see `contract.Env`
 
-It carries out what `runtime.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent, tells the training
-when to leave, finds hung processes, answers probes, and exits with a code of `contract.Exit`, however the training ends. Its own state on disk
-(`worker.json`) is replaced as a whole, so it may be killed between any two lines.
+It carries out what `runtime.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent,
+tells the training when to leave, finds hung processes, answers probes, and exits with a code of `contract.Exit`, however the
+training ends. Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -262,15 +262,20 @@ class Agent:
         if record == self._written or not self.state.is_dir():
             return
         self._written = record
-        partial = self.state / "worker.tmp"
-        partial.write_text(json.dumps(record))
-        partial.replace(self.state / contract.WORKER)
+        write_state(self.state, record)
 
 
 def processes_per_worker(job: spec.Job) -> int:
     """`auto` means one process per GPU of the job's resources, else one."""
     count = job.spec.processes_per_worker
     return max(1, job.spec.resources.gpu) if count == "auto" else int(count)
+
+
+def write_state(directory: Path, record: dict[str, Any]) -> None:
+    """Replace `worker.json` (see `contract.WORKER`)."""
+    partial = directory / "worker.tmp"
+    partial.write_text(json.dumps(record))
+    partial.replace(directory / contract.WORKER)
 
 
 def dump_stacks(pids: list[int], path: Path) -> None:
@@ -308,7 +313,9 @@ def main() -> None:
     """Start the warm process first (it takes longest), then live."""
     state = os.environ[contract.Env.STATE]
     environ = dict(os.environ)
-    warm = subprocess.Popen([sys.executable, "-m", "outlast.runtime.warm", os.path.join(state, "warm.sock")], stdin=subprocess.DEVNULL)
+    warm = subprocess.Popen(
+        [sys.executable, "-m", "outlast.runtime.warm", os.path.join(state, "warm.sock")], stdin=subprocess.DEVNULL
+    )
     try:
         from outlast import spec
 
@@ -318,6 +325,7 @@ def main() -> None:
     except OutlastError as problem:
         warm.kill()
         ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
+        write_state(Path(state), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code})
     print(f"outlast | worker {environ[contract.Env.WORKER]}: {ended.reason} (exit {ended.code})", flush=True)
     sys.exit(ended.code)
 

@@ -8,8 +8,13 @@ from pathlib import Path
 
 
 def start(argv: Sequence[str], log: Path) -> None:
-    """Start a command in a session of its own, its output appended to `log`; nobody here is its parent, so nobody has to wait for it."""
+    """Start a command in a session of its own, its output appended to `log`. It is no child of ours: nobody waits for it."""
     with open(log, "ab") as file:
         subprocess.run(
-            ["sh", "-c", '"$@" &', "sh", *argv], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, check=True
+            ["sh", "-c", '"$@" &', "sh", *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            check=True,
         )

@@ -1,8 +1,8 @@
 """The worker's elastic agent: torch's own, as torchrun runs it, kept alive from one world to the next.
 
-torchrun ends when its processes fail for good, and pays for its start again. Here the same agent class runs in a loop: each world's end
-is reported (what failed, with which code, first) and the next world awaited, without importing torch anew. Forked from `runtime.warm` by the
-worker's agent; exits with a code of `contract.Exit` or the one that the decider names.
+torchrun ends when its processes fail for good, and pays for its start again. Here the same agent class runs in a loop: each
+world's end is reported (what failed, with which code, first) and the next world awaited, without importing torch anew. Forked
+from `runtime.warm` by the worker's agent; exits with a code of `contract.Exit` or the one that the decider names.
 
     elastic PROCESSES GRACE_S COMMAND [ARG ...]        COMMAND as for `runtime.rank`
 """
@@ -26,7 +26,11 @@ from outlast.rendezvous.handler import Handler, member
 from outlast.runtime import shim
 
 MONITOR_S = 0.05
-_ECHO = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|by peer|socket (closed|timeout)|store.*(closed|failed)|nccl|gloo|timed out", re.I)
+_ECHO = re.compile(
+    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)"
+    r"|timed out|gloo|nccl|DistNetworkError",
+    re.IGNORECASE,
+)
 """How collectives complain when somebody else has died. Such an error is an echo, not the cause."""
 
 
@@ -64,7 +68,7 @@ def _train(handler: Handler, state: Path, processes: int, shim_args: list[str]) 
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-    class Agent(LocalElasticAgent):  # type: ignore[misc]
+    class Agent(LocalElasticAgent):
         def _exit_barrier(self) -> None:
             """Workers that are done wait at the rendezvous, where the death of another is noticed."""
 
@@ -101,7 +105,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "reason": f"rank {rank} on worker {worker} {what}",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
-        "echo": not verdict and (stopped_by_us or bool(record.get("traceback") and _ECHO.search(record["message"]))),
+        "echo": not verdict
+        and (stopped_by_us or bool(record.get("traceback") and _ECHO.search(record["message"] + record["traceback"]))),
     }
 
 

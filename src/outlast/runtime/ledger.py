@@ -3,14 +3,15 @@
 One JSON object a line, one file a source, one `write` a line (so lines of a killed process are whole, but for perhaps the last).
 Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds and their fields:
 
-    submitted    run, job, replicas, min, max            launcher
+    submitted    run, job, replicas, min, max            command line
     launcher     pid, adopted                            launcher: started, or restarted over live workers
     worker       worker, pid, attempt                    launcher: a worker was started
     exited       worker, code, reason, interrupted       launcher: a worker ended
     called       generation, reason, planned             launcher: form up for this generation
     world        generation, workers, reason             launcher: this generation's world, in rank order
     failure      generation, worker, rank, code, reason, step, counted    launcher
-    scaled       replicas      suspended / resumed       launcher, at the user's word
+    scaled       replicas                                launcher, at the user's word
+    resumed                                              command line: an unfinished run goes on
     finished     state, reason, step, code               launcher
     session      generation, rank, world_size            training: process group is up
     restoring    generation                              training, rank 0
@@ -22,12 +23,13 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     save_failed  step, reason                            training, rank 0
     damaged      path, reason                            training, rank 0: skipped on restore
     interrupted  step, reason                            training, rank 0: saved, leaving
-    hang         worker, rank, pid, state, silent_s, stacks    agent
+    hang         worker, rank, pid, state, silent_s, stacks, reason    agent
     chaos        action, worker, pid                     whoever did it
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -44,15 +46,16 @@ class Ledger:
     def __init__(self, directory: Path, source: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._source = source
-        self._fd = os.open(directory / f"{source}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(directory / f"{source}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":  # the last writer was killed in its last line
+            os.write(self._fd, b"\n")
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, now. A full disk must not end a training run: the event is dropped then."""
         event = {"t": round(time.time(), 6), "kind": kind, "source": self._source, **fields}
-        try:
+        with contextlib.suppress(OSError):
             os.write(self._fd, json.dumps(event).encode() + b"\n")
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Close the file."""
@@ -69,7 +72,7 @@ def read(directory: Path) -> list[Event]:
                     event = json.loads(line)
                 except ValueError:
                     continue
-                if isinstance(event, dict) and "t" in event and "kind" in event:
+                if isinstance(event, dict) and isinstance(event.get("t"), int | float) and "kind" in event:
                     yield event
 
     return sorted(events(), key=lambda event: event["t"])

@@ -3,8 +3,9 @@
     starting -> fetching code, data, environment, checkpoint -> training -> pushing -> ended
                           (told to leave at any time: finish early, save if there is something to save, exit 75)
 
-Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports the events; it decides
-nothing. There is no clock, file or process here; times are seconds since the epoch and arrive with the events.
+Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports
+the events; it decides nothing. There is no clock, file or process here; times are seconds since the epoch and arrive with the
+events.
 """
 
 from __future__ import annotations
@@ -226,8 +227,8 @@ START_LIMIT_S = 600.0
 def hung(processes: Sequence[Process], now: float, limit_s: float) -> Hang | None:
     """Whether training stands still on this worker.
 
-    A process reports at every step, so all ranks of a world fall silent together when one hangs. One that the kernel has stopped is the culprit;
-    if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck.
+    A process reports at every step, so all ranks of a world fall silent together when one hangs. One that the kernel has stopped
+    is the culprit; if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck.
     """
     silent = {p.local_rank: now - p.progress.time for p in processes}
     stopped = [p for p in processes if p.stopped and silent[p.local_rank] > limit_s]
@@ -246,4 +247,6 @@ def _limit(process: Process, limit_s: float) -> float:
 
 
 def _at(process: Process) -> str:
-    return f" after step {process.progress.step}" if process.progress.phase in ("train", "save") else f" in {process.progress.phase}"
+    return (
+        f" after step {process.progress.step}" if process.progress.phase in ("train", "save") else f" in {process.progress.phase}"
+    )

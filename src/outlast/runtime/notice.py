@@ -1,7 +1,8 @@
 """The notice: a file that asks the training of this worker to save at the next step boundary and leave (`contract.NOTICE`).
 
-The agent writes it when the worker is to go (`leave`), the rendezvous handler when the world is called together again (`call`, with the generation
-to come). Training only looks whether it is there. A file needs no signal handler in the training process, and it outlives whoever wrote it.
+The agent writes it when the worker is to go (`leave`), the rendezvous handler when the world is called together again (`call`,
+with the generation to come). Training only looks whether it is there. A file needs no signal handler in the training process,
+and it outlives whoever wrote it.
 """
 
 from __future__ import annotations

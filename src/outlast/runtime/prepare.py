@@ -1,4 +1,5 @@
-"""What a worker needs before it can train: code, data, environment. Here from this machine's own disk, by links: nothing is copied twice.
+"""What a worker needs before it can train: code, data, environment. Here from this machine's own disk, by links: nothing is
+copied twice.
 
 Each function does one preparing phase of `runtime.lifecycle` and raises OutlastError when it cannot.
 """
@@ -72,7 +73,8 @@ def environment() -> None:
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """The training command for `runtime.rank`, with `$(NAME)` in arguments replaced from the environment, as Kubernetes does it."""
+    """The training command for `runtime.rank`, with `$(NAME)` in arguments replaced from the environment, as Kubernetes does
+    it."""
 
     def value(match: re.Match[str]) -> str:
         return environ.get(match[1], match[0])

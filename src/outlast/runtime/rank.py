@@ -3,8 +3,8 @@
     python -m outlast.runtime.rank SCRIPT.py [ARG ...]
     python -m outlast.runtime.rank -m MODULE [ARG ...]
 
-The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, and on an exception a
-small file with its traceback, so that `outlast status` can show the first error of the first failing rank.
+The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, and on an
+exception a small file with its traceback, so that `outlast status` can show the first error of the first failing rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import TracebackType
 
 from outlast import contract
 from outlast.errors import OutlastError, Superseded
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> None:
         print(error, file=sys.stderr, flush=True)
         sys.exit(contract.Exit.INTERRUPTED if isinstance(error, Superseded) else contract.Exit.MISCONFIGURED)
     except Exception as error:
-        text = "".join(traceback.format_exception(type(error), error, _below_runpy(error)))
+        text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
         _record(state, error, text)
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -62,7 +63,7 @@ def _enter(state: Path) -> None:
     writer.close()
 
 
-def _below_runpy(error: BaseException) -> object:
+def _below_runpy(error: BaseException) -> TracebackType | None:
     """The traceback from the user's first frame on."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):

@@ -1,8 +1,9 @@
 """Stands in for a training process that was forked from the warm process.
 
-torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `runtime.warm`, where torch is imported
-already. This little program is the child: it asks the warm process for a fork, hands it its own stdin, stdout and stderr, passes signals
-on, and ends exactly as the training process ended. Without a warm process it becomes the training process itself.
+torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `runtime.warm`, where torch is
+imported already. This little program is the child: it asks the warm process for a fork, hands it its own stdin, stdout and
+stderr, passes signals on, and ends exactly as the training process ended. Without a warm process it becomes the training
+process itself.
 
 Run by path with `python -I -S` (starts in some 15 ms), so it imports nothing but the standard library and nothing of ours.
 """
@@ -94,7 +95,13 @@ def record_death(number: int, when: float) -> None:
         return
     path = os.path.join(directory, f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
     name = signal.Signals(number).name
-    record = {"rank": int(os.environ.get("RANK", "0")), "type": name, "message": f"was killed by {name}", "traceback": "", "time": when}
+    record = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "type": name,
+        "message": f"was killed by {name}",
+        "traceback": "",
+        "time": when,
+    }
     with contextlib.suppress(OSError), open(path + ".tmp", "w") as file:
         json.dump(record, file)
     with contextlib.suppress(OSError):

@@ -1,14 +1,15 @@
 """The warm process: imports torch once, then forks training processes that start in milliseconds.
 
-Importing torch costs 1-3 s of a core, and every restart of every rank would pay it again. So each worker keeps one process that has done it
-and nothing else: no threads of its own, no CUDA context, no process group. On request it forks a child, which takes over the caller's
-streams, environment and directory and becomes a training process (`runtime.rank`) or the worker's elastic agent (`runtime.elastic`).
+Importing torch costs 1-3 s of a core, and every restart of every rank would pay it again. So each worker keeps one process that
+has done it and nothing else: no threads of its own, no CUDA context, no process group. On request it forks a child, which takes
+over the caller's streams, environment and directory and becomes a training process (`runtime.rank`) or the worker's elastic
+agent (`runtime.elastic`).
 
     python -m outlast.runtime.warm SOCKET
 
-Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON line back when
-the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`. A caller that hangs up kills its child.
-Children die with the warm process, and the warm process with its agent.
+Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
+line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`. A caller that hangs up
+kills its child. Children die with the warm process, and the warm process with its agent.
 """
 
 from __future__ import annotations
@@ -183,19 +184,22 @@ def become(request: Request) -> None:
         rank.main(request.argv)
 
 
+PRELOADED = (
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch.nn.parallel",
+    "outlast.rendezvous.handler",
+    "outlast.runtime.elastic",
+    "outlast.runtime.rank",
+    "outlast.training",
+)
+
+
 def preload() -> None:
-    """Import what the elastic agent and nearly every training process import, some of it only at its first optimizer (torch._dynamo, 1 s)."""
-    import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.nn.parallel
-    import torch.optim
-
-    import outlast.rendezvous.handler
-    import outlast.runtime.elastic
-    import outlast.runtime.rank
-    import outlast.training  # noqa: F401
-
+    """Import what the elastic agent and nearly every training process import."""
+    for module in PRELOADED:
+        importlib.import_module(module)
     with contextlib.suppress(ImportError):
-        importlib.import_module("torch._dynamo")
+        importlib.import_module("torch._dynamo")  # torch's optimizers import it when the first is made: 1 s
     gc.collect()
     gc.freeze()  # the collector would write to, and so copy, pages shared with the forks
 

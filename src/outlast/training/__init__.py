@@ -1,6 +1,6 @@
 """What a training script imports: exact resume, asynchronous checkpoints and a fixed global batch, with torch.
 
-    from outlast.training import Stream, session
+from outlast.training import Stream, session
 """
 
 from outlast.training import checkpoint, session

@@ -1,12 +1,13 @@
 """Saving and restoring what a run needs to go on exactly where it was.
 
-A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with `state_dict`/`load_state_dict`, by name.
-`capture` copies it (training goes on right after), `Saver` makes a checkpoint of the copy in a thread, `restore` puts one back.
-`outlast.checkpoints` knows the directory and what makes a checkpoint valid; this module knows torch.distributed.checkpoint.
+A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with
+`state_dict`/`load_state_dict`, by name. `capture` copies it (training goes on right after), `Saver` makes a checkpoint of the
+copy in a thread, `restore` puts one back. `outlast.checkpoints` knows the directory and what makes a checkpoint valid; this
+module knows torch.distributed.checkpoint.
 
-Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects: `<optimizer>/rest`,
-`<module>/rest`, `<anything else>`, `rng/<rank>`. Tensors that every rank has are dealt out over the ranks, each writes its part; buffers
-are rank 0's, whose values DDP gives to all at the next forward pass.
+Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
+`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `rng/<rank>`. Tensors that every rank has are dealt out over the ranks,
+each writes its part; buffers are rank 0's, whose values DDP gives to all at the next forward pass.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,45 +41,60 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from outlast import checkpoints
+from outlast import checkpoints, contract
 from outlast.errors import OutlastError, Superseded
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
-"""What one rank writes: tensors on the CPU, and pickled objects as bytes."""
+"""What one rank writes: tensors, and pickled objects as bytes."""
 
 log = logging.getLogger("outlast")
+
+
+def check_names(state: State) -> None:
+    """Raise OutlastError when a name of the state cannot be a key, or a thing in it cannot be saved."""
+    for name, thing in state.items():
+        if not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
+            raise OutlastError(
+                f"{name!r} cannot be the name of something to save; use a plain word that torch.nn.Module does not"
+            )
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise OutlastError(
+                f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict; wrap it in one that has them"
+            )
 
 
 # Copying
 
 
 def capture(state: State, rank: int, ranks: int) -> Flat:
-    """A copy of this rank's part of `state`, the random number generators included."""
+    """This rank's part of `state`, the random number generators included; its tensors are not copied yet."""
     everybody: Flat = {}  # the same on every rank
     mine: Flat = {f"rng/{rank}": _pickled(_generators())}
     firsts: Flat = {}  # rank 0's
     for name, thing in state.items():
         if isinstance(thing, torch.nn.Module):
-            buffers = {key for key, _ in thing.named_buffers()}
             tensors, rest = _sorted_out(get_model_state_dict(thing))
-            unwrapped = {key.removeprefix("module.") for key in buffers}
+            parameters = {_place(parameter) for parameter in thing.parameters()}
             for key, tensor in tensors.items():
-                (firsts if key in unwrapped else everybody)[f"{name}/{key}"] = tensor
+                (everybody if _place(tensor) in parameters else firsts)[f"{name}/{key}"] = tensor
         elif isinstance(thing, torch.optim.Optimizer):
             tensors, rest = _optimizer_state(_modules(state), thing, name)
             everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
         else:
-            firsts[name] = thing.state_dict()
+            firsts[name] = _pickled(thing.state_dict())
             continue
         if rest:
-            firsts[f"{name}/rest"] = rest
-    sharded = {key: tensor for key, tensor in everybody.items() if isinstance(tensor, DTensor)}
-    whole = {key: tensor for key, tensor in everybody.items() if key not in sharded}
-    kept = {**sharded, **{key: whole[key] for key in _dealt(whole, rank, ranks)}}
-    if rank == 0:
-        kept |= firsts
-    return mine | {key: _copied(value) for key, value in kept.items()}
+            firsts[f"{name}/rest"] = _pickled(rest)
+    whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
+    for key in whole.keys() - _dealt(whole, rank, ranks):
+        del everybody[key]
+    return {**mine, **everybody, **(firsts if rank == 0 else {})}
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory is, which tells parameters from buffers in a state dict; -1 for all that are distributed."""
+    return -1 if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -89,14 +108,16 @@ def _modules(state: State) -> torch.nn.Module:
     return torch.nn.ModuleDict({name: thing for name, thing in state.items() if isinstance(thing, torch.nn.Module)})
 
 
-def _optimizer_state(root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of an optimizer by parameter and name, and the rest: groups, and values that are no tensors (momentum may be None).
+def _optimizer_state(
+    root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An optimizer's tensors by parameter and name, and the rest: groups, and values that are no tensors (momentum may be None).
 
     An optimizer that has not stepped has no state. torch would make one up by a step of its own, so it is emptied again.
     """
     fresh = not optimizer.state
     try:
-        said = get_optimizer_state_dict(root, optimizer)
+        said: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     except KeyError as error:
         raise OutlastError(
             f"optimizer {name!r} holds a parameter of none of the modules in the state; pass the module it belongs to as well"
@@ -107,29 +128,19 @@ def _optimizer_state(root: torch.nn.Module, optimizer: torch.optim.Optimizer, na
     values = {(fqn, key): value for fqn, entry in said["state"].items() for key, value in entry.items()}
     tensors = {f"{fqn}/{key}": value for (fqn, key), value in values.items() if isinstance(value, torch.Tensor)}
     others = {place: value for place, value in values.items() if not isinstance(value, torch.Tensor)}
-    return tensors, {"groups": said["param_groups"], "others": others}
+    return tensors, {"kind": type(optimizer).__name__, "groups": said["param_groups"], "others": others}
 
 
-def _dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> list[str]:
+def _dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
     """The keys of `rank`'s part, all parts being about equally large."""
     load = [0] * ranks
-    part = []
+    part = set()
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
         to = load.index(min(load))
         load[to] += tensor.nbytes
         if to == rank:
-            part.append(key)
+            part.add(key)
     return part
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        copy = value.to_local().detach().to("cpu", copy=True)
-        mesh = torch.distributed.device_mesh.DeviceMesh("cpu", value.device_mesh.mesh)
-        return DTensor.from_local(copy, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return _pickled(value)
 
 
 def _pickled(value: Any) -> bytes:
@@ -166,10 +177,10 @@ def _set_generators(kept: Mapping[str, Any]) -> None:
 def restore(path: Path, state: State, rank: int | None = None) -> bool:
     """Put the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of what was saved.
 
-    With `rank`, that rank's random number generators too; False when the checkpoint has none for it (it was saved by fewer ranks).
-    Raises OutlastError when the checkpoint does not fit. Needs no process group: every rank reads what it needs.
+    With `rank`, that rank's random number generators too; False when the checkpoint has none for it (it was saved by fewer
+    ranks). Raises OutlastError when the checkpoint does not fit. Needs no process group: every rank reads what it needs.
     """
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
     wanted: Flat = {}
@@ -190,12 +201,17 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     _check(path, state, wanted, metadata)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
+        state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
     for name, thing in state.items():
         rest = _unpickled(wanted[f"{name}/rest"]) if f"{name}/rest" in wanted else {}
         if isinstance(thing, torch.nn.Module):
             set_model_state_dict(thing, {**_below(wanted, f"{name}/", but="rest"), **rest})
         elif isinstance(thing, torch.optim.Optimizer):
+            if rest["kind"] != type(thing).__name__:
+                raise OutlastError(
+                    f"{path.name} holds the state of an {rest['kind']} as {name}, now it is an {type(thing).__name__}; "
+                    "use the optimizer that was saved or start a new run"
+                )
             entries: dict[str, dict[str, Any]] = {}
             for key, tensor in _below(wanted, f"{name}/state/").items():
                 fqn, _, what = key.rpartition("/")
@@ -204,7 +220,8 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
                 entries.setdefault(fqn, {})[what] = value
             # not strict: a parameter that never had a gradient has no state, and is not to get any
             options = StateDictOptions(strict=False)
-            set_optimizer_state_dict(_modules(state), thing, {"state": entries, "param_groups": rest["groups"]}, options=options)
+            saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
+            set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
         else:
             thing.load_state_dict(_unpickled(wanted[name]))
     if own:
@@ -216,7 +233,9 @@ def _below(values: Mapping[str, Any], prefix: str, but: str = "") -> dict[str, A
     return {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix) and key != prefix + but}
 
 
-def _optimizer_room(metadata: Metadata, root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str) -> dict[str, torch.Tensor]:
+def _optimizer_room(
+    metadata: Metadata, root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
+) -> dict[str, torch.Tensor]:
     """Tensors to load an optimizer's state into, laid out like their parameters."""
     parameters = get_model_state_dict(root)
     room = {}
@@ -248,7 +267,8 @@ def _check(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None:
         what = f"lacks {missing[0]}" if missing else f"holds {surplus[0]}, which the model no longer has"
         more = len(missing) + len(surplus) - 1
         raise OutlastError(
-            f"{path.name} {what}{f' (and {more} more)' if more else ''}; resume with the model and optimizer that were saved or start a new run"
+            f"{path.name} {what}{f' (and {more} more)' if more else ''}; "
+            "resume with the model and optimizer that were saved or start a new run"
         )
 
 
@@ -269,8 +289,8 @@ class Outcome:
 class Saver:
     """Writes captured states as checkpoints, one at a time, in a thread of its own.
 
-    Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind, and
-    is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`.
+    Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
+    and is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`.
     """
 
     def __init__(self, directory: Path, run: str, generation: int, keep: int, report: Callable[..., None]) -> None:
@@ -278,6 +298,11 @@ class Saver:
         self._report = report
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
+        cuda = torch.cuda.is_available()
+        options = StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+        self._stager = DefaultStager(options)  # keeps its buffers, whose pages are the expensive part of a copy
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
 
@@ -287,24 +312,31 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, flat: Flat) -> None:
-        """Start saving; the previous save must have ended (`wait`). A collective."""
+        """Copy `flat` and start saving it; the previous save must have ended (`wait`). A collective."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         self._outcome = None
-        self._thread = threading.Thread(target=self._save, args=(step, flat), name="outlast-save", daemon=True)
+        copy = self._stager.stage(flat)
+        self._thread = threading.Thread(target=self._save, args=(step, copy), name="outlast-save", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """How the save begun last ended, once it has; None when there was none, or when it takes longer than `timeout_s`."""
+        """How the save begun last ended, once it has; None when that is known already, or takes longer than `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return self._outcome
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def close(self) -> None:
+        """Let go of the group and the buffers; no save may be under way."""
+        self._group = None
+        self._stager.close()
 
     def _save(self, step: int, flat: Flat) -> None:
         try:
             self._outcome = self._together(step, flat)
-        except Exception as error:  # the group broke: a rank is gone
-            self._outcome = Outcome(step, False, f"the ranks lost each other: {_sentence(error)}")
+        except Exception as error:  # the group broke, so a rank is gone
+            self._outcome = Outcome(step, False, f"the ranks lost each other ({_sentence(error)})")
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat) -> Outcome:
@@ -313,9 +345,9 @@ class Saver:
         target = checkpoints.saving(self._directory, step, self._generation)
         files, problem = {}, ""
         try:
-            dcp.save(flat, storage_writer=dcp.FileSystemWriter(target, sync_files=True, overwrite=False), process_group=self._group)
+            state_dict_saver.save(flat, storage_writer=FileSystemWriter(target, sync_files=True), process_group=self._group)
             files = {path.name: _measured(path) for path in sorted(target.glob(f"__{self._rank}_*"))}
-        except (Exception, dcp.CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = _sentence(error)
         answers: list[Any] = [None] * self._ranks
         dist.all_gather_object(answers, (problem, files), group=self._group)
@@ -332,7 +364,7 @@ class Saver:
                 raise OutlastError(problem)
             files = {name: file for _, part in answers for name, file in part.items()}
             files[".metadata"] = _measured(target / ".metadata")
-            path = self._directory / checkpoints.contract.checkpoint_name(step)
+            path = self._directory / contract.checkpoint_name(step)
             new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time())
             done = checkpoints.commit(target, new, files)
         except (OSError, OutlastError) as error:
@@ -355,7 +387,7 @@ def _measured(path: Path) -> dict[str, int]:
 
 def _sentence(error: BaseException) -> str:
     """What went wrong, without the story of who called whom."""
-    if isinstance(error, dcp.CheckpointException):
+    if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {_sentence(cause)}"
     if isinstance(error, OSError) and error.strerror:

@@ -1,8 +1,8 @@
 """The samples of a run, in an order that nothing can disturb.
 
-A stream cuts every epoch into global batches. Which samples a batch holds follows from (seed, epoch, position) alone: not from the number
-of ranks, not from restarts, not from how far somebody has read ahead. Every rank takes its share of each batch, so all ranks together see
-each sample of an epoch exactly once, however often the world changes in between.
+A stream cuts every epoch into global batches. Which samples a batch holds follows from (seed, epoch, position) alone: not from
+the number of ranks, not from restarts, not from how far somebody has read ahead. Every rank takes its share of each batch, so
+all ranks together see each sample of an epoch exactly once, however often the world changes in between.
 
     for batch in stream:                          # one optimizer step
         for (x, y), share in batch.split(net):    # this rank's micro-batches
@@ -39,8 +39,9 @@ _VERSION = 1
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
     """The samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without storing it.
 
-    A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in range
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Uses no library's generator, so the order is the same for ever.
+    A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in
+    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Uses no library's generator, so the order is the
+    same for ever.
     """
     rows = math.isqrt(samples - 1) + 1
     columns = -(-samples // rows)
@@ -90,10 +91,10 @@ class Batch:
     def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
         """This rank's micro-batches with their shares of the global batch: multiply the mean loss by the share before `backward`.
 
-        The shares of all micro-batches of all ranks sum to the number of ranks, so that after DDP's average over ranks the gradient is
-        that of the mean loss over the global batch, however unevenly it divides. With `net`, gradients are exchanged in the last
-        micro-batch only and tensors come on its device. A rank for which the short last batch of an epoch holds nothing gets another
-        rank's samples with share 0.0, so that it takes part in the exchange.
+        The shares of all micro-batches of all ranks sum to the number of ranks, so that after DDP's average over ranks the
+        gradient is that of the mean loss over the global batch, however unevenly it divides. With `net`, gradients are
+        exchanged in the last micro-batch only and tensors come on its device. A rank for which the short last batch of an epoch
+        holds nothing gets another rank's samples with share 0.0, so that it takes part in the exchange.
         """
         device = next((p.device for p in net.parameters()), None) if net is not None else None
         for number, (data, share) in enumerate(self.pieces, start=1):
@@ -140,14 +141,14 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple, list or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one such array, or
-    a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads `prefetch` batches ahead.
-    Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random numbers they draw are a
-    function of (seed, epoch, index), so augmentation resumes exactly too.
+    `dataset` is a tuple, list or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one
+    such array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads
+    `prefetch` batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random
+    numbers they draw are a function of (seed, epoch, index), so augmentation resumes exactly too.
 
-    `batch` is the number of samples in one optimizer step over all ranks; the last one of an epoch may be smaller. `microbatch` cuts it
-    into pieces of that many samples that are the same for every world size, dealt to the ranks; without it each rank's share is one
-    piece. The stream ends after `steps`, or after `epochs` when `steps` is None.
+    `batch` is the number of samples in one optimizer step over all ranks; the last one of an epoch may be smaller. `microbatch`
+    cuts it into pieces of that many samples that are the same for every world size, dealt to the ranks; without it each rank's
+    share is one piece. The stream ends after `steps`, or after `epochs` when `steps` is None.
 
     Its position counts the batches handed out, not those read ahead: in the loop's body, the current batch counts as consumed.
     """
@@ -203,7 +204,9 @@ class Stream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, in its order (its seed), whatever the world size then and now."""
         if state["version"] != _VERSION:
-            raise OutlastError(f"the stream was saved in order {state['version']}, this Outlast knows {_VERSION}; use the one that saved it")
+            raise OutlastError(
+                f"the stream was saved in order {state['version']}, this Outlast knows {_VERSION}; use the one that saved it"
+            )
         if state["samples"] != self.samples:
             raise OutlastError(
                 f"the stream was saved over {state['samples']} samples, the dataset now has {self.samples}; "
@@ -217,7 +220,14 @@ class Stream:
         return max(0, self.total_steps - self.step)
 
     def __iter__(self) -> Iterator[Batch]:
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return self.batches(*world)
+
+    def batches(self, rank: int, ranks: int) -> Iterator[Batch]:
+        """What `rank` of `ranks` gets, from the current position on; iterating the stream asks the process group for these two.
+
+        Raises OutlastError when a full batch leaves nothing to a rank.
+        """
         self._check(ranks)
         plans = self._plans(rank, ranks)
         for plan, pieces in self._read(plans):
@@ -227,8 +237,14 @@ class Stream:
     def _check(self, ranks: int) -> None:
         pieces = -(-self.batch // (self.microbatch or 1))
         if pieces < ranks:
-            what = f"batch ({self.batch}) makes {pieces} micro-batches of {self.microbatch}" if self.microbatch else f"batch ({self.batch})"
-            raise OutlastError(f"{what}, fewer than the {ranks} ranks, so that some would have nothing to do; raise batch or use fewer ranks")
+            what = (
+                f"batch ({self.batch}) makes {pieces} micro-batches of {self.microbatch}"
+                if self.microbatch
+                else f"batch ({self.batch})"
+            )
+            raise OutlastError(
+                f"{what}, fewer than the {ranks} ranks, so that some would have nothing to do; raise batch or use fewer ranks"
+            )
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
         """What this rank reads, from the current position to the end."""
@@ -264,7 +280,8 @@ class Stream:
                     pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
                 yield plan, pieces
             return
-        # One loader for the whole run; a batch of its is one of our pieces. Its own generator: the default one must not be drawn from.
+        # One loader for the whole run; a batch of its is one of our pieces. Its own generator: the default one must not be
+        # drawn from.
         queued: queue.SimpleQueue[_Plan] = queue.SimpleQueue()
         loader = iter(
             DataLoader(
@@ -368,7 +385,7 @@ class _Seeded(Dataset[Any]):
         seed = int.from_bytes(digest, "little")
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
-        torch.random.default_generator.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return self._dataset[index]
 
 

@@ -1,0 +1,401 @@
+"""Which checkpoints exist, are valid and go; who may commit; and what is put back into models and optimizers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from outlast import checkpoints, contract
+from outlast.checkpoints import Checkpoint
+from outlast.errors import OutlastError, Superseded
+from outlast.training import checkpoint
+
+
+def found(step: int, run: str = "r", **fields: Any) -> Checkpoint:
+    return Checkpoint(step, Path(contract.checkpoint_name(step)), run, **fields)
+
+
+def written(directory: Path, step: int, *, run: str = "r", generation: int = 1, content: bytes = b"weights") -> Checkpoint:
+    """Commit a checkpoint of one file."""
+    draft = checkpoints.saving(directory, step, generation)
+    draft.mkdir(parents=True)
+    (draft / "a").write_bytes(content)
+    new = Checkpoint(step, directory / contract.checkpoint_name(step), run, generation, world_size=2, time=5.0)
+    return checkpoints.commit(draft, new, {"a": {"size": len(content), "crc32": checkpoints.checksum(draft / "a")}})
+
+
+# The directory
+
+
+def test_what_was_committed_is_listed_and_valid(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    new = [written(tmp_path, step) for step in (200, 100)]
+    assert checkpoints.list_(tmp_path) == new[::-1]
+    assert [checkpoints.verify(c.path) for c in new] == [None, None]
+    assert json.loads((new[0].path / "COMMIT").read_text()) == {
+        "run": "r", "step": 200, "generation": 1, "world_size": 2, "time": 5.0, "files": {"a": {"size": 7, "crc32": 449999704}}
+    }  # fmt: skip
+
+
+def test_nothing_else_in_the_directory_is_a_checkpoint(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    for name in ("best", "step-00000007", "step-00000008.saving-g1", "step-9", "notes-step-00000001"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000008.saving-g1" / "COMMIT").write_text("{}")
+    assert checkpoints.list_(tmp_path) == []
+    assert checkpoints.list_(tmp_path / "missing") == []
+
+
+def test_a_commit_that_cannot_be_read_is_listed_as_a_problem_and_never_the_latest(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    good, torn, odd = (written(tmp_path, step) for step in (100, 200, 300))
+    (torn.path / "COMMIT").write_text('{"run": "r", "st')
+    (odd.path / "COMMIT").write_text("[]")
+    problems = {c.step: c.problem for c in checkpoints.list_(tmp_path)}
+    assert problems[100] == ""
+    assert problems[200].startswith("COMMIT cannot be read: Unterminated string")
+    assert problems[300] == "COMMIT cannot be read: not a mapping"
+    assert checkpoints.latest(checkpoints.list_(tmp_path), "r") == good
+    assert checkpoints.verify(odd.path) == problems[300]
+
+
+def test_only_a_runs_own_checkpoints_count():
+    assert checkpoints.latest([found(3), found(9, run="other"), found(5)], "r") == found(5)
+    assert checkpoints.latest([found(9, run="other")], "r") is None
+
+
+@given(steps=st.sets(st.integers(0, 50)), keep=st.integers(-1, 10), protected=st.sets(st.integers(0, 50)))
+def test_the_newest_and_the_protected_stay(steps: set[int], keep: int, protected: set[int]):
+    gone = {c.step for c in checkpoints.expired([found(step) for step in steps], keep, protected)}
+    assert gone == set(sorted(steps)[: -max(2, keep)]) - protected
+
+
+def damage_cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def damage_flip(path: Path) -> None:
+    path.write_bytes(b"W" + path.read_bytes()[1:])
+
+
+def damage_remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (damage_cut, "a has 6 bytes instead of 7"),
+        (damage_flip, "a has crc32 3580840644 instead of 449999704"),
+        (damage_remove, "a cannot be read: No such file or directory"),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], problem: str):
+    checkpoints.take(tmp_path, "r", 1)
+    path = written(tmp_path, 1).path
+    damage(path / "a")
+    assert checkpoints.verify(path) == problem
+    assert checkpoints.verify(path, part=1, parts=2) is None  # another process's part
+
+
+def test_checksums_do_not_depend_on_how_a_file_is_read(tmp_path: Path):
+    (tmp_path / "large").write_bytes(bytes(range(256)) * 40_000)
+    assert checkpoints.checksum(tmp_path / "large") == zlib.crc32((tmp_path / "large").read_bytes())
+
+
+# Who may commit
+
+
+def test_a_replaced_generation_commits_nothing(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.take(tmp_path, "r", 2)
+    with pytest.raises(Superseded, match="generation 1 may not commit step 10: generation 2 of run r owns"):
+        written(tmp_path, 10)
+    assert checkpoints.list_(tmp_path) == []
+
+
+def test_a_replaced_generation_cannot_open_either(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 2)
+    with pytest.raises(Superseded, match="generation 1 of this run has been replaced by generation 2"):
+        checkpoints.take(tmp_path, "r", 1)
+
+
+def test_a_new_run_takes_the_directory_over(tmp_path: Path):
+    checkpoints.take(tmp_path, "old", 7)
+    assert checkpoints.take(tmp_path, "new", 1) == 1
+    with pytest.raises(Superseded, match="generation 7 may not commit"):
+        written(tmp_path, 10, run="old", generation=7)
+
+
+def test_generations_count_by_themselves_when_nobody_numbers_them(tmp_path: Path):
+    assert [checkpoints.take(tmp_path, "", None) for _ in range(3)] == [1, 2, 3]
+    assert checkpoints.take(tmp_path, "r", None) == 1
+
+
+def test_saving_a_step_again_keeps_the_valid_checkpoint(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    first = written(tmp_path, 10)
+    checkpoints.take(tmp_path, "r", 2)
+    assert written(tmp_path, 10, generation=2, content=b"other") == first
+    assert {path.name for path in tmp_path.iterdir()} == {"FENCE", ".lock", "step-00000010"}
+
+
+def test_saving_a_step_again_moves_a_damaged_one_aside(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    for _ in range(2):
+        damage_cut(written(tmp_path, 10).path / "a")
+    assert checkpoints.verify(written(tmp_path, 10).path) is None
+    assert [path.name for path in sorted(tmp_path.glob("step*"))] == [
+        "step-00000010",
+        "step-00000010.replaced-0",
+        "step-00000010.replaced-1",
+    ]
+
+
+# What goes
+
+
+def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
+    checkpoints.take(tmp_path, "other", 9)
+    written(tmp_path, 1, run="other", generation=9)
+    checkpoints.take(tmp_path, "r", 3)
+    for step in (10, 20, 30):
+        written(tmp_path, step, generation=3)
+    for name in (
+        "best",
+        "step-00000015.saving-g2",
+        "step-00000005.expired",
+        "step-00000040.saving-g3",
+        "step-00000009.replaced-0",
+    ):
+        (tmp_path / name).mkdir()
+    newest = written(tmp_path, 25, generation=3)
+    assert [c.step for c in checkpoints.sweep(tmp_path, newest, keep=2)] == [10]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".lock",
+        "FENCE",
+        "best",
+        "step-00000001",  # another run's
+        "step-00000009.replaced-0",  # damaged once
+        "step-00000020",
+        "step-00000025",
+        "step-00000030",  # later than what was restored, so skipped as damaged: neither counted nor deleted
+        "step-00000040.saving-g3",  # of our own generation
+    ]
+
+
+def test_listing_checkpoints_does_not_import_torch():
+    code = "import outlast.checkpoints, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# What is saved and put back, by a world of one
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
+    """Save a state with a Saver; the checkpoint's path."""
+    checkpoints.take(directory, "r", 1)
+    told: list[str] = []
+    saver = checkpoint.Saver(directory, "r", 1, keep=2, report=lambda kind, **fields: told.append(kind))
+    saver.begin(step, checkpoint.capture(state, rank=0, ranks=1))
+    assert saver.wait() == checkpoint.Outcome(step, committed=True)
+    assert told == ["committed"]
+    saver.close()
+    return directory / contract.checkpoint_name(step)
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.arange(12.0).reshape(4, 3) + step).square().sum().backward()
+        optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "plain sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "dampening": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=0.1, amsgrad=True),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.1, momentum=0.5, centered=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and one.equal(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, kind: str, steps: int):
+    model = a_model()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    stepped(model, optimizer, steps)
+    before = optimizer.state_dict()
+    path = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    assert same(optimizer.state_dict(), before)  # saving has not touched it
+    again = a_model()
+    fresh = OPTIMIZERS[kind](again.parameters())
+    stepped(again, fresh)
+    assert checkpoint.restore(path, {"model": again, "optimizer": fresh}, rank=0)
+    assert same(again.state_dict(), model.state_dict())
+    assert same(fresh.state_dict(), before)
+    for net, opt in ((model, optimizer), (again, fresh)):
+        stepped(net, opt, 2)
+    assert same(again.state_dict(), model.state_dict())
+    assert same(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_never_had_a_gradient_gets_no_momentum(tmp_path: Path):
+    model = nn.ModuleDict({"used": nn.Linear(2, 1), "idle": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    model["used"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    path = saved(tmp_path, {"model": model, "optimizer": optimizer})
+    fresh = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.1)
+    checkpoint.restore(path, {"model": model, "optimizer": fresh})
+    assert same(fresh.state_dict(), optimizer.state_dict())
+    assert model["idle"].weight not in fresh.state
+
+
+@pytest.mark.usefixtures("alone")
+def test_groups_frozen_and_tied_parameters_and_several_modules_come_back(tmp_path: Path):
+    def built(lr: float) -> dict[str, Any]:
+        torch.manual_seed(int(lr * 10))
+        encoder, decoder = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        decoder[1].weight = encoder.weight
+        decoder[0].weight.requires_grad_(False)
+        groups = [{"params": encoder.parameters(), "lr": lr}, {"params": decoder[0].parameters(), "weight_decay": lr}]
+        optimizer = torch.optim.AdamW(groups)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.3)
+        for _ in range(round(lr * 20)):
+            decoder(encoder(torch.ones(1, 3))).sum().backward()
+            optimizer.step()
+            schedule.step()
+        return {"encoder": encoder, "decoder": decoder, "optimizer": optimizer, "schedule": schedule}
+
+    old, new = built(0.1), built(0.2)
+    path = saved(tmp_path, old)
+    checkpoint.restore(path, new)
+    for name in old:
+        assert same(new[name].state_dict(), old[name].state_dict()), name
+    assert new["decoder"][1].weight is new["encoder"].weight
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_part_of_a_checkpoint_can_be_read_and_nothing_else_is_touched(tmp_path: Path):
+    model = a_model()
+    path = saved(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    dist.destroy_process_group()
+    state = torch.get_rng_state()
+    other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    drawn = torch.get_rng_state()
+    checkpoint.restore(path, {"model": other})  # needs no process group
+    assert same(other.state_dict(), model.state_dict())
+    assert torch.get_rng_state().equal(drawn)
+    assert not drawn.equal(state)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the fixture destroys
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_that_is_not_what_was_saved_is_refused_by_name(tmp_path: Path):
+    model = a_model()
+    path = saved(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+
+    def problem(**state: Any) -> str:
+        with pytest.raises(OutlastError) as caught:
+            checkpoint.restore(path, state)
+        return str(caught.value)
+
+    other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    assert problem(model=other).startswith("step-00000001 holds model/0.weight of shape (4, 3), the model now has (5, 3)")
+    assert problem(model=nn.Sequential(*a_model(), nn.Linear(2, 2))).startswith("step-00000001 lacks model/3.bias (and 1 more)")
+    assert problem(model=a_model()[:2]).startswith("step-00000001 holds model/2.bias, which the model no longer has (and 1 more)")
+    assert problem(model=a_model(), ema=a_model()).startswith("step-00000001 lacks ema/0.bias (and 8 more)")
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert problem(model=model, optimizer=optimizer).startswith(
+        "step-00000001 holds the state of an SGD as optimizer, now it is an AdamW"
+    )
+
+
+def test_names_and_things_that_cannot_be_saved_are_refused():
+    for name in ("a.b", "a/b", "rng", "train"):
+        with pytest.raises(OutlastError, match=f"'{name}' cannot be the name"):
+            checkpoint.check_names({name: nn.Linear(1, 1)})
+    with pytest.raises(OutlastError, match="'best' is a float without state_dict"):
+        checkpoint.check_names({"best": 0.5})
+
+
+def test_an_optimizer_of_a_module_that_is_not_saved_is_refused():
+    with pytest.raises(OutlastError, match="optimizer 'sgd' holds a parameter of none of the modules"):
+        checkpoint.capture({"sgd": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}, rank=0, ranks=1)
+
+
+def test_ranks_share_the_writing_and_buffers_are_rank_zeros():
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    parts = [checkpoint.capture({"model": model, "optimizer": optimizer}, rank, 3) for rank in range(3)]
+    keys = [set(part) for part in parts]
+    assert sum(map(len, keys)) == len(set().union(*keys))
+    everything = {f"model/{name}" for name in model.state_dict()} | {
+        f"optimizer/state/model.{name}/{what}"
+        for name, _ in model.named_parameters()
+        for what in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert set().union(*keys) == everything | {"optimizer/rest", "rng/0", "rng/1", "rng/2"}
+    assert {"model/1.running_mean", "model/1.running_var", "model/1.num_batches_tracked", "optimizer/rest"} <= keys[0]
+    sizes = [sum(value.nbytes for value in part.values() if isinstance(value, torch.Tensor)) for part in parts]
+    assert max(sizes) - min(sizes) <= max(value.nbytes for value in parts[0].values() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.usefixtures("alone")
+def test_training_on_while_a_save_is_written_does_not_change_it(tmp_path: Path):
+    model = nn.Linear(300, 300)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checkpoints.take(tmp_path, "r", 1)
+    saver = checkpoint.Saver(tmp_path, "r", 1, keep=2, report=lambda kind, **fields: None)
+    saver.begin(1, checkpoint.capture({"model": model}, 0, 1))
+    with torch.no_grad():
+        while saver.busy:
+            model.weight += 1
+    saver.wait()
+    other = nn.Linear(300, 300)
+    checkpoint.restore(tmp_path / "step-00000001", {"model": other})
+    assert same(other.state_dict(), before)
+    saver.close()

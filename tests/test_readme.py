@@ -1,0 +1,74 @@
+"""Commands and job files in the README and the guides are right: every verb and option exists, every document is valid."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from outlast import contract, spec
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "guide" / "getting-started.md"]
+GROUPS = ("checkpoints", "data")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
+
+
+def commands() -> list[list[str]]:
+    """Every command line in a block of shell, as words."""
+    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    words = [shlex.split(command) for line in lines for command in line.split("#")[0].split(";")]
+    return [each for each in words if each]
+
+
+OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"]
+MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
+
+
+def test_only_known_programs_are_shown() -> None:
+    assert {Path(words[0]).name for words in commands()} == {"outlast", "make"}
+
+
+@pytest.mark.parametrize("words", OUTLAST, ids=" ".join)
+def test_a_command_exists_with_its_options(words: list[str]) -> None:
+    command = words[: 2 if words[0] in GROUPS else 1]
+    help_of = runpy.run_path(str(ROOT / "docs" / "guide" / "commands.py"))["help_of"](" ".join(command))
+    assert help_of.startswith(f"Usage: outlast {' '.join(command)} ")
+    for option in (word.split("=")[0] for word in words if word.startswith("-")):
+        assert re.search(rf"^  (-\w, )?{option}\b|^  {option}, ", help_of, flags=re.M), f"{option} in {words}"
+
+
+@pytest.mark.parametrize("file", sorted({word for words in OUTLAST for word in words if word.startswith("examples/")}))
+def test_a_file_that_is_named_exists(file: str) -> None:
+    assert (ROOT / file).exists()
+
+
+@pytest.mark.parametrize("target", MAKE)
+def test_make_knows_the_target(target: str) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make on this machine")
+    subprocess.run(["make", "--dry-run", "--old-file=.venv/.ready", target], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("text", [block for page in PAGES for block in blocks(page, "yaml")])
+def test_a_job_file_is_valid(text: str) -> None:
+    assert spec.parse(text).kind == contract.KIND
+
+
+@pytest.mark.parametrize("text", [block for page in PAGES for block in blocks(page, "python")])
+def test_python_compiles(text: str) -> None:
+    compile(text, "README.md", "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []

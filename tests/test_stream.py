@@ -1,0 +1,300 @@
+"""The order of samples, who gets which, and positions that survive anything."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+
+from outlast.errors import OutlastError
+from outlast.training import Batch, Stream
+from outlast.training.stream import dealt, permuted
+
+
+def a_stream(samples: int = 100, batch: int = 16, **options: Any) -> Stream:
+    return Stream((np.arange(samples), np.arange(samples) % 7), batch, **{"prefetch": 0, **options})
+
+
+def of_all_ranks(streams: list[Stream]) -> Iterator[list[Batch]]:
+    """The batches of all ranks, step by step; every rank has a stream of its own."""
+    return map(list, zip(*(stream.batches(rank, len(streams)) for rank, stream in enumerate(streams)), strict=True))
+
+
+# The order
+
+
+@given(samples=st.integers(1, 5000), seed=st.integers(0, 2**64), epoch=st.integers(0, 1000))
+def test_every_epoch_holds_every_sample_once(samples: int, seed: int, epoch: int):
+    assert sorted(permuted(np.arange(samples), samples, seed, epoch)) == list(range(samples))
+
+
+def test_the_order_is_the_same_for_ever():
+    assert permuted(np.arange(10), 10, seed=0, epoch=0).tolist() == [2, 0, 8, 7, 6, 3, 4, 1, 9, 5]
+    assert permuted(np.arange(4), 50_000, seed=1, epoch=2).tolist() == [15424, 36681, 32326, 933]
+    assert permuted(np.arange(2) + 10**12, 3 * 10**12, seed=7, epoch=0).tolist() == [776843569046, 1625391307603]
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5, 8, 13])
+def test_every_sample_is_as_likely_at_every_position(samples: int):
+    trials, places = 4000, np.arange(samples)
+    counts = np.zeros((samples, samples))
+    pairs: Counter[tuple[int, int]] = Counter()
+    for seed in range(trials):
+        order = permuted(places, samples, seed, epoch=0)
+        counts[places, order] += 1
+        pairs[int(order[0]), int(order[1])] += 1
+    expected = trials / samples
+    freedom = (samples - 1) ** 2
+    assert ((counts - expected) ** 2 / expected).sum() < freedom + 5 * (2 * freedom) ** 0.5
+    kinds = samples * (samples - 1)
+    expected = trials / kinds
+    assert len(pairs) == kinds
+    assert sum((count - expected) ** 2 / expected for count in pairs.values()) < kinds + 5 * (2 * kinds) ** 0.5
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    orders = [tuple(permuted(np.arange(50), 50, seed, epoch)) for seed in range(20) for epoch in range(20)]
+    assert len(set(orders)) == len(orders)
+
+
+# Who gets what
+
+
+@given(count=st.integers(0, 1000), ranks=st.integers(1, 40))
+def test_parts_are_contiguous_and_differ_by_at_most_one(count: int, ranks: int):
+    parts = [dealt(count, ranks, rank) for rank in range(ranks)]
+    assert [parts[0][0], *(end for _, end in parts)] == [*(start for start, _ in parts), count]
+    sizes = [end - start for start, end in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(
+    samples=st.integers(1, 300),
+    batch=st.integers(1, 70),
+    ranks=st.integers(1, 5),
+    microbatch=st.none() | st.integers(1, 20),
+    epochs=st.integers(1, 3),
+)
+def test_all_ranks_together_see_every_sample_once_an_epoch(
+    samples: int, batch: int, ranks: int, microbatch: int | None, epochs: int
+):
+    batch = max(batch, ranks * (microbatch or 1))
+    seen: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
+    for batches in of_all_ranks([a_stream(samples, batch, microbatch=microbatch, epochs=epochs) for _ in range(ranks)]):
+        shares = [share for b in batches for _, share in b.split()]
+        assert sum(shares) == pytest.approx(ranks)
+        assert sum(len(b.indices) for b in batches) == batches[0].size
+        for b in batches:
+            seen[b.epoch] += b.indices.tolist()
+            pieces = list(b.split())
+            assert pieces  # a rank with nothing to do would leave the others waiting for its gradients
+            taken = [int(i) for (x, _), share in pieces if share for i in x]
+            assert taken == b.indices.tolist()
+    assert all(sorted(indices) == list(range(samples)) for indices in seen.values())
+
+
+@given(ranks=st.integers(1, 4), samples=st.integers(8, 90), microbatch=st.none() | st.integers(1, 2))
+def test_shares_make_the_gradient_that_of_the_global_mean(ranks: int, samples: int, microbatch: int | None):
+    x = np.random.default_rng(0).standard_normal(samples)
+    streams = [Stream((x,), 8, microbatch=microbatch, prefetch=0) for _ in range(ranks)]
+    for batches in of_all_ranks(streams):
+        parts = [sum(float(piece.mean()) * share for (piece,), share in b.split()) for b in batches]
+        whole = np.concatenate([x[b.indices] for b in batches])
+        assert sum(parts) / ranks == pytest.approx(whole.mean())
+
+
+def test_micro_batches_are_the_same_for_every_world_size():
+    def pieces(ranks: int) -> set[tuple[int, ...]]:
+        streams = [a_stream(100, 32, microbatch=6) for _ in range(ranks)]
+        return {tuple(x.tolist()) for batches in of_all_ranks(streams) for b in batches for (x, _), share in b.split() if share}
+
+    assert pieces(1) == pieces(2) == pieces(3) == pieces(5)
+
+
+def test_the_short_last_batch_keeps_every_rank_busy_and_counts_samples_once():
+    last = [list(stream.batches(rank, 3))[-1] for rank, stream in enumerate([a_stream(33, 32) for _ in range(3)])]
+    assert [len(b.indices) for b in last] == [1, 0, 0]
+    assert [share for b in last for _, share in b.split()] == [3.0, 0.0, 0.0]
+    assert all(b.ends_epoch and b.size == 1 for b in last)
+
+
+def test_a_world_larger_than_the_batch_is_refused():
+    with pytest.raises(OutlastError, match=r"batch \(2\), fewer than the 3 ranks.*raise batch"):
+        next(a_stream(batch=2).batches(0, 3))
+    with pytest.raises(OutlastError, match=r"batch \(32\) makes 2 micro-batches of 16, fewer than the 3 ranks"):
+        next(a_stream(batch=32, microbatch=16).batches(0, 3))
+
+
+# Positions
+
+
+@given(
+    worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=6),
+    samples=st.integers(20, 120),
+    prefetch=st.sampled_from([0, 3]),
+)
+def test_resizing_at_any_step_loses_and_repeats_nothing(worlds: list[tuple[int, int]], samples: int, prefetch: int):
+    state = a_stream(samples, 8, epochs=2).state_dict()
+    seen: list[tuple[int, int]] = []
+    for ranks, steps in [*worlds, (2, 10**6)]:
+        streams = [a_stream(samples, 8, epochs=2, prefetch=prefetch) for _ in range(ranks)]
+        for stream in streams:
+            stream.load_state_dict(state)
+        for done, batches in enumerate(of_all_ranks(streams), start=1):
+            seen += [(b.epoch, i) for b in batches for i in b.indices.tolist()]
+            states = [stream.state_dict() for stream in streams]
+            assert all(other == states[0] for other in states)
+            state = states[0]
+            if done >= steps:
+                break
+    assert sorted(seen) == [(epoch, i) for epoch in range(2) for i in range(samples)]
+
+
+def test_the_position_counts_batches_handed_out_and_not_those_read_ahead():
+    stream = a_stream(100, 10, prefetch=5)
+    positions = []
+    for batch in stream:
+        positions.append((batch.step, stream.state_dict()["position"], stream.state_dict()["step"]))
+    assert positions[:3] == [(0, 10, 1), (1, 20, 2), (2, 30, 3)]
+    assert stream.state_dict()["epoch"] == 1
+    assert stream.state_dict()["position"] == 0
+
+
+def test_a_resumed_stream_goes_on_with_the_very_next_batch():
+    undisturbed = [b.indices.tolist() for b in a_stream(95, 10, epochs=3, seed=4)]
+    for at in (1, 9, 10, 11, 29, 30):
+        first = a_stream(95, 10, epochs=3, seed=4)
+        for batch in first:
+            if batch.step + 1 == at:
+                break
+        second = a_stream(95, 10, epochs=3, seed=99)
+        second.load_state_dict(first.state_dict())
+        assert len(second) == 30 - at
+        assert [b.indices.tolist() for b in second] == undisturbed[at:]
+
+
+def test_the_stream_ends_after_its_steps_however_many_epochs_that_takes():
+    stream = a_stream(20, 8, steps=7)
+    assert [(b.epoch, b.size, b.ends_epoch) for b in stream] == [(e, s, s == 4) for e in range(3) for s in (8, 8, 4)][:7]
+    assert (stream.total_steps, stream.steps_per_epoch, len(stream), list(stream)) == (7, 3, 0, [])
+
+
+def test_a_stream_over_other_data_does_not_resume():
+    with pytest.raises(OutlastError, match="saved over 100 samples, the dataset now has 90"):
+        a_stream(90).load_state_dict(a_stream(100).state_dict())
+
+
+def test_an_order_of_another_version_does_not_resume():
+    with pytest.raises(OutlastError, match="order 0, this Outlast knows 1"):
+        a_stream().load_state_dict({**a_stream().state_dict(), "version": 0})
+
+
+# Datasets
+
+
+def test_arrays_of_every_kind_come_as_tensors(tmp_path: Path):
+    x = np.arange(40, dtype=np.uint8).reshape(10, 4)
+    mapped = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.uint8, shape=x.shape)
+    mapped[:] = x
+    for dataset in ((x,), [mapped], {"x": x}, torch.from_numpy(x), np.load(tmp_path / "x.npy", mmap_mode="r")):
+        batch = next(iter(Stream(dataset, 4, shuffle=False)))
+        ((data, share),) = batch.split()
+        rows = data["x"] if isinstance(data, dict) else data[0] if isinstance(data, tuple) else data
+        assert rows.equal(torch.from_numpy(x[:4]))
+        assert share == 1.0
+
+
+def test_map_style_datasets_are_collated_and_cut_into_micro_batches():
+    dataset = TensorDataset(torch.arange(10), torch.arange(10) * 2)
+    batch = next(iter(Stream(dataset, 5, microbatch=2, shuffle=False)))
+    assert [([t.tolist() for t in data], share) for data, share in batch.split()] == [
+        ([[0, 1], [0, 2]], 0.4),
+        ([[2, 3], [4, 6]], 0.4),
+        ([[4], [8]], 0.2),
+    ]
+    lengths = Stream(dataset, 5, collate=lambda samples: len(samples))
+    assert [data for b in lengths for data, _ in b.split()] == [5, 5]
+
+
+class Noisy(Dataset[Any]):
+    """Augmentation draws from all three generators."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return index, random.random() + float(np.random.random()) + float(torch.rand(()))
+
+    def __len__(self) -> int:
+        return 12
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_augmentation_is_a_function_of_seed_epoch_and_sample(workers: int):
+    def drawn(stream: Stream, ranks: int = 1) -> dict[tuple[int, int], float]:
+        return {
+            (b.epoch, int(i)): float(noise)
+            for rank in range(ranks)
+            for b in stream.batches(rank, ranks)
+            for (indices, noises), _ in b.split()
+            for i, noise in zip(indices, noises, strict=True)
+        }
+
+    undisturbed = drawn(Stream(Noisy(), 4, epochs=2, seed=3, workers=workers))
+    assert len(set(undisturbed.values())) == 24
+    resumed = Stream(Noisy(), 4, epochs=2, seed=3, workers=workers, microbatch=2)
+    for batch in resumed:
+        if batch.step == 3:
+            break
+    rest = drawn(resumed)
+    assert rest == {key: undisturbed[key] for key in rest}
+    assert len(rest) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_draws_nothing_from_the_generators_of_training(workers: int):
+    kept = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    for _ in Stream(Noisy(), 4, workers=workers):
+        pass
+    assert random.getstate() == kept[0]
+    assert np.random.get_state()[1].tolist() == kept[1]
+    assert torch.get_rng_state().equal(kept[2])
+
+
+def test_what_goes_wrong_while_reading_ahead_is_raised_where_the_batch_is_due():
+    class Torn(np.ndarray):
+        def __getitem__(self, key: Any) -> Any:
+            if 25 in np.asarray(key):
+                raise OSError("sample 25 cannot be read")
+            return np.asarray(super().__getitem__(key))
+
+    seen: list[int] = []
+    with pytest.raises(OSError, match="sample 25"):
+        seen.extend(batch.step for batch in Stream(np.arange(40).view(Torn), 10, shuffle=False, prefetch=3))
+    assert seen == [0, 1]
+
+
+def test_leaving_the_loop_early_ends_the_thread_that_reads_ahead():
+    for _ in Stream(np.arange(1000), 10, prefetch=2):
+        break
+    for thread in threading.enumerate():
+        if thread.name == "outlast-stream":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_datasets_that_cannot_be_cut_are_refused():
+    with pytest.raises(OutlastError, match=r"have \[3, 4\] samples; they must have the same number"):
+        Stream((np.arange(3), np.arange(4)), 2)
+    with pytest.raises(OutlastError, match="the dataset is empty"):
+        Stream((np.arange(0),), 2)
+    with pytest.raises(OutlastError, match=r"batch \(0\) and microbatch \(None\) must be 1 or more"):
+        a_stream(batch=0)

@@ -1,0 +1,245 @@
+"""Worlds of real processes without agents, forked from a clean server that has imported torch: a rank starts in milliseconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from outlast import checkpoints, contract
+from outlast.runtime.ledger import Event, read
+
+fork = multiprocessing.get_context("forkserver")
+fork.set_forkserver_preload(["outlast.training", "torch._dynamo"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A small run: six epochs of 150 made-up images, dropout, a learning-rate schedule."""
+
+    net: str = "mlp"
+    """mlp | conv (with batch norm) | plain (without dropout)"""
+    optimizer: str = "sgd"
+    """sgd (with momentum) | adamw"""
+    batch: int = 32
+    microbatch: int | None = None
+    epochs: int = 4
+    kill_at: int = 0
+    """Every rank of the first generation kills itself after this step, when a checkpoint has been committed."""
+    leave_at: int = 0
+    """Rank 0's worker gets its notice in this step."""
+    raise_at: int = 0
+    """Rank 1 raises in this step."""
+    limit_at: int = 0
+    """From this step on, rank `limited` cannot write files of more than 8 KiB, as if its disk were full."""
+    limited: int = 0
+    unlimited_at: int = 0
+    """From this step on it can again."""
+    hasty: bool = False
+    """Train on while a save is in flight; otherwise wait, so that saves come at the same steps every time."""
+    pause_s: float = 0.0
+    reference: bool = False
+    """Record the hash of the weights after every step and after resuming."""
+
+
+def network(kind: str) -> Any:
+    from torch import nn
+
+    if kind == "conv":
+        body = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+        return nn.Sequential(*body, nn.ReLU(), nn.Flatten(), nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, 4))
+    dropout = nn.Dropout(0.1 if kind == "mlp" else 0.0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 48), nn.ReLU(), dropout, nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def hashed(net: Any, optimizer: Any) -> str:
+    """A hash of every bit of a model and its optimizer's state."""
+    digest = hashlib.sha256()
+    for tensor in net.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    for parameter in net.parameters():
+        for _, value in sorted(optimizer.state[parameter].items()):
+            digest.update(b"-" if value is None else value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def train(plan: Training) -> None:
+    """What a rank does; leaves `rank-R.json` and `consumed-R-GENERATION.jsonl` in the output."""
+    import numpy as np
+    import torch
+    from torch.nn import functional as F
+
+    from outlast.training import Stream, session
+
+    draw = np.random.default_rng(0)
+    images, labels = draw.standard_normal((150, 3, 8, 8), dtype=np.float32), draw.integers(0, 4, 150)
+    with session.open(seed=3) as run:
+        net = run.ddp(network(plan.net))
+        sgd = plan.optimizer == "sgd"
+        optimizer = (
+            torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) if sgd else torch.optim.AdamW(net.parameters(), lr=3e-3)
+        )
+        stream = Stream((images, labels), plan.batch, seed=1, epochs=plan.epochs, microbatch=plan.microbatch)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=stream.total_steps)
+        parts = {"model": net, "optimizer": optimizer, "schedule": schedule, "stream": stream}
+        step = resumed = run.resume(parts)
+        consumed = (run.output / f"consumed-{run.rank}-{run.generation}.jsonl").open("a", buffering=1)
+
+        def record(**what: Any) -> None:
+            consumed.write(json.dumps({"step": step, "generation": run.generation, **what}) + "\n")
+
+        if plan.reference and step:
+            record(weights=hashed(net.module, optimizer), resumed=True)
+        losses = []
+        for batch in stream:
+            optimizer.zero_grad()
+            loss = torch.zeros(())
+            for (x, y), share in batch.split(net):
+                part = F.cross_entropy(net(x), y) * share
+                part.backward()
+                loss += part.detach()
+            optimizer.step()
+            schedule.step()
+            step += 1
+            record(
+                epoch=batch.epoch,
+                indices=batch.indices.tolist(),
+                **({"weights": hashed(net.module, optimizer)} if plan.reference else {}),
+            )
+            losses.append(run.log(step, loss=loss, reduce=True)["loss"])
+            time.sleep(plan.pause_s)
+            if step == plan.raise_at and run.rank == 1:
+                raise ValueError("a bug of the user's")
+            if run.rank == plan.limited and step == plan.limit_at:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+            if run.rank == plan.limited and step == plan.unlimited_at:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            if run.rank == 0 and step == plan.leave_at:
+                Path(os.environ[contract.Env.NOTICE]).write_text("{}")
+            leaving = run.interrupted()
+            if leaving or run.due(step):
+                run.save(step)
+                while run._saver.busy and not plan.hasty:
+                    time.sleep(0.001)
+            if step == plan.kill_at and run.generation == 1:
+                while not checkpoints.list_(run.output / contract.CHECKPOINTS):
+                    time.sleep(0.005)
+                os.kill(os.getpid(), signal.SIGKILL)
+        consumed.close()
+        result = {"resumed": resumed, "step": step, "losses": losses, "hash": hashed(net.module, optimizer)}
+        (run.output / f"rank-{run.rank}.json").write_text(json.dumps(result))
+
+
+@dataclasses.dataclass
+class Ended:
+    """How the ranks of a world ended."""
+
+    codes: list[int]
+    """Exit codes by rank, -9 for SIGKILL."""
+    errors: list[str]
+    """What each wrote to stderr."""
+    output: Path
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads((self.output / f"rank-{rank}.json").read_text()) for rank in range(len(self.codes))]
+
+    @property
+    def events(self) -> list[Event]:
+        return read(self.output / contract.LEDGER)
+
+    def kinds(self, *kinds: str) -> list[Event]:
+        """The events of these kinds, without time and source."""
+        return [{k: v for k, v in e.items() if k not in ("t", "source")} for e in self.events if e["kind"] in kinds]
+
+    @property
+    def checkpoints(self) -> list[checkpoints.Checkpoint]:
+        return checkpoints.list_(self.output / contract.CHECKPOINTS)
+
+
+def started(
+    program: Callable[[], None], output: Path, ranks: int, *, generation: int | None = 1, run: str = "r", **env: str
+) -> list[ForkServerProcess]:
+    """The processes of a world; `env` adds to the environment or replaces what it says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    everybody = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        contract.Env.OUTPUT: str(output),
+        contract.Env.RUN: run,
+        contract.Env.CHECKPOINT_EVERY: "5 steps",
+    }
+    if generation is not None:
+        everybody[contract.Env.GENERATION] = str(generation)
+    processes = []
+    for rank in range(ranks):
+        state = output / "workers" / str(rank)
+        state.mkdir(parents=True, exist_ok=True)
+        own = {"RANK": str(rank), contract.Env.STATE: str(state), contract.Env.NOTICE: str(state / contract.NOTICE)}
+        process = fork.Process(target=_rank, args=(program, {**everybody, **own, **env}, str(state / "stderr")))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def ended(processes: list[ForkServerProcess], output: Path, *, timeout_s: float = 60) -> Ended:
+    """Wait until all have ended; kills them after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+    errors = [(output / "workers" / str(rank) / "stderr").read_text() for rank in range(len(processes))]
+    return Ended([process.exitcode or 0 for process in processes], errors, output)
+
+
+def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
+    """Train with so many ranks until they end."""
+    return ended(started(functools.partial(train, plan), output, ranks, **how), output)
+
+
+def again(end: Ended) -> None:
+    """Take back the notices, as a new agent does."""
+    for notice in end.output.glob(f"workers/*/{contract.NOTICE}"):
+        notice.unlink()
+
+
+def fresh(output: Path) -> Path:
+    """An empty directory."""
+    shutil.rmtree(output, ignore_errors=True)
+    return output
+
+
+def _rank(program: Callable[[], None], env: Mapping[str, str], stderr: str) -> None:
+    for name in [name for name in os.environ if name.startswith("OUTLAST_")]:
+        del os.environ[name]
+    os.environ.update(env)
+    fd = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(fd, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    warnings.simplefilter("error")
+    import torch
+
+    torch.set_num_threads(1)
+    program()
