@@ -196,7 +196,7 @@ def started(
         state = output / "workers" / str(rank)
         state.mkdir(parents=True, exist_ok=True)
         own = {"RANK": str(rank), contract.Env.STATE: str(state), contract.Env.NOTICE: str(state / contract.NOTICE)}
-        process = fork.Process(target=_rank, args=(program, {**everybody, **own, **env}, str(state / "stderr")))
+        process = fork.Process(daemon=True, target=_rank, args=(program, {**everybody, **own, **env}, str(state / "stderr")))
         process.start()
         processes.append(process)
     return processes

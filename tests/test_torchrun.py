@@ -1,0 +1,130 @@
+"""The handler under torch's own torchrun: found by its entry point, given worlds by a decider over the local transport."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast.rendezvous import local, world
+
+SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(int(sys.argv[1])):
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    print("generation", os.environ["OUTLAST_GENERATION"], "world", int(number), "pid", os.getpid(), flush=True)
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+class Decider:
+    """The least that decides worlds: a server, a state, and `world.decide` after every word."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = world.State({})
+        self.wanted = world.Wanted(2, (2,), None)
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.run()), daemon=True)
+        self.over = False
+
+    async def run(self) -> None:
+        self.server = local.Server(heard=self.heard, gone=self.gone)
+        await self.server.start(self.path)
+        self.ready.set()
+        while not self.over:
+            decision = world.decide(self.state, self.wanted, world.Patience(), time.time())
+            self.state = self.state.after(decision)
+            for id in self.state.members:
+                match decision:
+                    case world.Call(generation, reason, planned, at):
+                        self.server.send(id, "called", local.Called(generation, reason, planned, at + 10))
+                    case world.World():
+                        self.server.send(id, "world", decision)
+            await asyncio.sleep(0.02)
+        await self.server.stop()
+
+    def heard(self, report: local.Report) -> None:
+        standing = world.Standing(report.standing)
+        self.state = self.state.heard(
+            world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
+        )
+
+    def gone(self, id: int) -> None:
+        self.state = self.state.gone(id)
+
+
+@pytest.fixture
+def decider(tmp_path: Path) -> Iterator[Decider]:
+    decider = Decider(tmp_path / "decider.sock")
+    decider.thread.start()
+    assert decider.ready.wait(10)
+    yield decider
+    decider.over = True
+    decider.thread.join(10)
+
+
+def torchrun(tmp_path: Path, id: int, steps: int) -> subprocess.Popen[str]:
+    script, state = tmp_path / "train.py", tmp_path / f"state-{id}"
+    script.write_text(SCRIPT)
+    state.mkdir()
+    options = ["--rdzv-backend=outlast", f"--rdzv-endpoint=unix://{tmp_path}/decider.sock", "--rdzv-id=run", "--nnodes=2"]
+    conf = f"--rdzv-conf=id={id},state={state}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *options, conf, "--max-restarts=3", str(script), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_torchrun_finds_the_handler_and_recovers_from_a_killed_process(decider: Decider, tmp_path: Path):
+    runs = [torchrun(tmp_path, id, steps=40) for id in (0, 1)]
+    lines: list[list[str]] = [[], []]
+    for run, said in zip(runs, lines, strict=True):
+        assert run.stdout is not None
+        said.append(run.stdout.readline())
+    psutil.Process(int(lines[1][0].split()[-1])).kill()
+    for run, said in zip(runs, lines, strict=True):
+        assert run.stdout is not None
+        said += run.stdout.read().splitlines()
+        run.stdout.close()
+        assert run.wait(60) == 0
+    for said in lines:
+        assert said[0].startswith("generation 1 world 2")
+        assert said[-1].startswith("generation 2 world 2")
+        assert sum(line.startswith("generation 2") for line in said) == 40
+    assert json.loads((tmp_path / "state-1" / "world.json").read_text())["generation"] == 2
+
+
+def test_an_endpoint_of_another_kind_is_refused_with_a_sentence(tmp_path: Path):
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--rdzv-backend=outlast",
+            "--rdzv-endpoint=nowhere:1",
+            "--nnodes=1",
+            "x.py",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert run.returncode != 0
+    assert "--rdzv-endpoint='nowhere:1' is not one that outlast knows; expected unix:///path" in run.stderr
