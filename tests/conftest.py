@@ -100,6 +100,12 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     machine.kill_everything()  # workers that were just starting a launcher
 
 
+@pytest.fixture
+def machine_in() -> type[Machine]:
+    """Makes a machine in a directory of the test's choice; the test ends its processes itself."""
+    return Machine
+
+
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., dict[str, object]]]:
     """The final state of the undisturbed run with these arguments and workers; each is run once a session."""

@@ -21,7 +21,7 @@ from torch import nn
 from outlast import checkpoints, contract
 from outlast.checkpoints import Checkpoint
 from outlast.errors import OutlastError, Superseded
-from outlast.training import checkpoint
+from outlast.training import checkpoint, saver
 
 
 def found(step: int, run: str = "r", **fields: Any) -> Checkpoint:
@@ -216,11 +216,11 @@ def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
     """Save a state with a Saver; the checkpoint's path."""
     checkpoints.take(directory, "r", 1)
     told: list[str] = []
-    saver = checkpoint.Saver(directory, "r", 1, keep=2, report=lambda kind, **fields: told.append(kind))
-    saver.begin(step, checkpoint.capture(state, rank=0, ranks=1))
-    assert saver.wait() == checkpoint.Outcome(step, committed=True)
+    writer = saver.Saver(directory, "r", 1, keep=2, report=lambda kind, **fields: told.append(kind))
+    writer.begin(step, checkpoint.capture(state, rank=0, ranks=1))
+    assert writer.wait() == saver.Outcome(step, committed=True)
     assert told == ["committed"]
-    saver.close()
+    writer.close()
     return directory / contract.checkpoint_name(step)
 
 
@@ -278,6 +278,15 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, kind: s
         stepped(net, opt, 2)
     assert same(again.state_dict(), model.state_dict())
     assert same(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.usefixtures("alone")
+def test_neither_saving_nor_restoring_makes_an_optimizer_step(tmp_path: Path):
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("it stepped"))
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint.restore(saved(tmp_path, state), state)
 
 
 @pytest.mark.usefixtures("alone")
@@ -355,15 +364,15 @@ def test_a_state_that_is_not_what_was_saved_is_refused_by_name(tmp_path: Path):
 
 def test_names_and_things_that_cannot_be_saved_are_refused():
     for name in ("a.b", "a/b", "rng", "train"):
-        with pytest.raises(OutlastError, match=f"'{name}' cannot be the name"):
-            checkpoint.check_names({name: nn.Linear(1, 1)})
+        with pytest.raises(OutlastError, match=f"'{name}' cannot name a thing"):
+            checkpoint.check({name: nn.Linear(1, 1)})
     with pytest.raises(OutlastError, match="'best' is a float without state_dict"):
-        checkpoint.check_names({"best": 0.5})
+        checkpoint.check({"best": 0.5})
 
 
 def test_an_optimizer_of_a_module_that_is_not_saved_is_refused():
     with pytest.raises(OutlastError, match="optimizer 'sgd' holds a parameter of none of the modules"):
-        checkpoint.capture({"sgd": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)}, rank=0, ranks=1)
+        checkpoint.check({"other": nn.Linear(1, 1), "sgd": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)})
 
 
 def test_ranks_share_the_writing_and_buffers_are_rank_zeros():
@@ -389,13 +398,13 @@ def test_training_on_while_a_save_is_written_does_not_change_it(tmp_path: Path):
     model = nn.Linear(300, 300)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     checkpoints.take(tmp_path, "r", 1)
-    saver = checkpoint.Saver(tmp_path, "r", 1, keep=2, report=lambda kind, **fields: None)
-    saver.begin(1, checkpoint.capture({"model": model}, 0, 1))
+    writer = saver.Saver(tmp_path, "r", 1, keep=2, report=lambda kind, **fields: None)
+    writer.begin(1, checkpoint.capture({"model": model}, 0, 1))
     with torch.no_grad():
-        while saver.busy:
+        while writer.busy:
             model.weight += 1
-    saver.wait()
+    writer.wait()
     other = nn.Linear(300, 300)
     checkpoint.restore(tmp_path / "step-00000001", {"model": other})
     assert same(other.state_dict(), before)
-    saver.close()
+    writer.close()

@@ -31,7 +31,7 @@ def test_killed_at_any_moment_the_newest_committed_checkpoint_is_whole_and_the_o
     every = {contract.Env.CHECKPOINT_EVERY: "1 step"}
     plan = Training("conv", "adamw", epochs=10**6, hasty=True, reference=True)
     zombies: list[worlds.ForkServerProcess] = []
-    newest, resumed_from = 0, []
+    newest, resumed_from, in_a_save = 0, [], 0
     for generation in range(1, GENERATIONS + 1):
         world = worlds.started(functools.partial(worlds.train, plan), tmp_path, RANKS, generation=generation, **every)
         trained = training(tmp_path, generation)
@@ -54,6 +54,7 @@ def test_killed_at_any_moment_the_newest_committed_checkpoint_is_whole_and_the_o
         found = checkpoints.list_(tmp_path / "checkpoints")
         assert [(c.step, c.problem, checkpoints.verify(c.path)) for c in found] == [(c.step, "", None) for c in found]
         newest, zombies = max((c.step for c in found), default=0), []
+        in_a_save += any((tmp_path / "checkpoints").glob(f"*.saving-g{generation}"))
     weights = defaultdict(set)
     resumptions = 0
     for path in tmp_path.glob("consumed-0-*"):
@@ -65,6 +66,7 @@ def test_killed_at_any_moment_the_newest_committed_checkpoint_is_whole_and_the_o
     assert {step: len(hashes) for step, hashes in weights.items() if len(hashes) > 1} == {}
     assert resumptions >= GENERATIONS - 10
     assert len(set(resumed_from)) > GENERATIONS / 4  # they did advance
+    assert in_a_save > GENERATIONS / 10  # some died half way through writing
     kept = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("step-")]
     assert len(kept) < 15  # what the killed left behind was swept
 

@@ -194,12 +194,12 @@ def test_a_hang_that_passes_costs_the_step_its_time_and_nothing_else():
     assert spent(account) == {"queue": 1, "startup": 2, "training": 5}
 
 
-def test_suspended_is_idle_from_the_save_until_a_worker_starts_again():
-    story = training().steps(2).say("suspended").say("called", generation=2, reason="suspended", planned=True).steps(1)
-    story.save(0.5).say("interrupted", step=3, reason="suspended").say("exited", 1, worker=0, code=75, interrupted=True)
+def test_suspended_is_idle_from_its_end_until_it_is_resumed():
+    story = training().steps(3).save(0.5).say("interrupted", step=3, reason="suspended")
+    story.say("exited", 1, worker=0, code=75, interrupted=True).finished(state="Suspended")
     story.say("resumed", 60).say("worker", 2, worker=0).world(1).session().restored(3).steps(1)
     account = story.account()
-    assert spent(account) == {"queue": 1 + 2, "startup": 2 + 1, "training": 4, "checkpoint": 0.5, "idle": 61}
+    assert spent(account) == {"queue": 1 + 2, "startup": 2 + 1, "training": 4, "checkpoint": 0.5, "rendezvous": 1, "idle": 60}
     assert [i.recovery_s for i in account.incidents] == [None]
 
 
@@ -337,7 +337,7 @@ JUNK = st.one_of(
 )
 TIMES = st.one_of(st.integers(0, 200).map(lambda n: n / 8), st.integers(0, 25).map(float))
 KINDS = (
-    "submitted launcher worker exited called world failure scaled suspended resumed finished session restoring restored step "
+    "submitted launcher worker exited called world failure scaled resumed finished session restoring restored step "
     "saving staged committed save_failed damaged interrupted hang chaos unheard-of"
 )
 FIELDS = (
@@ -466,17 +466,13 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
             story.say("hang", spend(Bucket.HANG), worker=0, rank=0).failure(spend(Bucket.RENDEZVOUS), 0)
             start(committed)
         else:
-            if act == "suspend":
-                story.say("suspended")
             story.save(spend(Bucket.CHECKPOINT)).say("interrupted", spend(Bucket.CHECKPOINT), step=story.step, reason=act)
             committed = story.step
-            if act == "stop":
-                story.finished(spend(Bucket.RENDEZVOUS), "Interrupted").say("submitted", spend(Bucket.IDLE))
-            if act == "suspend":
-                story.say("resumed", spend(Bucket.IDLE))
             if act == "resize":
                 start(committed)
             else:
+                state = {"suspend": "Suspended", "stop": "Interrupted"}[act]
+                story.finished(spend(Bucket.RENDEZVOUS), state).say("resumed", spend(Bucket.IDLE))
                 story.say("worker", spend(Bucket.QUEUE), worker=0)
                 start(committed, waiting=Bucket.STARTUP)
     story.finished(spend(Bucket.STARTUP))

@@ -133,7 +133,7 @@ def test_a_process_that_waits_for_a_neighbour_who_advances_is_not_stuck():
     assert lifecycle.hung([a_process(50.0), a_process(1.0, local_rank=1)], now=1000.0, limit_s=10.0) is None
 
 
-@pytest.mark.parametrize("phase", ["open", "restore"])
+@pytest.mark.parametrize("phase", ["open", "restore", "first step"])
 def test_before_the_first_step_there_is_more_time(phase: str):
     assert lifecycle.hung([a_process(100.0, phase=phase)], now=1000.0, limit_s=10.0) is None
     assert lifecycle.hung([a_process(900.0, phase=phase)], now=1000.0, limit_s=10.0) is not None

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from outlast.status import State
 def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_failing_rank(machine):
     status = machine.run(machine.job(args=("--steps=40", "--fail-at=3"), checkpoint={"every": "1h"}))
     assert (status.state, status.exit_code) == (State.FAILED, 1)
-    assert "failed there 3 times" in status.reason
+    assert "has failed 3 times in a row" in status.reason
     assert (status.failure.rank, status.failure.code) == (1, 1)
     assert status.failure.reason == "rank 1 on worker 1 raised ValueError: a bug at step 3"
     assert status.failure.traceback.splitlines()[-1] == "ValueError: a bug at step 3"
@@ -42,7 +43,7 @@ def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
     machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
     status = machine.end(name)
     assert (status.state, status.exit_code) == (State.FAILED, 137)
-    assert "allowed" in status.reason
+    assert "is used up" in status.reason
 
 
 def test_a_script_that_disappears_after_submission_is_named(machine):
@@ -112,24 +113,33 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def test_a_full_disk_stops_saving_but_not_training_and_is_said(machine, small_disk: Path):
-    """A save that finds the disk full is said and skipped; when there is room again, saving works again."""
-    args = ("--steps=120", "--pause=0.05", "--width=6000")
-    name = machine.submit(machine.job(args=args, output=str(small_disk), checkpoint={"every": "10 steps", "keep": 2}))
-    machine.at_step(name, 5)
-    filler = small_disk / "filler"
-    with contextlib.suppress(OSError):
-        filler.write_bytes(b"\0" * (6 << 20))
-    status = machine.wait(name, lambda s: bool(s.warnings))
-    assert "No space left on device" in status.warnings[0]
-    filler.unlink()
-    status = machine.end(name)
-    assert status.state is State.SUCCEEDED
-    assert status.checkpoint is not None
-    assert status.checkpoint.step >= 60
-    kinds = [event["kind"] for event in machine.backend.events(name)]
-    assert "save_failed" in kinds
-    assert status.restarts == 0
+def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path, machine_in):
+    """State, logs, ledger and output are all on the disk that is full. When there is room again, saving works again."""
+    args = ("--steps=160", "--pause=0.05", "--width=6000", "--print")
+    machine = machine_in(small_disk)
+    try:
+        name = machine.submit(machine.job(args=args, checkpoint={"every": "10 steps", "keep": 2}))
+        started = machine.at_step(name, 15)
+        filler = small_disk / "filler"
+        with contextlib.suppress(OSError):
+            filler.write_bytes(b"\0" * (6 << 20))
+        log = machine.backend.output(name) / "logs" / "worker-0.log"
+        size = log.stat().st_size
+        time.sleep(3)  # long enough for saves, logs, status and ledger to find no room
+        assert log.stat().st_size < size + 4096, "the disk was full"
+        filler.unlink()
+        status = machine.end(name)
+        assert (status.state, status.restarts) == (State.SUCCEEDED, 0), (
+            machine.directory / "state/jobs/job/launcher.log"
+        ).read_text()
+        assert status.checkpoint is not None
+        assert status.checkpoint.step == 160
+        assert status.run == started.run
+        steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "committed"]
+        assert len(steps) < 16, "some saves found no room"
+    finally:
+        machine.kill_everything()
+        machine.kill_everything()
 
 
 def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):

@@ -42,6 +42,7 @@ def test_a_random_schedule_of_kills_changes_nothing_in_the_result(machine, undis
     workers = rng.choice([1, 2, 2, 3])
     path = machine.job(args=ARGS, workers={"replicas": workers}, restarts={"limit": 20})
     name = machine.submit(path)
+    killed = 0
     for step in sorted(rng.sample(range(3, 95), 3)):
         status = machine.wait(name, lambda s, at=step: s.step >= at or s.state is State.INTERRUPTED)
         if status.state is State.INTERRUPTED:  # everything was killed at once: the user runs it again
@@ -51,9 +52,11 @@ def test_a_random_schedule_of_kills_changes_nothing_in_the_result(machine, undis
             for pid in victims(status, rng):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     psutil.Process(pid).kill()
+                    killed += 1
     status = machine.wait(name, lambda s: s.finished is not None or s.state is State.INTERRUPTED, timeout_s=120)
     if status.state is State.INTERRUPTED:
         machine.submit(path)
         status = machine.end(name)
     assert status.state is State.SUCCEEDED, (machine.directory / "state/jobs/job/launcher.log").read_text()
     assert machine.final(name) == undisturbed(ARGS, workers)
+    assert killed >= 3

@@ -1,10 +1,11 @@
-"""Worlds of one to three processes that are killed, told to leave, resized, left without disk: what they compute stays the same."""
+"""Worlds of one to three processes, killed, told to leave, resized, left without disk: what they compute stays the same."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -245,7 +246,9 @@ def test_a_save_that_fails_while_leaving_says_what_is_lost(tmp_path: Path):
 def test_an_output_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path / "file" / "out"))
-    with pytest.raises(OutlastError, match=r"output .*/file/out cannot be written: Not a directory; name a directory that can"):
+    with pytest.raises(
+        OutlastError, match=r"output .*/file/out cannot be written: Not a directory; make room or name another directory"
+    ):
         session.open().__enter__()
 
 
@@ -277,7 +280,7 @@ def test_a_replaced_generation_cannot_begin(tmp_path: Path):
 
 
 def test_a_rank_that_raises_ends_with_its_own_error(tmp_path: Path):
-    processes = worlds.started(functools.partial(worlds.train, Training(raise_at=8)), tmp_path, 2)
+    processes = worlds.started(functools.partial(worlds.train, Training(raise_at=6, hasty=True)), tmp_path, 2)
     processes[1].join(30)
     processes[0].kill()  # as its agent does; it may wait for rank 1 as long as the process group's timeout
     end = worlds.ended(processes, tmp_path)
@@ -430,3 +433,15 @@ def test_the_state_of_a_checkpoint_can_be_read_without_a_session(plain: Path):
     assert newest is not None
     checkpoint.restore(newest.path, {"net": other})
     assert other.weight.equal(model.weight)
+
+
+def test_the_script_in_the_guide_trains_and_resumes(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "10 steps")
+    guide = Path(__file__).parents[1] / "docs" / "guide" / "exact-resume.md"
+    train, read = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    for generation in (1, 2):
+        names: dict[str, Any] = {}
+        exec(train + read, names)
+        assert names["run"].generation == generation
+        assert names["step"] == names["stream"].total_steps == 48
+        assert 10 <= names["newest"].step <= 48

@@ -41,7 +41,7 @@ class Decider:
         self.over = False
 
     async def run(self) -> None:
-        self.server = local.Server(heard=self.heard, gone=self.gone)
+        self.server = local.Server(run="run", heard=self.heard, gone=self.gone)
         await self.server.start(self.path)
         self.ready.set()
         while not self.over:

@@ -24,6 +24,7 @@ from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
+    from outlast.status import JobStatus
 
 ACTIONS = {
     "kill-process": "SIGKILL one training process",
@@ -134,12 +135,13 @@ def seed(strikes: Sequence[Strike]) -> random.Random:
 
 
 def play(backend: Backend, name: str, strikes: Sequence[Strike], rng: random.Random) -> Iterator[str]:
-    """Carry out a schedule, each entry once when it is due; yields what was done. Ends with the schedule or with the run."""
+    """Carry out a schedule, each entry once when it is due; yields what was done.
+
+    Ends with the schedule, or when the run ends, leaves or is replaced.
+    """
     left = list(strikes)
-    while left:
-        status = backend.status(name)
-        if status.state.final:
-            return
+    run = backend.status(name).run
+    while left and (status := _status(backend, name, run)) is not None:
         elapsed = timedelta(seconds=time.time() - status.submitted)
         for strike in [strike for strike in left if strike.due(elapsed, status.step)]:
             left.remove(strike)
@@ -150,15 +152,32 @@ def play(backend: Backend, name: str, strikes: Sequence[Strike], rng: random.Ran
 def repeat(
     backend: Backend, name: str, action: str, *, worker: int | None, every: timedelta, times: int | None, rng: random.Random
 ) -> Iterator[str]:
-    """Do the same harm again and again, first now; yields what was done. Ends after `times`, or with the run."""
+    """Do the same harm again and again, first now; yields what was done.
+
+    Ends after `times`, or when the run ends, leaves or is replaced.
+    """
     done = 0
-    while times is None or done < times:
-        if done:
-            time.sleep(every.total_seconds())
-        if backend.status(name).state.final:
-            return
+    run = backend.status(name).run
+    due = time.monotonic()
+    while (times is None or done < times) and _status(backend, name, run) is not None:
+        if time.monotonic() < due:
+            time.sleep(min(_LOOK.total_seconds(), max(0.0, due - time.monotonic())))
+            continue
         yield _attempt(backend, name, action, worker, rng)
         done += 1
+        due = time.monotonic() + every.total_seconds()
+
+
+def _status(backend: Backend, name: str, run: str) -> JobStatus | None:
+    """Where the run stands; None when it has ended or left, or the name has gone to another one: that is not ours to harm."""
+    from outlast.status import State
+
+    try:
+        status = backend.status(name)
+    except NotFound:
+        return None
+    over = status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or status.run != run
+    return None if over else status
 
 
 def _attempt(backend: Backend, name: str, action: str, worker: int | None, rng: random.Random) -> str:

@@ -28,6 +28,7 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at this step, every time")
 parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
 parser.add_argument("--exit-code", type=int, default=78)
+parser.add_argument("--print", action="store_true", help="print every step and record no samples")
 args = parser.parse_args()
 
 draw = np.random.default_rng(7)
@@ -65,8 +66,11 @@ with session.open(seed=3) as run:
             "rank": run.rank,
             "indices": batch.indices.tolist(),
         }
-        with consumed.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        if args.print:
+            print(f"rank {run.rank} step {step}", flush=True)
+        else:
+            with consumed.open("a") as file:
+                file.write(json.dumps(record) + "\n")
         run.log(step, loss=loss, reduce=True)
         leaving = run.interrupted()
         if leaving or run.due(step):

@@ -19,22 +19,20 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from outlast import checkpoints, contract, restarts, spec
 from outlast.backends.places import Places, Wanted, replace_text
+from outlast.backends.workers import Ended, Staff, Worker
+from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
 from outlast.runtime import progress
-from outlast.runtime.agent import processes_per_worker
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
 
 TICK_S = 0.1
@@ -42,36 +40,12 @@ SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
 WAITED_S = 2.0
 """A wait longer than this is worth more words than what led to it."""
+UNTOLD_S = 60.0
+"""A script that does not report its steps and fails sooner than this has failed at its beginning."""
 CLOSING_S = 15.0
 """How long workers may take to leave after the end of the job."""
-BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pauses before a worker is started again that has not joined a world since its last start."""
-
-
-@dataclasses.dataclass
-class Worker:
-    """A worker process of ours, started or adopted."""
-
-    index: int
-    pid: int
-    created: float
-    attempt: int
-    child: subprocess.Popen[bytes] | None = None
-    joined: bool = False
-    """Whether it has been in a world since its start."""
-    told: bool = False
-    """Whether we have told it to leave."""
-
-    def poll(self) -> int | None:
-        """Its exit code once it has ended, None before. The code of an adopted one is in its `worker.json`; -9 if it is not."""
-        if self.child is not None:
-            return self.child.poll()
-        try:
-            process = psutil.Process(self.pid)
-            alive = abs(process.create_time() - self.created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            alive = False
-        return None if alive else -signal.SIGKILL
+LIVE_LEDGER_BYTES = 64 << 20
+"""Up to this size (some 700,000 steps) the live status shows the goodput; the end and `outlast report` always do."""
 
 
 class Launcher:
@@ -83,39 +57,41 @@ class Launcher:
         record = json.loads(places.run.read_text())
         self.run_id: str = record["run"]
         self.output = Path(record["output"])
-        self.code = Path(record["code"])
+        self.staff = Staff(places, self.job, run=self.run_id, output=self.output, code=Path(record["code"]))
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
         self.policy = restarts.Policy(self.job.spec.restarts.limit, self.job.spec.restarts.window)
         self.patience = dataclasses.replace(world.Patience(), leave=self.job.spec.interruption.grace.total_seconds())
-        self.processes = processes_per_worker(self.job)
         self.history = restarts.History()
-        self.workers: dict[int, Worker] = {}
         self.reports: dict[int, local.Report] = {}
         self.known = world.State({})
         """What `world.decide` goes by."""
-        self.not_before: dict[int, float] = {}
         self.pending: list[tuple[bool, Failure]] = []
         """Failures of the current generation, each with whether it only echoes another."""
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = 0.0
-        self.attempts: collections.Counter[int] = collections.Counter()
-        """Starts of each worker."""
+        self.joiners: dict[int, str] = {}
+        """Workers outside a running world that did not manage to join it, and why."""
+        self.stepped = False
+        """Whether the training of the current world reports its steps; a plain script does not."""
+        self.formed_at = 0.0
+        self.warning = ""
+        """What the training says of itself, e.g. that the disk is full."""
         self.paces: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
             submitted=record["submitted"],
             output=str(self.output),
-            processes=self.processes,
+            processes=self.staff.processes,
             min=self.job.spec.workers.allowed()[0],
             max=self.job.spec.workers.allowed()[-1],
         )
         self._goodput_at = 0.0
         self._written = ""
         self._poke = asyncio.Event()
-        self.server = local.Server(heard=self._heard, gone=self._gone)
+        self.server = local.Server(run=self.run_id, heard=self._heard, gone=self._gone)
 
     # The loop
 
@@ -123,24 +99,29 @@ class Launcher:
         """Decide until the job is over."""
         self._recover()
         await self.server.start(self.places.socket)
-        self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.workers))
+        self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.staff.present))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
+        looked = time.monotonic()
         while True:
             self._poke.clear()
-            for id in self.server.drop_silent(time.monotonic()):
-                self._put_down(id, f"was silent for {local.SILENCE_S:g} s")
+            if time.monotonic() - looked > local.HEARTBEAT_S:
+                self.server.forgive()
+            looked = time.monotonic()
+            for id in self.server.drop_silent(looked):
+                self.staff.put_down(id, f"was silent for {local.SILENCE_S:g} s")
             self._reap()
             self._obey()
             if self.closing is None:
                 self._keep_deadlines()
-                self._staff()
+                self._fill()
                 self._decide()
                 self._judge_when_settled()
             elif self._left():
                 break
             self._show()
+            await asyncio.sleep(0)  # hear what has come meanwhile, also when there is no pause
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poke.wait(), TICK_S)
         await self.server.stop()
@@ -159,26 +140,15 @@ class Launcher:
         with contextlib.suppress(OSError, ValueError):
             before = JobStatus.model_validate_json(self.places.status.read_text())
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
-        for fields in memory["workers"]:
-            worker = Worker(**fields)
-            self.attempts[worker.index] = worker.attempt
-            if worker.poll() is None:
-                self.workers[worker.index] = worker
-            else:
-                lost = f"worker {worker.index} was lost while the launcher was away"
-                code = contract.exit_code(-signal.SIGKILL)
-                self._failed(
-                    Failure(worker=worker.index, code=code, reason=lost, generation=memory["generation"], time=time.time()),
-                    echo=False,
-                )
         generation = memory["generation"]
-        if self.workers and memory["world"]:  # it may still train: listen before deciding
+        if generation:
+            self.known = world.State({}, called=world.Call(generation + 1, "the run goes on", False, time.time()))
+        self.staff.adopt(memory["workers"])
+        self._reap()
+        if self.staff.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, local.world_from(memory["world"]), since=time.time())
             self._say(State.RUNNING, "the launcher was started again over a running world")
-            for worker in self.workers.values():
-                worker.joined = True
-        elif generation:
-            self.known = world.State({}, called=world.Call(generation + 1, "the run goes on", False, time.time()))
+        self._remember()
 
     def _remember(self) -> None:
         memory = {
@@ -187,11 +157,10 @@ class Launcher:
             "history": self.history.failures,
             "restarts": self.status.restarts,
             "interruptions": self.status.interruptions,
-            "workers": [
-                {"index": w.index, "pid": w.pid, "created": w.created, "attempt": w.attempt} for w in self.workers.values()
-            ],
+            "workers": self.staff.records(),
         }
-        replace_text(self.places.memory, json.dumps(memory))
+        with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
+            replace_text(self.places.memory, json.dumps(memory), durable=True)
 
     def _generation(self) -> int:
         """The newest generation that there has been."""
@@ -201,9 +170,6 @@ class Launcher:
     # What members say
 
     def _heard(self, report: local.Report) -> None:
-        if report.run != self.run_id:
-            self.server.send(report.id, "closed", local.Closed(f"run {report.run} is over", contract.Exit.FAILED))
-            return
         before = self.reports.get(report.id)
         self.reports[report.id] = report
         if before is not None and dataclasses.replace(before, since=report.since) == report:
@@ -232,115 +198,49 @@ class Launcher:
 
     # Workers
 
-    def _staff(self) -> None:
+    def _fill(self) -> None:
         """Start the workers that are wanted and missing."""
         now = time.time()
-        present = set(self.workers)
-        missing = self.wanted.replicas - len([w for w in self.workers.values() if not w.told])
-        for index in range(max(self.wanted.replicas, self.status.max)):
-            if missing <= 0:
-                break
-            if index in present:
+        for index in self.staff.missing(self.wanted.replicas, now):
+            try:
+                worker = self.staff.start(index)
+            except OutlastError as problem:
+                self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
+                return
+            except OSError as problem:
+                self.joiners[index] = f"worker {index} cannot be started: {problem}"
+                self.staff.pause(index, now)
                 continue
-            missing -= 1
-            if now >= self.not_before.get(index, 0.0):
-                self._start(index)
-
-    def _start(self, index: int) -> None:
-        state = self.places.worker(index)
-        state.mkdir(parents=True, exist_ok=True)
-        (state / contract.WORKER).unlink(missing_ok=True)
-        for local_rank in range(self.processes):
-            (state / contract.PROGRESS.format(local_rank=local_rank)).unlink(missing_ok=True)
-        logs = self.output / contract.LOGS
-        logs.mkdir(parents=True, exist_ok=True)
-        self.attempts[index] += 1
-        attempt = self.attempts[index]
-        with open(logs / contract.worker_log(index), "ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "outlast.runtime.agent"],
-                env=self._environ(index, state),
-                cwd=self.code,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        created = psutil.Process(child.pid).create_time()
-        self.workers[index] = Worker(index, child.pid, created, attempt, child)
-        self.ledger.write("worker", worker=index, pid=child.pid, attempt=attempt)
-        self._remember()
-
-    def _put_down(self, index: int, why: str) -> None:
-        """Kill a worker that lives but does not work; it is started again like one that died."""
-        worker = self.workers.get(index)
-        if worker is not None:
-            print(f"worker {index} {why}; killing it", flush=True)
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; what it forked dies with it
-
-    def _environ(self, index: int, state: Path) -> dict[str, str]:
-        """The environment contract of a worker, the same as a pod's."""
-        every = self.job.spec.checkpoint.every
-        cpus = self.job.spec.resources.cpu or (os.cpu_count() or 1) / max(1, self.job.spec.workers.replicas)
-        return {
-            **os.environ,
-            # Results depend on the number of threads and on the order of sets: both must be the same after every restart.
-            "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
-            "PYTHONHASHSEED": "0",
-            "PYTHONUNBUFFERED": "1",
-            **self.job.spec.env,
-            contract.Env.JOB: self.job.metadata.name,
-            contract.Env.RUN: self.run_id,
-            contract.Env.WORKER: str(index),
-            contract.Env.STATE: str(state),
-            contract.Env.OUTPUT: str(self.output),
-            contract.Env.LEDGER: str(self.output / contract.LEDGER),
-            contract.Env.NOTICE: str(state / contract.NOTICE),
-            contract.Env.RENDEZVOUS: f"{local.SCHEME}{self.places.socket}",
-            contract.Env.CHECKPOINT_EVERY: str(every),
-            contract.Env.CHECKPOINT_KEEP: str(self.job.spec.checkpoint.keep),
-            contract.Env.JOB_FILE: str(self.places.job),
-            contract.Env.CODE: str(self.code),
-            contract.Env.PROBE_PORT: str(base + index if (base := int(os.environ.get(contract.Env.PROBE_PORT) or 0)) else 0),
-            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self.places.state)]),
-        }
-
-    def _reap(self) -> None:
-        for index, worker in list(self.workers.items()):
-            status = worker.poll()
-            if status is None:
-                continue
-            del self.workers[index]
-            said = _read_json(self.places.worker(index) / contract.WORKER)
-            if worker.child is None and said.get("pid") == worker.pid and said.get("code") is not None:
-                status = int(said["code"])
-            self._ended(worker, contract.exit_code(status), said.get("reason") or "")
+            self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt)
             self._remember()
 
-    def _ended(self, worker: Worker, code: int, said: str) -> None:
-        index = worker.index
-        interrupted = code == contract.Exit.INTERRUPTED or worker.told
-        self.ledger.write("exited", worker=index, code=code, reason=said, interrupted=interrupted)
-        if self.closing is not None or worker.told:
+    def _reap(self) -> None:
+        """Take note of the workers that have ended."""
+        for end in self.staff.ended():
+            worker = end.worker
+            self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.said, interrupted=end.interrupted)
+            if self.closing is None and not worker.told:
+                if end.interrupted:
+                    self.status.interruptions += 1
+                else:
+                    self._died(end)
+            self._remember()
+
+    def _died(self, end: Ended) -> None:
+        index = end.worker.index
+        self.staff.pause(index, time.time())
+        training = self.known.world if self.known.called is None else None
+        if training is not None and index not in training.members:  # the world goes on without it
+            self.joiners[index] = f"{end.reason}; it will be started again"
             return
-        if interrupted:
-            self.status.interruptions += 1
-            return
-        starts = 0 if worker.joined else worker.attempt
-        self.not_before[index] = time.time() + BACKOFF_S[min(starts, len(BACKOFF_S) - 1)]
-        how = f"was killed by {signal.Signals(code - 128).name}" if contract.killed(code) else f"exited with code {code}"
-        reason = f"worker {index} {how}" + (f": {said}" if said and not contract.killed(code) else "")
-        generation = self._generation()
-        self._failed(
-            Failure(worker=index, code=code, reason=reason, step=self.status.step, generation=generation, time=time.time()),
-            echo=False,
-        )
+        generation, step = self._generation(), self.status.step
+        died = Failure(worker=index, code=end.code, reason=end.reason, generation=generation, step=step, time=time.time())
+        self._failed(died, echo=False)
 
     # Decisions
 
     def _decide(self) -> None:
-        expected = frozenset(index for index, worker in self.workers.items() if not worker.told)
+        expected = frozenset(worker.index for worker in self.staff.staying())
         wanted = world.Wanted(self.wanted.replicas, self.job.spec.workers.allowed(), expected)
         decision = world.decide(self.known, wanted, self.patience, time.time())
         match decision:
@@ -377,19 +277,15 @@ class Launcher:
         self.ledger.write("world", generation=formed.generation, workers=list(formed.members), reason=formed.reason)
         self.status.started = self.status.started or time.time()
         self._say(State.RUNNING, formed.reason)
+        self.formed_at, self.stepped = time.time(), False
         for id in formed.members:
-            if id in self.workers:
-                self.workers[id].joined = True
+            self.staff.joined(id)
+            self.joiners.pop(id, None)
             self.server.send(id, "world", formed)
-        surplus = len([w for w in self.workers.values() if not w.told]) - self.wanted.replicas
-        outside = sorted((w for i, w in self.workers.items() if i not in formed.members and not w.told), key=lambda w: -w.index)
+        surplus = len(self.staff.staying()) - self.wanted.replicas
+        outside = sorted((w for w in self.staff.staying() if w.index not in formed.members), key=lambda w: -w.index)
         for worker in outside[: max(0, surplus)]:
-            self._tell(worker)
-
-    def _tell(self, worker: Worker) -> None:
-        worker.told = True
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker.pid, signal.SIGTERM)
+            self.staff.tell(worker)
 
     def _failed(self, failure: Failure, *, echo: bool) -> None:
         self.pending.append((echo, failure))
@@ -405,9 +301,11 @@ class Launcher:
             return True
         echo, first = min(self.pending, key=_cause_first)
         self.pending.clear()
-        step = self._newest_step()
-        # An error that only echoes somebody's death, whoever that was, says nothing of the step.
-        judged = first.model_copy(update={"step": None if echo else step})
+        self._read_progress()
+        step = self.status.step
+        # An error that only echoes somebody's death says nothing of the step; a plain script that ran for a while tells none.
+        silent = not self.stepped and time.time() - self.formed_at > UNTOLD_S
+        judged = first.model_copy(update={"step": None if echo or silent else step})
         verdict = restarts.judge(self.history, judged, self._committed(), time.time(), self.policy)
         counted = isinstance(verdict, restarts.Stop) or verdict.counted
         self.status.failure = first.model_copy(update={"counted": counted, "step": step})
@@ -426,7 +324,7 @@ class Launcher:
         """End a job that does not get to train, or trains for too long."""
         now, limits = time.time(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
-        if startup and self.status.started is None and now - self.status.submitted > startup:
+        if startup and self.status.started is None and now - self.places.taken_up() > startup:
             self._close(State.FAILED, f"training has not begun within startupDeadlineSeconds ({startup})", contract.Exit.FAILED)
         elif active and self.status.started is not None and now - self.status.started > active:
             self._close(State.FAILED, f"the job has run for activeDeadlineSeconds ({active})", contract.Exit.FAILED)
@@ -462,27 +360,29 @@ class Launcher:
         self.status.interruptions += leave
         self.close_by = time.time() + (self.patience.leave + CLOSING_S if leave else CLOSING_S)
         if leave:
-            for worker in self.workers.values():
-                self._tell(worker)
+            for worker in self.staff.present.values():
+                self.staff.tell(worker)
         else:
             for id in list(self.reports):
                 self.server.send(id, "closed", local.Closed(reason, code))
-            for index, worker in self.workers.items():
-                if index not in self.reports:
-                    self._tell(worker)
+            for worker in self.staff.present.values():
+                if worker.index not in self.reports:
+                    self.staff.tell(worker)
         self._poke.set()
 
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
-        if self.workers and time.time() > self.close_by:
-            for index in self.workers:
-                self._put_down(index, "has not left in time")
-        return not self.workers
+        if time.time() > self.close_by:
+            for index in self.staff.present:
+                self.staff.put_down(index, "has not left in time")
+        return not self.staff.present
 
     def _finish(self) -> int:
         assert self.closing is not None
         state, reason, code = self.closing
         self._judge_last()
+        if code == contract.Exit.INTERRUPTED:
+            reason = f"{reason}; {self._what_is_saved()}"
         self.status.world = []
         self.status.finished = time.time()
         self.status.exit_code = code
@@ -491,6 +391,13 @@ class Launcher:
         self.status.launcher = None
         self._show(final=True)
         return code
+
+    def _what_is_saved(self) -> str:
+        self._read_progress()
+        saved, step = self._committed(), self.status.step
+        if not self.stepped and not saved:
+            return "what it saved is the script's own business"
+        return f"step {saved} is saved" if saved >= step else f"step {saved} is saved, {step - saved} later ones are not"
 
     def _judge_last(self) -> None:
         """A failure that came with the end is still shown, although nobody restarts for it."""
@@ -501,11 +408,8 @@ class Launcher:
 
     def _say(self, state: State, reason: str) -> None:
         self.status.state, self.status.reason = state, reason
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {state}: {reason}", flush=True)
-
-    def _newest_step(self) -> int:
-        self._read_progress()
-        return self.status.step
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the job
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {state}: {reason}", flush=True)
 
     def _committed(self) -> int:
         found = checkpoints.latest(checkpoints.list_(self.output / contract.CHECKPOINTS), self.run_id)
@@ -525,7 +429,8 @@ class Launcher:
             self.paces.append((now, record.step))
         self.status.step = record.step
         self.status.steps = record.steps
-        self.status.warnings = [record.warning] if record.warning else []
+        self.stepped = True
+        self.warning = record.warning
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             found = checkpoints.latest(checkpoints.list_(self.output / contract.CHECKPOINTS), self.run_id)
             if found is not None:
@@ -538,27 +443,32 @@ class Launcher:
     def _show(self, *, final: bool = False) -> None:
         self._read_progress()
         status = self.status
+        no_gpu = "resources.gpu: this machine shows no GPU, the job trains on the CPU"
+        cpu_instead = self.job.spec.resources.gpu and not self.staff.gpus
+        status.warnings = [text for text in [self.warning, no_gpu if cpu_instead else "", *self.joiners.values()] if text]
         status.replicas = self.wanted.replicas
         status.generation = self._generation()
         if not final:
             running = self.known.world is not None and self.known.called is None
             status.world = list(self.known.world.members) if running and self.known.world else []
             status.launcher = os.getpid()
-        status.workers = [self._worker_status(worker) for _, worker in sorted(self.workers.items())]
+        status.workers = [self._worker_status(worker) for _, worker in sorted(self.staff.present.items())]
         now = time.time()
-        if final or now > self._goodput_at:
+        if final or (now > self._goodput_at and self._ledger_bytes() < LIVE_LEDGER_BYTES):
             before = time.perf_counter()
             status.goodput = goodput.buckets(ledgers.read(self.output / contract.LEDGER), now).goodput
             self._goodput_at = now + max(2.0, 50 * (time.perf_counter() - before))  # at most 2 % of our time
         text = status.model_dump_json()
         if text != self._written:
-            replace_text(self.places.status, text)
-            self._written = text
+            with contextlib.suppress(OSError):  # a full disk: what there is to see is late, and written as soon as there is room
+                replace_text(self.places.status, text, durable=final)
+                self._written = text
+
+    def _ledger_bytes(self) -> int:
+        return sum(path.stat().st_size for path in (self.output / contract.LEDGER).glob("*.jsonl"))
 
     def _worker_status(self, worker: Worker) -> WorkerStatus:
-        said = _read_json(self.places.worker(worker.index) / contract.WORKER)
-        if said.get("pid") != worker.pid:
-            said = {}
+        said = self.staff.said(worker)
         ranks = [RankStatus(**rank) for rank in said.get("ranks", [])]
         return WorkerStatus(
             index=worker.index, state=said.get("state", "starting"), pid=worker.pid, ranks=ranks,
@@ -567,10 +477,10 @@ class Launcher:
 
 
 _ENDS = {
-    "interrupt": "interrupted; state saved",
+    "interrupt": "interrupted",
     "suspend": "suspended; `outlast resume` goes on",
     "cancel": "cancelled by the user",
-    "kill": "killed by the user; the newest checkpoint stays",
+    "kill": "killed by the user",
 }
 _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "cancel": State.CANCELLED, "kill": State.INTERRUPTED}
 
@@ -578,18 +488,11 @@ _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "canc
 def _cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
     """Orders failures of one generation: deaths before errors, errors before their echoes, the earlier before the later."""
     echo, failure = pending
-    return echo, bool(failure.traceback), failure.time
+    return echo, not contract.killed(failure.code), failure.time
 
 
 def _facts(failure: Any) -> dict[str, Any]:
     return {key: failure[key] for key in ("rank", "code", "reason", "traceback", "time")}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}
 
 
 def _locked(lock: int) -> bool:

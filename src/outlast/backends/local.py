@@ -1,7 +1,7 @@
 """Jobs on this machine: submits them to a launcher of their own, reads what it writes, writes what the user wants.
 
     <state>/jobs/<name>/      see `backends.places`
-    <output>/<name>/          checkpoints, logs, ledger; the results of finished runs are kept in `previous/<run id>/`
+    <output>/<name>/          checkpoints, logs, ledger; what finished runs left is kept in `previous/<time>/`
 
 The command line is the only caller. Nothing here waits for the launcher: wishes are files, so they survive it.
 """
@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import random
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import psutil
 
 from outlast import chaos, contract, spec
 from outlast.backends import LogLine
-from outlast.backends.places import Places, Wanted, replace_text
+from outlast.backends.places import Places, Run, Wanted, replace_text
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.runtime import daemon, ledger, prepare
 from outlast.status import JobStatus, State, WorkerStatus
@@ -38,16 +36,22 @@ _SKIPPED = shutil.ignore_patterns(
 """What is never part of a job's code."""
 _CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
 """Above this a directory holds data, too, and is not copied."""
+_STARTING_S = 10.0
+"""How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
 SLOW_S = (0.4, 0.1)
 """`slow`: stopped and running in turns of these lengths."""
 SLOW_TURNS = 20
 
 
 class LocalBackend:
-    """The backend of this machine; `state` is usually `.outlast` in the working directory."""
+    """The backend of this machine; `state` is usually `.outlast` in the working directory.
 
-    def __init__(self, state: Path) -> None:
+    `start` starts a command that outlives us, its output appended to a file.
+    """
+
+    def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = daemon.start) -> None:
         self._state = state.absolute()
+        self._start = start
 
     # Submitting
 
@@ -60,24 +64,23 @@ class LocalBackend:
         placed = _placed(job, self._state)
         unfinished = self._unfinished(places)
         if unfinished is None:
-            run_id, submitted, output = _new_run_id(), time.time(), _new_output(placed)
+            run_id, submitted, output = _new_run_id(), time.time(), _new_output(placed, places.code)
+            places.run.unlink(missing_ok=True)  # first: half a state directory is no job
             if places.state.exists():
                 shutil.rmtree(places.state)
         else:
-            before = json.loads(places.run.read_text())
-            run_id, submitted, output = before["run"], before["submitted"], Path(before["output"])
+            before = Run.read(places)
+            run_id, submitted, output = before.run, before.submitted, Path(before.output)
         places.state.mkdir(parents=True, exist_ok=True)
-        code = _snapshot(placed, source, places.state / "code", (self._state, output))
-        places.job.write_text(spec.dump(placed))
-        shutil.copyfile(places.job, output / "job.yaml")
+        code = _snapshot(placed, source, places.code, (self._state, output), submitted)
+        for file in (places.job, output / "job.yaml"):
+            replace_text(file, spec.dump(placed), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
         going_on = f"goes on from step {status.checkpoint.step}" if status.checkpoint else "starting"
-        pending = {"state": State.PENDING, "reason": going_on, "replicas": workers.replicas, "finished": None, "exit_code": None}
-        replace_text(places.status, status.model_copy(update=pending).model_dump_json())
-        record = {"run": run_id, "submitted": submitted, "file": str(source.absolute()), "output": str(output), "code": str(code)}
-        replace_text(places.run, json.dumps(record))
+        _show_pending(places, status, going_on, workers.replicas)
+        Run(run_id, submitted, str(source.absolute()), str(output), str(code)).write(places)
         book = ledger.Ledger(output / contract.LEDGER, "cli")
         if unfinished is None:
             book.write(
@@ -116,18 +119,26 @@ class LocalBackend:
             time.sleep(0.02)
 
     def _launch(self, places: Places) -> None:
-        daemon.start([sys.executable, "-m", "outlast.backends.launcher", str(places.state)], places.log)
+        self._start([sys.executable, "-m", "outlast.backends.launcher", str(places.state)], places.log)
 
     def _strike(self, name: str, schedule: Path) -> None:
         """Carry out a chaos schedule beside the run, in a process of its own."""
         argv = [sys.executable, "-m", "outlast.backends.local", str(self._state), name, str(schedule.absolute())]
-        daemon.start(argv, self._places(name).log)
+        self._start(argv, self._places(name).log)
 
     # Looking
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs known here, the newest last."""
-        found = [self.status(path.parent.name) for path in (self._state / "jobs").glob("*/run.json")]
+        """All jobs known here, the newest last; one whose files are damaged says so as its reason."""
+        found = []
+        for path in (self._state / "jobs").glob("*/run.json"):
+            name = path.parent.name
+            try:
+                found.append(self.status(name))
+            except NotFound:  # it is being submitted again
+                continue
+            except OutlastError as problem:
+                found.append(JobStatus(name=name, run="", state=State.INTERRUPTED, reason=str(problem), submitted=_written(path)))
         return sorted(found, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
@@ -136,10 +147,10 @@ class LocalBackend:
         status = self._read(places)
         if status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or places.launched():
             return status
-        if any(psutil.pid_exists(worker.pid) for worker in status.workers if worker.pid):
+        if any(worker.pid and places.owns(worker.index, worker.pid) for worker in status.workers):
             reason = "the launcher is gone; its workers train on and will start it again"
             return status.model_copy(update={"launcher": None, "reason": reason})
-        if time.time() - max(status.submitted, places.run.stat().st_mtime) < 2:  # it is only just being started
+        if time.time() - places.taken_up() < _STARTING_S:
             return status
         step = status.checkpoint.step if status.checkpoint else 0
         reason = f"all its processes are gone; `outlast run` goes on from step {step}"
@@ -149,7 +160,7 @@ class LocalBackend:
 
     def output(self, name: str) -> Path:
         """The job's output directory."""
-        return Path(json.loads(self._known(name).run.read_text())["output"])
+        return Path(Run.read(self._known(name)).output)
 
     def events(self, name: str) -> Sequence[ledger.Event]:
         """The ledger of the job's run."""
@@ -207,8 +218,7 @@ class LocalBackend:
         if status.state.final:
             raise OutlastError(f"job {name} has ended ({status.state}); `outlast run` starts it anew")
         self._wish(places, end="")
-        pending = {"state": State.PENDING, "reason": "resumed", "finished": None, "exit_code": None}
-        replace_text(places.status, status.model_copy(update=pending).model_dump_json())
+        _show_pending(places, status, "resumed", status.replicas)
         os.utime(places.run)
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "cli")
         book.write("resumed")
@@ -221,7 +231,7 @@ class LocalBackend:
 
     def kill(self, name: str) -> None:
         """End every process of the job now."""
-        self._end(name, "kill", State.INTERRUPTED, "killed by the user; the newest checkpoint stays")
+        self._end(name, "kill", State.INTERRUPTED, "killed by the user")
 
     def _end(self, name: str, how: str, state: State, reason: str) -> None:
         places = self._known(name)
@@ -231,8 +241,8 @@ class LocalBackend:
         if places.launched():
             return
         for worker in self._read(places).workers:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if worker.pid:
+            with contextlib.suppress(ProcessLookupError):
+                if worker.pid and places.owns(worker.index, worker.pid):
                     os.killpg(worker.pid, signal.SIGKILL)
         update: dict[str, object] = {
             "state": state,
@@ -252,7 +262,7 @@ class LocalBackend:
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Do one of `chaos.ACTIONS` and say what was done."""
         chaos.check(action)
-        status = self.status(name)
+        status, places = self.status(name), self._known(name)
         target = _target(status, worker, rng, needs_process=action in ("kill-process", "stop", "slow"))
         number = {"kill-process": signal.SIGKILL, "kill-worker": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
         if action in ("kill-worker", "term"):
@@ -261,6 +271,9 @@ class LocalBackend:
             rank = rng.choice(target.ranks)
             pid, whom = rank.pid, f"rank {rank.rank} on worker {target.index}"
         assert pid is not None
+        gone = OutlastError(f"{whom} (pid {pid}) is gone already")
+        if not places.owns(target.index, pid):
+            raise gone
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "chaos")
         book.write("chaos", action=action, worker=target.index, pid=pid)
         book.close()
@@ -270,7 +283,7 @@ class LocalBackend:
             else:
                 os.kill(pid, number[action])
         except ProcessLookupError:
-            raise OutlastError(f"{whom} (pid {pid}) is gone already") from None
+            raise gone from None
         verb = {"kill-process": "killed", "kill-worker": "killed", "term": "terminated", "stop": "stopped", "slow": "slowed down"}
         return f"{verb[action]} {whom} (pid {pid}) at step {status.step}"
 
@@ -280,20 +293,20 @@ class LocalBackend:
         """Run the job's module with `--evaluate` in one process of this terminal."""
         places = self._known(name)
         job = spec.load(places.job)
-        record = json.loads(places.run.read_text())
+        run = Run.read(places)
         environ = {
             **os.environ,
             **job.spec.env,
             contract.Env.JOB: name,
-            contract.Env.RUN: record["run"],
-            contract.Env.OUTPUT: record["output"],
-            contract.Env.CODE: record["code"],
+            contract.Env.RUN: run.run,
+            contract.Env.OUTPUT: run.output,
+            contract.Env.CODE: run.code,
         }
         data = prepare.data(job, places.state / "data")
         if data is not None:
             environ[contract.Env.DATA] = str(data)
         command = [*prepare.command(job, environ), "--evaluate", *args]
-        return subprocess.run([sys.executable, *command], env=environ, cwd=record["code"], check=False).returncode
+        return subprocess.run([sys.executable, *command], env=environ, cwd=run.code, check=False).returncode
 
     # Places
 
@@ -315,7 +328,19 @@ class LocalBackend:
         return places
 
     def _read(self, places: Places) -> JobStatus:
-        return JobStatus.model_validate_json(places.status.read_text())
+        """What the launcher wrote last. Where nothing is, the run may still be gone on with."""
+        run = Run.read(places)
+        try:
+            return JobStatus.model_validate_json(places.status.read_bytes())
+        except FileNotFoundError:
+            lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
+            name = places.state.name
+            return JobStatus(
+                name=name, run=run.run, state=State.INTERRUPTED, reason=lost, submitted=run.submitted, output=run.output
+            )
+        except (OSError, ValueError) as problem:
+            remedy = "remove it and `outlast run` goes on from the newest checkpoint"
+            raise OutlastError(f"{places.status} is empty, damaged or may not be read; {remedy}") from problem
 
     def _unfinished(self, places: Places) -> JobStatus | None:
         if not places.run.exists():
@@ -388,56 +413,101 @@ def _placed(job: spec.Job, state: Path) -> spec.Job:
         if place and spec.local(place) is None:
             raise OutlastError(f"{name} ({place}) is not on this machine; this version works with local paths and file:// URLs")
     output = str(spec.local(fields.output)) if fields.output else str(state / "runs")
+    if fields.code and not Path(fields.code).is_dir():
+        raise OutlastError(f"code: {fields.code} is not a directory; this version runs directories")
     return job.model_copy(update={"spec": fields.model_copy(update={"output": output})})
 
 
-def _new_output(job: spec.Job) -> Path:
-    """An output directory for a new run; what an earlier run left there is moved to `previous/`."""
+def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int) -> None:
+    """Tell of a run that is taken up, and no longer of how it left. Its deadlines count from its next world."""
+    pending = {
+        "state": State.PENDING,
+        "reason": reason,
+        "replicas": replicas,
+        "started": None,
+        "finished": None,
+        "exit_code": None,
+    }
+    replace_text(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
+
+
+def _new_output(job: spec.Job, code: Path) -> Path:
+    """An output directory for a new run; what an earlier run left there, and in its copy of the code, is moved to `previous/`."""
     output = Path(str(job.spec.output)) / job.metadata.name
     try:
         output.mkdir(parents=True, exist_ok=True)
         earlier = [entry for entry in output.iterdir() if entry.name != "previous"]
+        if code.is_dir() and not code.is_symlink():
+            earlier.append(code)
         if earlier:
             kept = output / "previous" / time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
             while kept.exists():
                 kept = kept.with_name(kept.name + "+")
             kept.mkdir(parents=True)
             for entry in earlier:
-                entry.rename(kept / entry.name)
+                shutil.move(entry, kept / entry.name)
         (output / contract.LEDGER).mkdir()
     except OSError as problem:
         raise OutlastError(
-            f"output: cannot write to {output}: {problem.strerror}; choose another directory or mend its rights"
+            f"output: cannot write to {output}: {problem.strerror or problem}; choose another directory or mend its rights"
         ) from problem
     return output
 
 
-def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path]) -> Path:
+def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path], submitted: float) -> Path:
     """The directory that the job runs in: a copy of `code`, so that editing it does not change a run on its way.
 
-    A directory too large to be only code is not copied, the job runs in it. Without `code` it runs where the job file lies.
+    The job may write into the copy. When the run goes on, a file of `code` replaces that of the copy unless the job has written
+    to it since, and files that only the copy has stay. A directory too large to be only code is not copied, the job runs in it.
+    Without `code` it runs where the job file lies.
     """
     if not job.spec.code:
         return source.absolute().parent
     code = Path(job.spec.code)
-    if not code.is_dir():
-        raise OutlastError(f"code: {code} is not a directory; this version runs directories")
-    if into.exists():
-        shutil.rmtree(into)
-
-    def skipped(directory: str, names: list[str]) -> set[str]:
-        return _SKIPPED(directory, names) | {name for name in names if Path(directory, name) in not_code}
-
-    size, files = 0, 0
+    entries: list[Path] = []
+    size = 0
     for directory, names, found in os.walk(code):
-        left_out = skipped(directory, names)
+        left_out = _SKIPPED(directory, [*names, *found]) | {name for name in names if Path(directory, name) in not_code}
         names[:] = [name for name in names if name not in left_out]
-        files += len(found)
+        found = [name for name in found if name not in left_out]
+        entries += [Path(directory, name) for name in (*names, *found)]
         size += sum(os.lstat(os.path.join(directory, name)).st_size for name in found)
-        if size > _CODE_BYTES or files > _CODE_FILES:
+        if size > _CODE_BYTES or len(entries) > _CODE_FILES:
+            if into.exists():
+                raise OutlastError(f"code: {code} has become too large to be copied; keep data elsewhere, or use --fresh")
             return code
-    shutil.copytree(code, into, symlinks=True, ignore=skipped)
+    try:
+        into.mkdir(exist_ok=True)
+        for entry in entries:
+            _renew(entry, into / entry.relative_to(code), submitted)
+    except OSError as problem:
+        raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
     return into
+
+
+def _renew(new: Path, old: Path, submitted: float) -> None:
+    """Make `old`, in the copy of a directory, what `new` is in the original. Nothing is written through a link."""
+    mode = new.lstat().st_mode
+    if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{old} is a directory, {new} is not")
+    partial = old.with_name(f".{old.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    if stat.S_ISLNK(mode):
+        partial.symlink_to(new.readlink())
+        partial.replace(old)
+    elif stat.S_ISDIR(mode):
+        if old.is_symlink() or old.is_file():
+            old.unlink()
+        old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
+    elif stat.S_ISREG(mode):  # a socket or a pipe is no code
+        if old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
+            return  # the job's: a copy has the time of its original, which is older than the run
+        shutil.copy2(new, partial)
+        partial.replace(old)
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _play(state: Path, name: str, schedule: Path) -> None:

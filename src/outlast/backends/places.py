@@ -1,7 +1,7 @@
-"""The state of one local job on disk: where each file is, and the two that the command line and the launcher share.
+"""The state of one local job on disk: where each file is, and those that the command line and the launcher share.
 
 Every file is replaced as a whole, so whoever is killed half-way leaves the old truth. Written by: job, run, wanted: the command
-line; memory, status: the launcher; workers/<index>: that worker's agent.
+line; memory, status: the launcher; workers/<index>: that worker's agent. After a power loss all but the status are whole, too.
 """
 
 from __future__ import annotations
@@ -10,14 +10,33 @@ import dataclasses
 import fcntl
 import json
 import os
+import time
 from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from outlast import contract
+from outlast.errors import OutlastError
+
+_Kind = TypeVar("_Kind")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old text or the new one, never a part."""
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a file so that a reader sees the old text or the new one, never a part; if `durable`, after a power loss, too."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text)
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     partial.replace(path)
+    if durable:
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # the new name
+        finally:
+            os.close(directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +52,7 @@ class Places:
 
     @property
     def run(self) -> Path:
-        """`{run, submitted, file, output, code}`; written last at submission: a run exists from then on."""
+        """A `Run`; written last at submission: a run exists from then on."""
         return self.state / "run.json"
 
     @property
@@ -66,6 +85,11 @@ class Places:
         """What the launcher decided, for people."""
         return self.state / "launcher.log"
 
+    @property
+    def code(self) -> Path:
+        """The copy of the job's code that it runs in, if there is one; the job may write there."""
+        return self.state / "code"
+
     def worker(self, index: int) -> Path:
         """State directory of a worker."""
         return self.state / "workers" / str(index)
@@ -81,6 +105,48 @@ class Places:
             return False
         return False
 
+    def taken_up(self) -> float:
+        """When the run was last submitted or resumed."""
+        return self.run.stat().st_mtime
+
+    def owns(self, index: int, pid: int) -> bool:
+        """Whether a process belongs to a worker: its agent, or one of its training processes. A number written down before may
+        be anybody's today."""
+        try:
+            process = psutil.Process(pid)
+            for _ in range(20):
+                if environ := process.environ():  # raises for a zombie
+                    break
+                time.sleep(0.01)  # in the middle of exec a process has none yet
+        except psutil.Error:
+            return False
+        state = environ.get(contract.Env.STATE)
+        return state is not None and os.path.realpath(state) == os.path.realpath(self.worker(index))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What was submitted."""
+
+    run: str
+    """Its id."""
+    submitted: float
+    file: str
+    """The job file."""
+    output: str
+    """The job's output directory."""
+    code: str
+    """The directory that it runs in."""
+
+    @classmethod
+    def read(cls, places: Places) -> Run:
+        """The job's run; raises OutlastError."""
+        return _read(cls, places.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
+
+    def write(self, places: Places) -> None:
+        """Record the run: it exists from now on, and it was taken up now."""
+        replace_text(places.run, json.dumps(dataclasses.asdict(self)), durable=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
@@ -92,9 +158,16 @@ class Wanted:
 
     @classmethod
     def read(cls, places: Places) -> Wanted:
-        """The newest wish."""
-        return cls(**json.loads(places.wanted.read_text()))
+        """The newest wish; raises OutlastError."""
+        return _read(cls, places.wanted, "`outlast run` with the job file writes it anew")
 
     def write(self, places: Places) -> None:
         """Record the wish; the launcher looks several times a second."""
-        replace_text(places.wanted, json.dumps(dataclasses.asdict(self)))
+        replace_text(places.wanted, json.dumps(dataclasses.asdict(self)), durable=True)
+
+
+def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
+    try:
+        return kind(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as problem:
+        raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem

@@ -16,7 +16,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,9 @@ from outlast.runtime import notice, progress
 
 BACKEND = "outlast"
 STORE_TIMEOUT_S = 30.0
-"""How long to wait for the store of a world's first member. A dead host refuses at once; this is for a host that hangs."""
+"""How long the store of a world's first member may take to answer once it is connected."""
+REACH_S = 5.0
+"""How long the first member may take to accept a connection. A dead one refuses at once, whereas TCPStore would try on."""
 
 
 class Leaving(RendezvousClosedError):
@@ -78,6 +79,11 @@ class Handler(RendezvousHandler):
         """Whether this worker was told to leave."""
         return notice.read(self._notice).get("kind") == "leave"
 
+    def called(self) -> bool:
+        """Whether the members of the current world were called together for the next one."""
+        called = self._client.called
+        return called is not None and self.world is not None and called.generation > self.world.generation
+
     # torch's interface
 
     def get_backend(self) -> str:
@@ -109,12 +115,15 @@ class Handler(RendezvousHandler):
             self._say_leaving()
             return int(not self._listening() or time.time() > asked["deadline"])
         called = self._client.called
-        if called is None or self.world is None or called.generation <= self.world.generation:
+        if called is None or not self.called():
             return 0
         if not called.planned or not self._listening() or time.time() > called.deadline:
             return 1
         if asked.get("generation") != called.generation:
-            notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
+            try:
+                notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
+            except OSError:  # a full disk: it cannot be asked to save, and could not
+                return 1
         return 0
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -170,9 +179,10 @@ class Handler(RendezvousHandler):
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
         fields = dataclasses.asdict(world)
-        partial = self._state / (contract.WORLD + ".tmp")
-        partial.write_text(json.dumps(fields))
-        partial.replace(self._state / contract.WORLD)
+        with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
+            partial = self._state / (contract.WORLD + ".tmp")
+            partial.write_text(json.dumps(fields))
+            partial.replace(self._state / contract.WORLD)
         self._client.report(standing=Standing.TRAINING, generation=world.generation, world=fields, failed=False, failure=None)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:
@@ -180,6 +190,7 @@ class Handler(RendezvousHandler):
                 host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
             )
         else:
+            socket.create_connection((host, int(port)), timeout=REACH_S).close()
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
         return RendezvousInfo(store, rank, len(world.members), RendezvousStoreInfo(host, int(port)))
 
@@ -206,11 +217,6 @@ def create(params: RendezvousParameters) -> Handler:
     client = local.Client(params.endpoint, run=params.run_id, id=id)
     processes = int(params.get("processes", "1"))
     return Handler(client, run_id=params.run_id, id=id, state=state, host=params.local_addr or "127.0.0.1", processes=processes)
-
-
-def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What torch's registry loads: a function that returns the creator."""
-    return create
 
 
 @contextlib.contextmanager

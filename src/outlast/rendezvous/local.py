@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from outlast import contract
 from outlast.rendezvous.world import World
 from outlast.runtime import shim
 
@@ -31,6 +32,8 @@ HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
 """Arbitrary: long enough for a machine that swaps, short enough that nobody waits."""
 _RETRY_S = 0.2
+_LINE_BYTES = 1 << 20
+"""Longest line that the server reads; reports are far shorter."""
 SCHEME = "unix://"
 
 
@@ -135,6 +138,7 @@ class Client:
             with self._changed:
                 self._sock = None
             sock.close()
+            time.sleep(_RETRY_S)
 
     def _read(self, sock: socket.socket) -> None:
         buffer = b""
@@ -175,7 +179,8 @@ def world_from(fields: Mapping[str, Any]) -> World:
 class Server:
     """The launcher's side: who reports what, who is gone, and a way to speak to each."""
 
-    def __init__(self, *, heard: Callable[[Report], None], gone: Callable[[int], None]) -> None:
+    def __init__(self, *, run: str, heard: Callable[[Report], None], gone: Callable[[int], None]) -> None:
+        self._run = run
         self._heard = heard
         self._gone = gone
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -186,7 +191,7 @@ class Server:
         """Listen on `path`, replacing what a dead launcher left there."""
         sock = listening(path)
         sock.setblocking(False)
-        self._server = await asyncio.start_unix_server(self._serve, sock=sock)
+        self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 
     async def stop(self) -> None:
         """Close the door and all connections."""
@@ -201,6 +206,11 @@ class Server:
         if writer is not None and dataclasses.is_dataclass(content) and not isinstance(content, type):
             writer.write(json.dumps({kind: dataclasses.asdict(content)}).encode() + b"\n")
 
+    def forgive(self) -> None:
+        """Count silence from now: it was we who did not listen (a machine that slept, a frozen container)."""
+        now = time.monotonic()
+        self._beats = dict.fromkeys(self._beats, now)
+
     def drop_silent(self, now: float) -> list[int]:
         """Hang up on members that have been silent for too long (a stopped process keeps its connection); who they were."""
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
@@ -214,6 +224,11 @@ class Server:
         try:
             while line := await reader.readline():
                 report = Report(**json.loads(line)["report"])
+                if report.run != self._run:  # left over from an earlier run of the same name
+                    closed = Closed(f"run {report.run} is over", contract.Exit.FAILED)
+                    writer.write(json.dumps({"closed": dataclasses.asdict(closed)}).encode() + b"\n")
+                    await writer.drain()
+                    return
                 if id is None:
                     id = report.id
                     self._writers[id] = writer

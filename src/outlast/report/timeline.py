@@ -164,7 +164,6 @@ class Timeline:
         self._life = 0  # grows with every start of the training processes, and with every restore
         self._members: frozenset[int | None] | None = None
         self._broken = False
-        self._suspended = False
         self._why = ""  # the planned call that the present world is to follow
         self._launchers = 0
         self._open: list[Incident] = []  # training has not gone on since
@@ -213,7 +212,7 @@ class Timeline:
             self._broken = True
         elif self._phase not in (Bucket.IDLE, Bucket.QUEUE):
             self._drop(fate, t)
-            self._phase = Bucket.IDLE if self._suspended else Bucket.RENDEZVOUS
+            self._phase = Bucket.RENDEZVOUS
 
     def _form(self, generation: int, t: int) -> None:
         self._drop(Bucket.RENDEZVOUS, t)
@@ -276,11 +275,9 @@ class Timeline:
     # What the launcher says
 
     def _on_submitted(self, t: int, event: Event) -> None:
-        self._suspended = False
         self._taken_up(t, event)
 
     def _on_resumed(self, t: int, event: Event) -> None:
-        self._suspended = False
         self._rests()
         self._taken_up(t, event)
 
@@ -301,11 +298,6 @@ class Timeline:
             self._phase = Bucket.IDLE
         self._wake(Bucket.QUEUE, t)
 
-    def _on_suspended(self, t: int, event: Event) -> None:
-        self._suspended = True
-        if self._phase in (Bucket.QUEUE, Bucket.STARTUP, Bucket.RENDEZVOUS):
-            self._enter(Bucket.IDLE, t)
-
     def _on_worker(self, t: int, event: Event) -> None:
         self._wake(Bucket.STARTUP, t)
         if self._phase is Bucket.QUEUE:
@@ -313,7 +305,7 @@ class Timeline:
 
     def _wake(self, phase: Bucket, t: int) -> None:
         self.finished = None
-        if self._phase is Bucket.IDLE and not self._suspended:
+        if self._phase is Bucket.IDLE:
             self._enter(phase, t)
 
     def _on_called(self, t: int, event: Event) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import queue
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from outlast import spec
 
 LOOK_S = 0.1
+SEEK_S = 1.0
+"""How often to see whether the decider can be reached."""
 REVIVE_AFTER_S = 1.5
 """How long the decider may be out of reach before we start it again."""
 
@@ -61,6 +64,7 @@ class Agent:
         os.set_blocking(self._wake_w, False)
         self._written: dict[str, Any] = {}
         self._unreachable_since: float | None = None
+        self._seek_at = 0.0
         self._condemned: set[int] = set()
         """Pids of hung processes that we have killed."""
         labels = {"job": job.metadata.name, "worker": str(self.index)}
@@ -73,6 +77,8 @@ class Agent:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self.notice.unlink(missing_ok=True)
+        for left_over in self.state.glob("ranks-*"):
+            shutil.rmtree(left_over, ignore_errors=True)
         self._happened(lifecycle.Started())
         while self.exit is None:
             self._wait()
@@ -96,7 +102,11 @@ class Agent:
                     self._launched = True
                 case lifecycle.Notify(reason, deadline):
                     self.deadline = deadline
-                    notice.write(self.notice, "leave", reason, deadline)
+                    try:
+                        notice.write(self.notice, "leave", reason, deadline)
+                    except OSError as problem:
+                        print(f"outlast | cannot tell the training to leave: {problem}; ending it", flush=True)
+                        self._warm.kill()
                 case lifecycle.Kill():
                     print(f"outlast | the time to leave is over ({self.worker.leaving}); ending the training", flush=True)
                     self._warm.kill()
@@ -214,15 +224,21 @@ class Agent:
         if not revive or self.worker.leaving:
             return
         now = time.monotonic()
+        if now < self._seek_at:
+            return
+        self._seek_at = now + SEEK_S
         try:
             shim.connect(self.environ[contract.Env.RENDEZVOUS].removeprefix("unix://")).close()
             self._unreachable_since = None
+        except TimeoutError:  # it is there, but busy or stopped: a running world does not need it
+            self._unreachable_since = None
         except OSError:
             if self._unreachable_since is None:
-                self._unreachable_since = now
+                self._unreachable_since = now + 0.2 * self.index  # one after the other: the first will do
             elif now - self._unreachable_since > REVIVE_AFTER_S:
                 self._unreachable_since = now + REVIVE_AFTER_S
-                daemon.start(json.loads(revive), Path(os.devnull))
+                port = max(0, int(self.environ.get(contract.Env.PROBE_PORT, "0")) - self.index)
+                daemon.start(json.loads(revive), Path(os.devnull), env={**os.environ, contract.Env.PROBE_PORT: str(port)})
 
     def _report(self, found: list[lifecycle.Process], now: float) -> None:
         current = [p for p in found if p.progress.phase != "done"]
@@ -272,10 +288,11 @@ def processes_per_worker(job: spec.Job) -> int:
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
-    """Replace `worker.json` (see `contract.WORKER`)."""
+    """Replace `worker.json` (see `contract.WORKER`). On a full disk it stays as it was: training matters more."""
     partial = directory / "worker.tmp"
-    partial.write_text(json.dumps(record))
-    partial.replace(directory / contract.WORKER)
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(record))
+        partial.replace(directory / contract.WORKER)
 
 
 def dump_stacks(pids: list[int], path: Path) -> None:
@@ -309,8 +326,31 @@ def _kernel_state(pid: int) -> str:
         return ""
 
 
+def pump_output() -> threading.Thread:
+    """Put a pipe between this worker's output and its log, so that a full disk costs log lines and not the training.
+
+    Whoever writes to the log itself dies of ENOSPC in the middle of a print. The thread ends when the last writer has.
+    """
+    log = os.dup(1)
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    os.dup2(write, 2)
+    os.close(write)
+
+    def copy() -> None:
+        while data := os.read(read, 65536):
+            with contextlib.suppress(OSError):
+                while data:
+                    data = data[os.write(log, data) :]
+
+    thread = threading.Thread(target=copy, name="outlast-output", daemon=True)
+    thread.start()
+    return thread
+
+
 def main() -> None:
     """Start the warm process first (it takes longest), then live."""
+    output = pump_output()
     state = os.environ[contract.Env.STATE]
     environ = dict(os.environ)
     warm = subprocess.Popen(
@@ -327,6 +367,10 @@ def main() -> None:
         ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
         write_state(Path(state), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code})
     print(f"outlast | worker {environ[contract.Env.WORKER]}: {ended.reason} (exit {ended.code})", flush=True)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    output.join(timeout=5)  # what has been written reaches the log
     sys.exit(ended.code)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def start(argv: Sequence[str], log: Path) -> None:
+def start(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
     """Start a command in a session of its own, its output appended to `log`. It is no child of ours: nobody waits for it."""
     with open(log, "ab") as file:
         subprocess.run(
@@ -16,5 +16,6 @@ def start(argv: Sequence[str], log: Path) -> None:
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=env,
             check=True,
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -26,9 +27,11 @@ from outlast.rendezvous.handler import Handler, member
 from outlast.runtime import shim
 
 MONITOR_S = 0.05
+AGAIN_S = 30.0
+"""Longest pause before a script that left without being told is started again."""
+_COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _ECHO = re.compile(
-    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)"
-    r"|timed out|gloo|nccl|DistNetworkError",
+    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|nccl",
     re.IGNORECASE,
 )
 """How collectives complain when somebody else has died. Such an error is an echo, not the cause."""
@@ -44,10 +47,12 @@ def main(argv: list[str]) -> None:
     state = Path(os.environ[contract.Env.STATE])
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
     client = local.Client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id)
+    again_s = 0.0
     with member(client, run_id=run_id, id=id, state=state, host="127.0.0.1", processes=processes) as handler:
         while True:
+            begun = time.monotonic()
             try:
-                failures = _train(handler, state, processes, [str(state / "warm.sock"), grace_s, *command])
+                failures = _train(handler, state, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
             except rendezvous.RendezvousClosedError:
                 closed = handler.closed
                 sys.exit(closed.code if closed else contract.Exit.INTERRUPTED)
@@ -56,13 +61,18 @@ def main(argv: list[str]) -> None:
             elif any(failure["code"] == contract.Exit.INTERRUPTED for failure in failures):
                 if handler.leaving():
                     sys.exit(contract.Exit.INTERRUPTED)
+                if not handler.called():  # nobody asked: a script that always says 75 must not spin
+                    again_s = min(AGAIN_S, max(0.5, 2 * again_s)) if time.monotonic() - begun < AGAIN_S else 0.0
+                    pause = time.monotonic() + again_s
+                    while time.monotonic() < pause and not handler.called():
+                        time.sleep(MONITOR_S)
             else:
                 first = min(failures, key=lambda failure: (failure["echo"], failure["time"]))
                 print(f"outlast | {first['reason']}", file=sys.stderr, flush=True)
                 handler.failed(first)
 
 
-def _train(handler: Handler, state: Path, processes: int, shim_args: list[str]) -> list[dict[str, Any]]:
+def _train(handler: Handler, state: Path, processes: int, grace_s: float, shim_args: list[str]) -> list[dict[str, Any]]:
     """Join worlds and run the training processes until they end; the failures, none if all went well."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -72,23 +82,27 @@ def _train(handler: Handler, state: Path, processes: int, shim_args: list[str]) 
         def _exit_barrier(self) -> None:
             """Workers that are done wait at the rendezvous, where the death of another is noticed."""
 
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
+            """Training that saves on SIGTERM has the job's grace for it, not torch's 30 s; `runtime.shim` ends what has none."""
+            if self._pcontext:
+                self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
+            super()._shutdown(death_sig)
+
     several = processes > 1
-    agent = Agent(
-        WorkerSpec(
-            role="outlast",
-            local_world_size=processes,
-            rdzv_handler=handler,
-            entrypoint=sys.executable,
-            args=("-I", "-S", shim.__file__, *shim_args),
-            max_restarts=0,
-            monitor_interval=MONITOR_S,
-            local_addr="127.0.0.1",
-        ),
-        DefaultLogsSpecs(log_dir=tempfile.mkdtemp(prefix="ranks-", dir=state), tee=Std.ALL if several else Std.NONE),
-        log_line_prefix_template="[rank ${rank}] " if several else None,
+    spec = WorkerSpec(
+        role="outlast",
+        local_world_size=processes,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-I", "-S", shim.__file__, *shim_args),
+        max_restarts=0,
+        monitor_interval=MONITOR_S,
+        local_addr="127.0.0.1",
     )
-    result = agent.run()
-    return [_failure(state, handler, rank, failure) for rank, failure in result.failures.items()]
+    with tempfile.TemporaryDirectory(prefix="ranks-", dir=state, ignore_cleanup_errors=True) as directory:
+        logs = DefaultLogsSpecs(log_dir=directory, tee=Std.ALL if several else Std.NONE)
+        result = Agent(spec, logs, log_line_prefix_template="[rank ${rank}] " if several else None).run()
+        return [_failure(state, handler, rank, failure) for rank, failure in result.failures.items()]
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str, Any]:
@@ -105,9 +119,16 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "reason": f"rank {rank} on worker {worker} {what}",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
-        "echo": not verdict
-        and (stopped_by_us or bool(record.get("traceback") and _ECHO.search(record["message"] + record["traceback"]))),
+        "echo": not verdict and (stopped_by_us or _is_echo(record)),
     }
+
+
+def _is_echo(record: dict[str, Any]) -> bool:
+    if record.get("type") not in _COLLECTIVE:
+        return False
+    # A failed save says only which ranks failed; why stands in its traceback.
+    said = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
+    return _ECHO.search(said) is not None
 
 
 def _how(exitcode: int) -> str:

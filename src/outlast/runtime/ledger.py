@@ -49,7 +49,8 @@ class Ledger:
         self._fd = os.open(directory / f"{source}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":  # the last writer was killed in its last line
-            os.write(self._fd, b"\n")
+            with contextlib.suppress(OSError):
+                os.write(self._fd, b"\n")
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, now. A full disk must not end a training run: the event is dropped then."""

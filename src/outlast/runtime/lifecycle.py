@@ -159,7 +159,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Unprepared(phase, reason, retry) if worker.phase is phase:
             return _end(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
         case Trained(code) if worker.phase is Phase.TRAINING:
-            if worker.leaving and code != contract.Exit.DONE:
+            if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                 return _push(worker, contract.Exit.INTERRUPTED, worker.leaving)
             return _push(worker, code, _verdict(code))
         case Told(reason, now, grace_s) if not worker.leaving and worker.phase not in (Phase.PUSHING, Phase.ENDED):

@@ -29,7 +29,6 @@ HELP = {
     "steps_total": "Optimizer steps of the whole run, when known",
     "committed_step": "Step of the newest committed checkpoint",
     "generation": "Generation of the world this worker is in",
-    "world_size": "Workers in the world",
     "progress_age_seconds": "Seconds since the training last reported progress",
     "leaving": "1 while this worker is told to leave",
 }

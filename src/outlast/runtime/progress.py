@@ -6,6 +6,7 @@ One positioned write of a fixed size, so that a kill between two lines leaves ei
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -24,7 +25,7 @@ class Progress:
     generation: int
     rank: int
     phase: str
-    """open | restore | train | save | done"""
+    """started | open | restore | first step | train | save | done"""
     step: int = 0
     steps: int | None = None
     """Total steps of the run, when known."""
@@ -46,8 +47,11 @@ class Writer:
 
     def write(self, record: Progress) -> None:
         """Replace the record; stamps pid and time."""
-        stamped = dataclasses.replace(record, pid=os.getpid(), time=time.time(), warning=record.warning[:200])
-        os.pwrite(self._fd, json.dumps(dataclasses.asdict(stamped)).encode().ljust(_SIZE)[:_SIZE], 0)
+        fields = {**dataclasses.asdict(record), "pid": os.getpid(), "time": time.time()}
+        while len(line := json.dumps(fields).encode()) > _SIZE:
+            fields["warning"] = fields["warning"][:-8]
+        with contextlib.suppress(OSError):  # a full disk, at the first record: the others overwrite it
+            os.pwrite(self._fd, line.ljust(_SIZE), 0)
 
     def close(self) -> None:
         """Close the file; the last record stays."""

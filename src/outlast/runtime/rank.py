@@ -52,13 +52,9 @@ def main(argv: list[str]) -> None:
 
 def _enter(state: Path) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    try:
-        os.environ[contract.Env.GENERATION] = str(json.loads((state / contract.WORLD).read_text())["generation"])
-    except (OSError, ValueError, KeyError):
-        os.environ.setdefault(contract.Env.GENERATION, "0")
+    generation = int(os.environ.get(contract.Env.GENERATION, "0"))
     (state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
     writer = progress.Writer(state, local_rank)
-    generation = int(os.environ[contract.Env.GENERATION])
     writer.write(progress.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
     writer.close()
 
@@ -75,13 +71,13 @@ def _record(state: str | None, error: BaseException, text: str) -> None:
     if not state:
         return
     path = Path(state) / contract.ERROR.format(local_rank=os.environ.get("LOCAL_RANK", "0"))
-    first = (str(error).strip().splitlines() or [""])[0]
+    first = (str(error).strip().splitlines() or [""])[0][:500]
     record = {
         "rank": int(os.environ.get("RANK", "0")),
         "generation": int(os.environ.get(contract.Env.GENERATION, "0")),
         "type": type(error).__name__,
         "message": f"raised {type(error).__name__}: {first}" if text else first,
-        "traceback": "\n".join(text.rstrip().splitlines()[-30:]),
+        "traceback": "\n".join(text.rstrip().splitlines()[-30:])[-8000:],
         "time": time.time(),
     }
     try:

@@ -19,6 +19,8 @@ import sys
 import time
 from types import FrameType
 
+CONNECT_S = 5.0
+"""A listener that is stopped lets its queue fill up; nobody may wait for it for ever."""
 STOP_S = 5.0
 """From SIGTERM to SIGKILL when nobody promised the training time to save."""
 
@@ -26,6 +28,7 @@ STOP_S = 5.0
 def connect(path: str) -> socket.socket:
     """A connection to the warm process listening on `path`, however long the path is (Linux allows 107 bytes in the address)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(CONNECT_S)
     try:
         if len(os.fsencode(path)) < 100:
             sock.connect(path)
@@ -38,6 +41,7 @@ def connect(path: str) -> socket.socket:
     except OSError:
         sock.close()
         raise
+    sock.settimeout(None)
     return sock
 
 

@@ -1,6 +1,8 @@
 """What a training script imports: exact resume, asynchronous checkpoints and a fixed global batch, with torch.
 
-from outlast.training import Stream, session
+    from outlast.training import Stream, session
+
+`docs/guide/exact-resume.md` shows a whole script.
 """
 
 from outlast.training import checkpoint, session

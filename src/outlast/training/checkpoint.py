@@ -1,9 +1,8 @@
 """Saving and restoring what a run needs to go on exactly where it was.
 
 A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with
-`state_dict`/`load_state_dict`, by name. `capture` copies it (training goes on right after), `Saver` makes a checkpoint of the
-copy in a thread, `restore` puts one back. `outlast.checkpoints` knows the directory and what makes a checkpoint valid; this
-module knows torch.distributed.checkpoint.
+`state_dict`/`load_state_dict`, by name. `capture` collects what a rank is to write of it, `restore` puts a checkpoint back.
+`saver` does the writing; `outlast.checkpoints` knows the directory and what makes a checkpoint valid.
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
 `<optimizer>/rest`, `<module>/rest`, `<anything else>`, `rng/<rank>`. Tensors that every rank has are dealt out over the ranks,
@@ -12,26 +11,19 @@ each writes its part; buffers are rank 0's, whose values DDP gives to all at the
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import io
-import logging
 import random
-import shutil
-import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -41,27 +33,28 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from outlast import checkpoints, contract
-from outlast.errors import OutlastError, Superseded
+from outlast.errors import OutlastError
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
 """What one rank writes: tensors, and pickled objects as bytes."""
 
-log = logging.getLogger("outlast")
 
-
-def check_names(state: State) -> None:
+def check(state: State) -> None:
     """Raise OutlastError when a name of the state cannot be a key, or a thing in it cannot be saved."""
+    known = {parameter for thing in state.values() if isinstance(thing, torch.nn.Module) for parameter in thing.parameters()}
     for name, thing in state.items():
         if not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
-            raise OutlastError(
-                f"{name!r} cannot be the name of something to save; use a plain word that torch.nn.Module does not"
-            )
+            raise OutlastError(f"{name!r} cannot name a thing to save; use a plain word that is no attribute of torch.nn.Module")
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise OutlastError(
-                f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict; wrap it in one that has them"
-            )
+            kind = type(thing).__name__
+            raise OutlastError(f"{name!r} is a {kind} without state_dict and load_state_dict; wrap it in a thing that has them")
+        if isinstance(thing, torch.optim.Optimizer) and not known.issuperset(_parameters(thing)):
+            raise OutlastError(f"optimizer {name!r} holds a parameter of none of the modules; name the module it belongs to, too")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 # Copying
@@ -111,24 +104,30 @@ def _modules(state: State) -> torch.nn.Module:
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's tensors by parameter and name, and the rest: groups, and values that are no tensors (momentum may be None).
-
-    An optimizer that has not stepped has no state. torch would make one up by a step of its own, so it is emptied again.
-    """
-    fresh = not optimizer.state
-    try:
+    """An optimizer's tensors by parameter and name, and the rest: groups, and values that are no tensors, such as None."""
+    with _begun(optimizer):
         said: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
-    except KeyError as error:
-        raise OutlastError(
-            f"optimizer {name!r} holds a parameter of none of the modules in the state; pass the module it belongs to as well"
-        ) from error
-    if fresh:
-        optimizer.state.clear()
-        said["state"] = {}
     values = {(fqn, key): value for fqn, entry in said["state"].items() for key, value in entry.items()}
     tensors = {f"{fqn}/{key}": value for (fqn, key), value in values.items() if isinstance(value, torch.Tensor)}
     others = {place: value for place, value in values.items() if not isinstance(value, torch.Tensor)}
     return tensors, {"kind": type(optimizer).__name__, "groups": said["param_groups"], "others": others}
+
+
+@contextlib.contextmanager
+def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Give an optimizer without state an empty entry for as long.
+
+    Otherwise torch makes up a state for it by a step of its own, which hooks notice, and which is not the state before the first
+    step for those to which the first step is special.
+    """
+    first = _parameters(optimizer)[0]
+    if not optimizer.state:
+        optimizer.state[first] = {}
+    try:
+        yield
+    finally:
+        if not optimizer.state.get(first):
+            optimizer.state.pop(first, None)
 
 
 def _dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[str]:
@@ -180,6 +179,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     With `rank`, that rank's random number generators too; False when the checkpoint has none for it (it was saved by fewer
     ranks). Raises OutlastError when the checkpoint does not fit. Needs no process group: every rank reads what it needs.
     """
+    check(state)
     reader = FileSystemReader(path)
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
@@ -198,7 +198,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     own = f"rng/{rank}" if f"rng/{rank}" in saved else None
     if own:
         wanted[own] = b""
-    _check(path, state, wanted, metadata)
+    _compare(path, state, wanted, metadata)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
@@ -221,7 +221,8 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
             # not strict: a parameter that never had a gradient has no state, and is not to get any
             options = StateDictOptions(strict=False)
             saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
-            set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
+            with _begun(thing):
+                set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
         else:
             thing.load_state_dict(_unpickled(wanted[name]))
     if own:
@@ -250,7 +251,7 @@ def _optimizer_room(
     return room
 
 
-def _check(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None:
+def _compare(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None:
     """Raise OutlastError when `state` is not what was saved."""
     saved = metadata.state_dict_metadata
     modules = [name for name, thing in state.items() if isinstance(thing, torch.nn.Module)]
@@ -270,130 +271,3 @@ def _check(path: Path, state: State, wanted: Flat, metadata: Metadata) -> None:
             f"{path.name} {what}{f' (and {more} more)' if more else ''}; "
             "resume with the model and optimizer that were saved or start a new run"
         )
-
-
-# Saving
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a save ended, the same on every rank."""
-
-    step: int
-    committed: bool
-    reason: str = ""
-    """Why it was not committed."""
-    superseded: bool = False
-
-
-class Saver:
-    """Writes captured states as checkpoints, one at a time, in a thread of its own.
-
-    Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
-    and is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`.
-    """
-
-    def __init__(self, directory: Path, run: str, generation: int, keep: int, report: Callable[..., None]) -> None:
-        self._directory, self._run, self._generation, self._keep = directory, run, generation, keep
-        self._report = report
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._group: dist.ProcessGroup | None = None
-        cuda = torch.cuda.is_available()
-        options = StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-        self._stager = DefaultStager(options)  # keeps its buffers, whose pages are the expensive part of a copy
-        self._thread: threading.Thread | None = None
-        self._outcome: Outcome | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def begin(self, step: int, flat: Flat) -> None:
-        """Copy `flat` and start saving it; the previous save must have ended (`wait`). A collective."""
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        self._outcome = None
-        copy = self._stager.stage(flat)
-        self._thread = threading.Thread(target=self._save, args=(step, copy), name="outlast-save", daemon=True)
-        self._thread.start()
-
-    def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """How the save begun last ended, once it has; None when that is known already, or takes longer than `timeout_s`."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        outcome, self._outcome = self._outcome, None
-        return outcome
-
-    def close(self) -> None:
-        """Let go of the group and the buffers; no save may be under way."""
-        self._group = None
-        self._stager.close()
-
-    def _save(self, step: int, flat: Flat) -> None:
-        try:
-            self._outcome = self._together(step, flat)
-        except Exception as error:  # the group broke, so a rank is gone
-            self._outcome = Outcome(step, False, f"the ranks lost each other ({_sentence(error)})")
-            self._report("save_failed", step=step, reason=self._outcome.reason)
-
-    def _together(self, step: int, flat: Flat) -> Outcome:
-        """Write, gather, commit on rank 0, tell everybody."""
-        begun = time.monotonic()
-        target = checkpoints.saving(self._directory, step, self._generation)
-        files, problem = {}, ""
-        try:
-            state_dict_saver.save(flat, storage_writer=FileSystemWriter(target, sync_files=True), process_group=self._group)
-            files = {path.name: _measured(path) for path in sorted(target.glob(f"__{self._rank}_*"))}
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
-            problem = _sentence(error)
-        answers: list[Any] = [None] * self._ranks
-        dist.all_gather_object(answers, (problem, files), group=self._group)
-        outcome = [Outcome(step, False)]
-        if self._rank == 0:
-            outcome = [self._commit(step, target, answers, begun)]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        return outcome[0]
-
-    def _commit(self, step: int, target: Path, answers: list[tuple[str, dict[str, dict[str, int]]]], begun: float) -> Outcome:
-        try:
-            problem = next((problem for problem, _ in answers if problem), "")
-            if problem:
-                raise OutlastError(problem)
-            files = {name: file for _, part in answers for name, file in part.items()}
-            files[".metadata"] = _measured(target / ".metadata")
-            path = self._directory / contract.checkpoint_name(step)
-            new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time())
-            done = checkpoints.commit(target, new, files)
-        except (OSError, OutlastError) as error:
-            shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
-            reason = _sentence(error)
-            self._report("save_failed", step=step, reason=reason)
-            return Outcome(step, False, reason, isinstance(error, Superseded))
-        seconds = round(time.monotonic() - begun, 6)
-        self._report("committed", step=step, path=str(done.path), bytes=done.bytes, seconds=seconds)
-        try:
-            checkpoints.sweep(self._directory, done, self._keep)
-        except OSError as error:
-            log.warning("outlast: old checkpoints could not be removed: %s", _sentence(error))
-        return Outcome(step, True)
-
-
-def _measured(path: Path) -> dict[str, int]:
-    return {"size": path.stat().st_size, "crc32": checkpoints.checksum(path)}
-
-
-def _sentence(error: BaseException) -> str:
-    """What went wrong, without the story of who called whom."""
-    if isinstance(error, CheckpointException):
-        rank, (cause, _) = min(error.failures.items())
-        return f"rank {rank}: {_sentence(cause)}"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-        if isinstance(error, OSError) and error.strerror:
-            return error.strerror
-    return next(iter(str(error).splitlines()), type(error).__name__)

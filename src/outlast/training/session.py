@@ -18,6 +18,7 @@ save and whether to leave.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -25,7 +26,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,7 +41,7 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.progress import Progress, Writer
-from outlast.training import checkpoint, metrics
+from outlast.training import checkpoint, metrics, saver
 from outlast.units import Every
 
 log = logging.getLogger("outlast")
@@ -101,13 +102,11 @@ class Session:
         self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
-        try:
+        with self._writing():
             self._directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self._directory, os.W_OK | os.X_OK):
                 raise PermissionError(None, "Permission denied")
             self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), f"rank-{self.rank}")
-        except OSError as error:
-            raise OutlastError(f"output {self.output} cannot be written: {error.strerror}; name a directory that can") from error
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if "RANK" in env:
             dist.init_process_group(backend)
@@ -116,7 +115,7 @@ class Session:
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
         self._take_over(Env.GENERATION in env)
         keep = int(env.get(Env.CHECKPOINT_KEEP, 3))
-        self._saver = checkpoint.Saver(self._directory, self._run, self.generation, keep, self._saved)
+        self._saver = saver.Saver(self._directory, self._run, self.generation, keep, self._saved)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
         return self
@@ -125,11 +124,23 @@ class Session:
         """Keep earlier generations from committing. Without a number from outside, ours is the one after the last."""
         number = torch.tensor(self.generation)
         if self.rank == 0:
-            number.fill_(checkpoints.take(self._directory, self._run, self.generation if numbered else None))
+            with self._writing():
+                number.fill_(checkpoints.take(self._directory, self._run, self.generation if numbered else None))
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
             self.generation = int(number)
             self._report(generation=self.generation)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what goes wrong into a sentence about the output."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise OutlastError(
+                f"output {self.output} cannot be written: {reason}; make room or name another directory"
+            ) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
@@ -144,9 +155,10 @@ class Session:
             self._saver.close()
             self._group = None
             dist.destroy_process_group()
-        self._ledger.close()
-        if self._progress:
-            self._progress.close()
+        if not self._saver.busy:
+            self._ledger.close()
+            if self._progress:
+                self._progress.close()
 
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """`DistributedDataParallel(model, **options)` that adds up gradients in the same order in every generation.
@@ -161,6 +173,8 @@ class Session:
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
         net = DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None, **options)
+        if options.get("find_unused_parameters"):
+            return net  # which keeps DDP from laying them out anew
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         hidden = vars(model).pop("forward", None)
         vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(self.device) * 0 for parameter in parameters)
@@ -180,7 +194,7 @@ class Session:
         `state` holds modules, optimizers and whatever else has `state_dict` and `load_state_dict`, by name; `save` saves the
         same. Damaged checkpoints are reported and skipped. Raises OutlastError when the state does not fit. A collective.
         """
-        checkpoint.check_names(state)
+        checkpoint.check(state)
         self._state = dict(state)
         steps = next((thing.total_steps for thing in state.values() if hasattr(thing, "total_steps")), None)
         self._report(phase="restore", steps=steps)
@@ -195,7 +209,7 @@ class Session:
             metrics.forget_after(self.output / contract.METRICS, step)
         self._step = self._committed = self._last_saved_step = step
         self._last_save = time.monotonic()
-        self._report(phase="train", step=step, committed=step)
+        self._report(phase="first step", step=step, committed=step)
         return step
 
     def _chosen(self) -> checkpoints.Checkpoint | None:
@@ -242,7 +256,7 @@ class Session:
                     metrics.append(self.output / contract.METRICS, line)
                 except OSError as error:  # a full disk is no reason to stop
                     problem = {"warning": f"{contract.METRICS} cannot be written: {error.strerror}"}
-        self._report(step=step, **problem)
+        self._report(phase="train", step=step, **problem)
         return numbers
 
     def interrupted(self) -> bool:
@@ -306,7 +320,7 @@ class Session:
             self._ledger.write("interrupted", step=step, reason=reason)
         raise SystemExit(Exit.INTERRUPTED)
 
-    def _settle(self, outcome: checkpoint.Outcome | None) -> None:
+    def _settle(self, outcome: saver.Outcome | None) -> None:
         """Take note of how a save ended, on every rank, in the thread that trains."""
         if outcome is None:
             return

@@ -1,0 +1,216 @@
+"""The worker processes of one job on this machine: started, adopted, told to leave, put down, and what became of them.
+
+The launcher says how many there are to be and takes note of those that ended; this module knows how a worker is started and
+recognised. A worker gets the environment that a pod gets, sees GPUs of its own, and lives on when the launcher dies.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outlast import contract, spec
+from outlast.backends.places import Places
+from outlast.errors import OutlastError
+from outlast.rendezvous import local
+from outlast.runtime.agent import processes_per_worker
+
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Pauses before a worker is started again that has not joined a world since its last start."""
+
+
+@dataclasses.dataclass
+class Worker:
+    """One worker process."""
+
+    index: int
+    pid: int
+    attempt: int
+    child: subprocess.Popen[bytes] | None = None
+    """None for one that an earlier launcher started."""
+    told: bool = False
+    """Whether we have told it to leave."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A worker that is no more."""
+
+    worker: Worker
+    code: int
+    said: str
+    """What its agent said last."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether it left because it was told to."""
+        return self.code == contract.Exit.INTERRUPTED or self.worker.told
+
+    @property
+    def reason(self) -> str:
+        """How it ended, in one sentence."""
+        if contract.killed(self.code):
+            return f"worker {self.worker.index} was killed by {signal.Signals(self.code - 128).name}"
+        return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.said}" if self.said else "")
+
+
+class Staff:
+    """The workers there are."""
+
+    def __init__(self, places: Places, job: spec.Job, *, run: str, output: Path, code: Path) -> None:
+        self._places, self._job, self._run, self._output, self._code = places, job, run, output, code
+        self.gpus = gpus()
+        self.processes = processes_per_worker(job)
+        self.present: dict[int, Worker] = {}
+        self._attempts: collections.Counter[int] = collections.Counter()
+        self._vain: collections.Counter[int] = collections.Counter()
+        """Starts of each worker since it was last in a world."""
+        self._not_before: dict[int, float] = {}
+
+    def staying(self) -> list[Worker]:
+        """Those that have not been told to leave."""
+        return [worker for worker in self.present.values() if not worker.told]
+
+    def adopt(self, records: list[dict[str, int]]) -> None:
+        """Take over the workers of an earlier launcher; those that have died meanwhile are found by `ended`."""
+        for record in records:
+            worker = Worker(record["index"], record["pid"], record["attempt"])
+            self._attempts[worker.index] = worker.attempt
+            self.present[worker.index] = worker
+
+    def records(self) -> list[dict[str, int]]:
+        """What `adopt` needs."""
+        return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
+
+    def missing(self, wanted: int, now: float) -> list[int]:
+        """The workers to start now, so that `wanted` are there: the lowest indices, each after its pause."""
+        lacking = wanted - len(self.staying())
+        free = (index for index in range(wanted + len(self.present)) if index not in self.present)
+        return [index for _, index in zip(range(lacking), free, strict=False) if now >= self._not_before.get(index, 0.0)]
+
+    def start(self, index: int) -> Worker:
+        """Start a worker. Raises OutlastError when GPUs run out, OSError when the machine refuses."""
+        state = self._places.worker(index)
+        environ = self._environ(index, state)
+        state.mkdir(parents=True, exist_ok=True)
+        for name in [contract.WORKER, *(contract.PROGRESS.format(local_rank=rank) for rank in range(self.processes))]:
+            (state / name).unlink(missing_ok=True)
+        logs = self._output / contract.LOGS
+        logs.mkdir(parents=True, exist_ok=True)
+        with open(logs / contract.worker_log(index), "ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "outlast.runtime.agent"],
+                env=environ,
+                cwd=self._code,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._attempts[index] += 1
+        self._vain[index] += 1
+        self.present[index] = Worker(index, child.pid, self._attempts[index], child)
+        return self.present[index]
+
+    def joined(self, index: int) -> None:
+        """This worker is in a world: when it dies it is started again at once."""
+        self._vain[index] = 0
+
+    def pause(self, index: int, now: float) -> None:
+        """Start this worker again only after a pause that grows with its vain starts."""
+        self._not_before[index] = now + BACKOFF_S[min(self._vain[index], len(BACKOFF_S) - 1)]
+
+    def ended(self) -> Iterator[Ended]:
+        """Those that have ended since the last look; they are no longer present."""
+        for index, worker in list(self.present.items()):
+            status = worker.child.poll() if worker.child else None if self._places.owns(index, worker.pid) else -signal.SIGKILL
+            if status is None:
+                continue
+            del self.present[index]
+            said = self.said(worker)
+            if worker.child is None and said.get("code") is not None:
+                status = int(said["code"])
+            yield Ended(worker, contract.exit_code(status), said.get("reason") or "")
+
+    def said(self, worker: Worker) -> dict[str, Any]:
+        """What its agent says of it (`contract.WORKER`); empty before the first word."""
+        try:
+            said = dict(json.loads((self._places.worker(worker.index) / contract.WORKER).read_text()))
+        except (OSError, ValueError):
+            return {}
+        return said if said.get("pid") == worker.pid else {}
+
+    def tell(self, worker: Worker) -> None:
+        """Tell a worker to save and leave."""
+        worker.told = True
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGTERM)
+
+    def put_down(self, index: int, why: str) -> None:
+        """Kill a worker that lives but does not work, or does not leave."""
+        worker = self.present.get(index)
+        if worker is not None:
+            print(f"worker {index} {why}; killing it", flush=True)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; what it forked dies with it
+
+    def _environ(self, index: int, state: Path) -> dict[str, str]:
+        """The environment contract of a worker, the same as a pod's."""
+        fields = self._job.spec
+        cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
+        base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
+        return {
+            **os.environ,
+            # Results depend on the number of threads and on the order of sets: both must be the same after every restart.
+            "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
+            "PYTHONHASHSEED": "0",
+            "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(devices(self.gpus, fields.resources.gpu, index)),
+            **fields.env,
+            contract.Env.JOB: self._job.metadata.name,
+            contract.Env.RUN: self._run,
+            contract.Env.WORKER: str(index),
+            contract.Env.STATE: str(state),
+            contract.Env.OUTPUT: str(self._output),
+            contract.Env.LEDGER: str(self._output / contract.LEDGER),
+            contract.Env.NOTICE: str(state / contract.NOTICE),
+            contract.Env.RENDEZVOUS: f"{local.SCHEME}{self._places.socket}",
+            contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
+            contract.Env.CHECKPOINT_KEEP: str(fields.checkpoint.keep),
+            contract.Env.JOB_FILE: str(self._places.job),
+            contract.Env.CODE: str(self._code),
+            contract.Env.PROBE_PORT: str(base + index if base else 0),
+            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self._places.state)]),
+        }
+
+
+def gpus() -> list[str]:
+    """The GPUs that this machine shows to us, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    return sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def devices(shown: list[str], count: int, index: int) -> list[str]:
+    """The GPUs of worker `index`, `count` of those `shown`; none for a job that asks for none, or where there are none at all.
+
+    As in a pod, a worker sees its own only, so its first process may call its device 0. Raises OutlastError when GPUs run out.
+    """
+    if not shown or not count:
+        return []
+    own = shown[count * index : count * (index + 1)]
+    if len(own) < count:
+        workers = "1 worker needs" if index == 0 else f"{index + 1} workers need"
+        remedy = "lower workers.replicas or resources.gpu"
+        raise OutlastError(f"this machine shows {len(shown)} GPUs, {workers} {count * (index + 1)}; {remedy}")
+    return own

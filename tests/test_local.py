@@ -1,0 +1,394 @@
+"""Jobs on this machine as the command line leaves them on disk: what a new run, one that goes on and a lost machine find there.
+
+No launcher is started: `start` writes down what would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from outlast import chaos, contract, spec
+from outlast.backends.local import LocalBackend
+from outlast.backends.places import Places, Run, Wanted, replace_text
+from outlast.errors import NotFound, OutlastError
+from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
+
+LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
+
+
+class Here:
+    """A backend in a temporary directory, with the code `src/train.py` and a job `job` that runs it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.started: list[list[str]] = []
+        self.backend = LocalBackend(directory / "state", start=self._start)
+        self.places = Places(directory / "state" / "jobs" / "job")
+        self.output = directory / "state" / "runs" / "job"
+        self.source = directory / "src"
+        self.source.mkdir()
+        self.write("train.py", "v1")
+
+    def _start(self, argv: Sequence[str], log: Path) -> None:
+        self.started.append([*argv])
+
+    def write(self, name: str, text: str, *, at: float = LONG_AGO) -> None:
+        """A file of the code, written long ago, that is before any run, unless told otherwise."""
+        path = self.source / name
+        path.write_text(text)
+        os.utime(path, (at, at))
+
+    def submit(self, **fields: object) -> str:
+        """The run's id."""
+        path = self.source.parent / "job.yaml"
+        whole = {"script": "train.py", "code": str(self.source), "workers": {"replicas": 2}, **fields}
+        document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": whole}
+        path.write_text(json.dumps(document))
+        return self.backend.submit(spec.load(path), source=path)
+
+    def leave(self, state: State, **fields: object) -> None:
+        """What the launcher writes when it leaves."""
+        status = JobStatus.model_validate_json(self.places.status.read_bytes())
+        last = status.model_copy(update={"state": state, "reason": "as told", "finished": time.time(), "exit_code": 75, **fields})
+        replace_text(self.places.status, last.model_dump_json())
+
+    @contextlib.contextmanager
+    def launcher(self, **fields: object) -> Iterator[None]:
+        """A launcher lives that has written this status."""
+        with open(self.places.lock, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.leave(State.RUNNING, **{"finished": None, "exit_code": None, **fields})
+            yield
+
+    def code(self) -> dict[str, str]:
+        """The files of the copy that the job runs in; a link is shown as what it points to."""
+        paths = sorted(path for path in self.places.code.rglob("*") if path.is_symlink() or path.is_file())
+        name = lambda path: str(path.relative_to(self.places.code))  # noqa: E731
+        return {name(path): f"-> {path.readlink()}" if path.is_symlink() else path.read_text() for path in paths}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here(tmp_path)
+
+
+# The job's own files
+
+
+def test_a_run_that_goes_on_takes_the_new_code_and_keeps_what_the_job_wrote(here: Here) -> None:
+    here.write("model.py", "v1")
+    here.write("snapshot.pt", "of another run")
+    run = here.submit()
+    (here.places.code / "snapshot.pt").write_text("of this run")
+    (here.places.code / "out").mkdir()
+    (here.places.code / "out" / "samples.txt").write_text("of this run")
+    here.leave(State.INTERRUPTED)
+    here.write("train.py", "v2", at=LONG_AGO - 1)  # put there with mv, which keeps its time
+    (here.source / "new").mkdir()
+    here.write("new/layers.py", "v2")
+    assert here.submit() == run
+    wrote = {"snapshot.pt": "of this run", "out/samples.txt": "of this run"}
+    now = {"train.py": "v2", "model.py": "v1", "new/layers.py": "v2", **wrote}
+    assert here.code() == now
+    here.leave(State.INTERRUPTED)
+    here.write("snapshot.pt", "mended by hand", at=SOON)
+    here.submit()
+    assert here.code() == {**now, "snapshot.pt": "mended by hand"}
+
+
+def test_resume_goes_on_with_the_code_as_it_is(here: Here) -> None:
+    here.submit()
+    (here.places.code / "snapshot.pt").write_text("of this run")
+    here.leave(State.SUSPENDED)
+    here.write("train.py", "v2", at=SOON)
+    here.backend.resume("job")
+    assert here.code() == {"train.py": "v1", "snapshot.pt": "of this run"}
+
+
+def test_links_in_the_copy_are_replaced_and_never_written_through(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "big").write_text("the user's")
+    (here.source / "settings").symlink_to(tmp_path / "data" / "big")
+    (here.source / "data").symlink_to(tmp_path / "data")
+    (here.source / "other").symlink_to("train.py")
+    here.submit()
+    assert here.code()["data"] == f"-> {tmp_path / 'data'}"
+    here.leave(State.INTERRUPTED)
+    for name in ("settings", "data", "other"):
+        (here.source / name).unlink()
+    (here.source / "data").mkdir()
+    here.write("data/big", "new")
+    here.write("settings", "new")
+    (here.source / "other").symlink_to("settings")
+    here.submit()
+    assert here.code() == {"train.py": "v1", "settings": "new", "data/big": "new", "other": "-> settings"}
+    assert (tmp_path / "data" / "big").read_text() == "the user's"
+
+
+def test_a_file_in_the_place_of_a_directory_is_refused_with_the_way_out(here: Here) -> None:
+    (here.source / "part").mkdir()
+    here.write("part/a.py", "v1")
+    here.submit()
+    here.leave(State.INTERRUPTED)
+    (here.source / "part" / "a.py").unlink()
+    (here.source / "part").rmdir()
+    here.write("part", "a file now")
+    with pytest.raises(
+        OutlastError, match=r"code: cannot copy .*/code/part is a directory, .*/src/part is not; mend that, or use --fresh"
+    ):
+        here.submit()
+    assert here.code() == {"train.py": "v1", "part/a.py": "v1"}
+
+
+def test_code_that_grew_too_large_during_a_run_is_refused(here: Here) -> None:
+    here.submit()
+    here.leave(State.INTERRUPTED)
+    with open(here.source / "data.bin", "wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(OutlastError, match=r"has become too large to be copied; keep data elsewhere, or use --fresh"):
+        here.submit()
+    here.leave(State.CANCELLED)
+    here.submit()
+    assert Run.read(here.places).code == str(here.source), "a new run works in the directory itself"
+
+
+def test_a_new_run_starts_clean_and_the_old_ones_files_are_kept(here: Here) -> None:
+    first = here.submit()
+    (here.places.code / "snapshot.pt").write_text("of the first")
+    (here.output / "model.pt").write_text("of the first")
+    here.leave(State.SUCCEEDED)
+    assert here.submit() != first
+    assert here.code() == {"train.py": "v1"}
+    (kept,) = (here.output / "previous").iterdir()
+    assert (kept / "code" / "snapshot.pt").read_text() == "of the first"
+    assert (kept / "model.pt").read_text() == "of the first"
+    assert not (here.output / "model.pt").exists()
+
+
+def test_the_code_is_kept_although_somebody_removed_the_output(here: Here) -> None:
+    here.submit()
+    (here.places.code / "snapshot.pt").write_text("of the first")
+    here.leave(State.FAILED)
+    here.output.rename(here.output.with_name("moved"))
+    here.submit()
+    (kept,) = (here.output / "previous").iterdir()
+    assert (kept / "code" / "snapshot.pt").read_text() == "of the first"
+
+
+def test_a_mistake_in_the_job_file_costs_the_old_run_nothing(here: Here) -> None:
+    here.submit()
+    (here.output / "model.pt").write_text("of the first")
+    here.leave(State.SUCCEEDED)
+    with pytest.raises(OutlastError, match=r"code: .*nowhere is not a directory"):
+        here.submit(code=str(here.source / "nowhere"))
+    assert here.backend.status("job").state is State.SUCCEEDED
+    assert (here.output / "model.pt").exists()
+
+
+# Taken up again
+
+
+@pytest.mark.parametrize("verb", ["submit", "resume"])
+def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> None:
+    run = here.submit()
+    saved = CheckpointStatus(step=40, path="p", time=1.0)
+    here.leave(State.INTERRUPTED, started=1.0, checkpoint=saved, step=40, min=1, max=3)
+    os.utime(here.places.run, (1.0, 1.0))
+    before = here.backend.status("job")
+    here.submit() if verb == "submit" else here.backend.resume("job")
+    expected = {
+        "state": State.PENDING,
+        "reason": "goes on from step 40" if verb == "submit" else "resumed",
+        "started": None,
+        "finished": None,
+        "exit_code": None,
+        "replicas": 2,
+    }
+    assert here.backend.status("job") == before.model_copy(update=expected)
+    assert (before.run, before.started) == (run, 1.0)
+    assert here.places.taken_up() > time.time() - 60
+    assert Wanted.read(here.places) == Wanted(2)
+    assert here.started[-1][1:] == ["-m", "outlast.backends.launcher", str(here.places.state)]
+    assert len(here.started) == 2
+
+
+# Processes
+
+
+@contextlib.contextmanager
+def a_process(**environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that sleeps, in a session of its own as an agent is."""
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, **environ}, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_process_belongs_to_the_worker_whose_directory_is_in_its_environment(tmp_path: Path) -> None:
+    places = Places(tmp_path)
+    assert not places.owns(1, os.getpid())
+    with a_process(**{contract.Env.STATE: str(places.worker(1))}) as process:
+        assert [places.owns(index, process.pid) for index in (0, 1)] == [False, True]
+        assert not Places(tmp_path / "other").owns(1, process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not places.owns(1, process.pid), "a zombie works for nobody"
+        process.wait()
+        assert not places.owns(1, process.pid)
+
+
+def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here) -> None:
+    here.submit()
+    with a_process() as stranger:
+        rank = RankStatus(rank=0, local_rank=0, pid=stranger.pid)
+        worker = WorkerStatus(index=0, state="training", pid=stranger.pid, ranks=[rank])
+        with here.launcher(workers=[worker], world=[0]):
+            for action, whom in {
+                "kill-worker": "worker 0",
+                "kill-process": "rank 0 on worker 0",
+                "slow": "rank 0 on worker 0",
+            }.items():
+                with pytest.raises(OutlastError, match=rf"^{whom} \(pid {stranger.pid}\) is gone already$"):
+                    here.backend.chaos("job", action, worker=0, rng=random.Random(0))
+        os.utime(here.places.run, (1.0, 1.0))
+        assert here.backend.status("job").reason == "all its processes are gone; `outlast run` goes on from step 0"
+        here.backend.kill("job")
+        assert here.backend.status("job").reason == "killed by the user"
+        assert stranger.poll() is None
+    assert [event["kind"] for event in here.backend.events("job")] == ["submitted"]
+
+
+def test_workers_without_a_launcher_are_ours_and_can_be_harmed_and_killed(here: Here) -> None:
+    here.submit()
+    with a_process(**{contract.Env.STATE: str(here.places.worker(0))}) as ours:
+        worker = WorkerStatus(index=0, pid=ours.pid, ranks=[RankStatus(rank=1, local_rank=0, pid=ours.pid)])
+        here.leave(State.RUNNING, workers=[worker], finished=None, step=40)
+        os.utime(here.places.run, (1.0, 1.0))
+        assert here.backend.status("job").reason == "the launcher is gone; its workers train on and will start it again"
+        said = here.backend.chaos("job", "stop", worker=None, rng=random.Random(0))
+        assert said == f"stopped rank 1 on worker 0 (pid {ours.pid}) at step 40"
+        here.backend.kill("job")
+        assert ours.wait(timeout=10) == -signal.SIGKILL
+    assert here.backend.status("job").state is State.INTERRUPTED
+
+
+# What a power loss leaves
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    with open(path) as reader:
+        replace_text(path, "new: é", durable=durable)
+        assert reader.read() == "old"
+    assert path.read_text(encoding="utf-8") == "new: é"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "\0\0"])
+@pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("run.json", "remove it and `outlast run` starts anew; what was saved is kept in `previous/`"),
+        ("status.json", "remove it and `outlast run` goes on from the newest checkpoint"),
+    ],
+)
+def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, file: str, remedy: str, content: str) -> None:
+    first = here.submit()
+    (here.output / "model.pt").write_text("of the first")
+    here.leave(State.INTERRUPTED)
+    path = here.places.state / file
+    path.write_text(content)
+    sentence = f"{path} is empty, damaged or may not be read; {remedy}"
+    calls: list[Callable[[], object]] = [
+        lambda: here.backend.status("job"), lambda: here.backend.resume("job"), lambda: here.backend.cancel("job"), here.submit,
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(OutlastError) as raised:
+            call()
+        assert str(raised.value) == sentence
+    (listed,) = here.backend.list()
+    assert (listed.name, listed.reason) == ("job", sentence)
+
+    path.unlink()
+    again = here.submit()
+    assert (again == first) == (file == "status.json")
+    assert here.backend.status("job").state is State.PENDING
+    assert [path.read_text() for path in here.output.rglob("model.pt")] == ["of the first"]
+
+
+def test_one_damaged_job_does_not_hide_the_others(here: Here) -> None:
+    here.submit()
+    other = here.places.state.with_name("other")
+    other.mkdir()
+    (other / "run.json").touch()
+    assert sorted(status.name for status in here.backend.list()) == ["job", "other"]
+
+
+def test_a_damaged_wish_is_written_anew_by_run(here: Here) -> None:
+    here.submit()
+    here.leave(State.INTERRUPTED)
+    here.places.wanted.write_text("")
+    with pytest.raises(OutlastError, match=r"wanted.json is empty, .*; `outlast run` with the job file writes it anew"):
+        here.backend.resume("job")
+    here.submit()
+    assert Wanted.read(here.places) == Wanted(2)
+
+
+# Harm ends with the run
+
+
+HARMFUL: dict[str, Callable[[Here], Iterator[str]]] = {
+    "play": lambda here: chaos.play(
+        here.backend, "job", chaos.parse("[{step: 0, do: term}, {step: 99, do: stop}]"), random.Random(0)
+    ),
+    "repeat": lambda here: chaos.repeat(
+        here.backend, "job", "term", worker=None, every=timedelta(hours=1), times=None, rng=random.Random(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HARMFUL)
+@pytest.mark.parametrize("end", ["Interrupted", "Suspended", "Failed", "replaced", "removed"])
+@pytest.mark.timeout(30)
+def test_harm_ends_when_the_run_ends_leaves_or_is_replaced(here: Here, how: str, end: str) -> None:
+    here.submit()
+    with here.launcher():
+        harm = HARMFUL[how](here)
+        assert next(harm).startswith("term: no worker runs now")
+        if end == "removed":
+            here.places.run.unlink()
+        elif end == "replaced":
+            here.leave(State.RUNNING, run="another")
+        else:
+            here.leave(State(end))
+        assert list(harm) == []
+
+
+def test_harm_to_a_job_that_nobody_knows_is_a_mistake(here: Here) -> None:
+    for harm in HARMFUL.values():
+        with pytest.raises(NotFound):
+            next(harm(here))
+
+
+def test_harm_is_repeated_as_often_as_was_asked_for(here: Here) -> None:
+    here.submit()
+    with here.launcher():
+        harm = chaos.repeat(
+            here.backend, "job", "term", worker=None, every=timedelta(milliseconds=1), times=3, rng=random.Random(0)
+        )
+        assert len(list(itertools.islice(harm, 9))) == 3
