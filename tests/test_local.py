@@ -268,7 +268,7 @@ def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here)
         here.backend.kill("job")
         assert here.backend.status("job").reason == "killed by the user"
         assert stranger.poll() is None
-    assert [event["kind"] for event in here.backend.events("job")] == ["submitted"]
+    assert [event["kind"] for event in here.backend.events("job")] == ["submitted", "finished"]
 
 
 def test_workers_without_a_launcher_are_ours_and_can_be_harmed_and_killed(here: Here) -> None:

@@ -51,7 +51,7 @@ def test_the_first_world_closes_at_once_when_all_wanted_workers_wait():
 
 
 def test_nobody_is_there_yet():
-    assert decided() == Wait("waiting for 3 more workers: 0 of at least 1 worker are here")
+    assert decided() == Wait("waiting for 3 more workers: 0 of at least 1 worker is here")
 
 
 def test_the_start_waits_for_the_workers_that_are_being_started():

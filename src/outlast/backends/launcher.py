@@ -68,6 +68,8 @@ class Launcher:
         """What `world.decide` goes by."""
         self.pending: list[tuple[bool, Failure]] = []
         """Failures of the current generation, each with whether it only echoes another."""
+        self.judged = 0
+        """The newest generation whose failure has been judged; what is reported of it later is known."""
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = 0.0
@@ -108,7 +110,10 @@ class Launcher:
             self._poke.clear()
             if time.monotonic() - looked > local.HEARTBEAT_S:
                 self.server.forgive()
+                self.staff.forgive(time.time())
             looked = time.monotonic()
+            for worker in self.staff.silent(time.time()):
+                self.staff.put_down(worker.index, "has an agent that does nothing")
             for id in self.server.drop_silent(looked):
                 self.staff.put_down(id, f"was silent for {local.SILENCE_S:g} s")
             self._reap()
@@ -143,7 +148,12 @@ class Launcher:
         generation = memory["generation"]
         if generation:
             self.known = world.State({}, called=world.Call(generation + 1, "the run goes on", False, time.time()))
+        self.judged = memory["judged"]
+        self.staff.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.staff.adopt(memory["workers"])
+        state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
+        if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
+            self.closing, self.close_by = (State(state), reason, code), time.time() + self.patience.leave + CLOSING_S
         self._reap()
         if self.staff.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, local.world_from(memory["world"]), since=time.time())
@@ -157,6 +167,9 @@ class Launcher:
             "history": self.history.failures,
             "restarts": self.status.restarts,
             "interruptions": self.status.interruptions,
+            "judged": self.judged,
+            "gpus": self.staff.gpus,
+            "closing": self.closing,
             "workers": self.staff.records(),
         }
         with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
@@ -179,7 +192,7 @@ class Launcher:
             world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
         )
         now = self.known.world
-        if report.failed and report.failure and now and report.generation == now.generation:
+        if report.failed and report.failure and now and self.judged < report.generation == now.generation:
             self._failed(Failure(worker=report.id, generation=report.generation, step=self.status.step, **_facts(report.failure)),
                          echo=bool(report.failure["echo"]))  # fmt: skip
         # It may have missed what was said before it connected.
@@ -204,10 +217,10 @@ class Launcher:
         for index in self.staff.missing(self.wanted.replicas, now):
             try:
                 worker = self.staff.start(index)
-            except OutlastError as problem:
-                self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
-                return
-            except OSError as problem:
+            except (OutlastError, OSError) as problem:
+                if isinstance(problem, OutlastError) and not self.staff.present:
+                    self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
+                    return
                 self.joiners[index] = f"worker {index} cannot be started: {problem}"
                 self.staff.pause(index, now)
                 continue
@@ -301,6 +314,7 @@ class Launcher:
             return True
         echo, first = min(self.pending, key=_cause_first)
         self.pending.clear()
+        self.judged = max(self.judged, first.generation)
         self._read_progress()
         step = self.status.step
         # An error that only echoes somebody's death says nothing of the step; a plain script that ran for a while tells none.
@@ -337,6 +351,7 @@ class Launcher:
             return
         if wanted.replicas != self.wanted.replicas:
             self.ledger.write("scaled", replicas=wanted.replicas)
+            self.joiners.clear()
         before, self.wanted = self.wanted, wanted
         if self.closing is not None:
             if wanted.end in ("kill", "cancel") and before.end != wanted.end:
@@ -355,6 +370,7 @@ class Launcher:
         if self.closing is not None:
             return
         self.closing = (state, reason, code)
+        self._remember()
         self._say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
         self.status.interruptions += leave

@@ -253,6 +253,9 @@ class LocalBackend:
             "finished": time.time(),
         }
         replace_text(places.status, self._read(places).model_copy(update=update).model_dump_json())
+        book = ledger.Ledger(self.output(name) / contract.LEDGER, "cli")
+        book.write("finished", state=str(state), reason=reason, step=self._read(places).step, code=contract.Exit.FAILED)
+        book.close()
 
     def _wish(self, places: Places, **changes: object) -> None:
         dataclasses.replace(Wanted.read(places), **changes).write(places)  # type: ignore[arg-type]

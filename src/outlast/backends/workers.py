@@ -24,6 +24,8 @@ from outlast.errors import OutlastError
 from outlast.rendezvous import local
 from outlast.runtime.agent import processes_per_worker
 
+AGENT_SILENCE_S = 20.0
+"""An agent touches its file every second. It may be away for longer while it dumps the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses before a worker is started again that has not joined a world since its last start."""
 
@@ -75,6 +77,7 @@ class Staff:
         self._vain: collections.Counter[int] = collections.Counter()
         """Starts of each worker since it was last in a world."""
         self._not_before: dict[int, float] = {}
+        self._listening_since = 0.0
 
     def staying(self) -> list[Worker]:
         """Those that have not been told to leave."""
@@ -100,6 +103,9 @@ class Staff:
     def start(self, index: int) -> Worker:
         """Start a worker. Raises OutlastError when GPUs run out, OSError when the machine refuses."""
         state = self._places.worker(index)
+        self._vain[index] += 1
+        if not self._code.is_dir():
+            raise OutlastError(f"the job's code in {self._code} is gone; submit the job again")
         environ = self._environ(index, state)
         state.mkdir(parents=True, exist_ok=True)
         for name in [contract.WORKER, *(contract.PROGRESS.format(local_rank=rank) for rank in range(self.processes))]:
@@ -117,7 +123,6 @@ class Staff:
                 start_new_session=True,
             )
         self._attempts[index] += 1
-        self._vain[index] += 1
         self.present[index] = Worker(index, child.pid, self._attempts[index], child)
         return self.present[index]
 
@@ -149,6 +154,20 @@ class Staff:
             return {}
         return said if said.get("pid") == worker.pid else {}
 
+    def silent(self, now: float) -> list[Worker]:
+        """Those whose agent has not touched its file for too long: it is stopped, or stuck."""
+        found = []
+        for worker in self.present.values():
+            with contextlib.suppress(OSError):
+                touched = (self._places.worker(worker.index) / contract.WORKER).stat().st_mtime
+                if now - max(touched, self._listening_since) > AGENT_SILENCE_S:
+                    found.append(worker)
+        return found
+
+    def forgive(self, now: float) -> None:
+        """Count silence from now: it was the machine that stood still."""
+        self._listening_since = now
+
     def tell(self, worker: Worker) -> None:
         """Tell a worker to save and leave."""
         worker.told = True
@@ -159,9 +178,10 @@ class Staff:
         """Kill a worker that lives but does not work, or does not leave."""
         worker = self.present.get(index)
         if worker is not None:
-            print(f"worker {index} {why}; killing it", flush=True)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; what it forked dies with it
+            with contextlib.suppress(OSError):
+                print(f"worker {index} {why}; killed it", flush=True)
 
     def _environ(self, index: int, state: Path) -> dict[str, str]:
         """The environment contract of a worker, the same as a pod's."""

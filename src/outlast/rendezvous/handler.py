@@ -130,20 +130,16 @@ class Handler(RendezvousHandler):
         """Wait for the next world with this worker in it, and connect to its store."""
         while True:
             listener = socket.create_server((self._host, 0), backlog=1024)
-            try:
+            with listener:
                 world = self._next_world(f"{self._host}:{listener.getsockname()[1]}")
-                return self._join(world, listener)
-            except (RuntimeError, OSError) as problem:
-                if isinstance(problem, RendezvousClosedError):
-                    raise
-                # The host of the store died between its offer and our connection: say so and ask again.
-                reason = (
-                    f"worker {self._id} cannot reach the store of generation {world.generation} at {world.address}: {problem}"
-                )
-                failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time(), "echo": True}
-                self.failed(failure)
-            finally:
-                listener.close()
+                try:
+                    return self._join(world, listener)
+                except (RuntimeError, OSError) as error:
+                    problem = error
+            # The host of the store died between its offer and our connection: say so and ask again.
+            where = f"the store of generation {world.generation} at {world.address}"
+            reason = f"worker {self._id} cannot reach {where}: {problem}"
+            self.failed({"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time(), "echo": True})
 
     def _next_world(self, address: str) -> World:
         generation = self.world.generation if self.world else 0
@@ -183,7 +179,7 @@ class Handler(RendezvousHandler):
             partial = self._state / (contract.WORLD + ".tmp")
             partial.write_text(json.dumps(fields))
             partial.replace(self._state / contract.WORLD)
-        self._client.report(standing=Standing.TRAINING, generation=world.generation, world=fields, failed=False, failure=None)
+        self._client.report(standing=Standing.TRAINING, generation=world.generation, failed=False, failure=None)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:
             store = TCPStore(

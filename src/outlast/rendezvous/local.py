@@ -18,6 +18,7 @@ import dataclasses
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -54,8 +55,6 @@ class Report:
     failure: Mapping[str, Any] | None = None
     """What failed in `generation`: `{rank, code, reason, traceback, time, echo}`; `echo` marks an error that only echoes
     another's death."""
-    world: Mapping[str, Any] | None = None
-    """The world of `generation`, from which a restarted launcher learns it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +89,6 @@ class Client:
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
         self._over = False
-        self._reported = False
         self.called: Called | None = None
         self.world: World | None = None
         self.closed: Closed | None = None
@@ -100,7 +98,6 @@ class Client:
         """Say what this member is now; fields as in `Report`, the others stay."""
         with self._changed:
             self._report = dataclasses.replace(self._report, standing=standing, since=time.time(), **fields)
-            self._reported = True
         if not self._thread.ident:
             self._thread.start()
         self._send()
@@ -223,7 +220,11 @@ class Server:
         id: int | None = None
         try:
             while line := await reader.readline():
-                report = Report(**json.loads(line)["report"])
+                try:
+                    report = Report(**json.loads(line)["report"])
+                except (ValueError, KeyError, TypeError) as problem:
+                    print(f"rendezvous: a report that makes no sense: {problem!r}", file=sys.stderr, flush=True)
+                    return
                 if report.run != self._run:  # left over from an earlier run of the same name
                     closed = Closed(f"run {report.run} is over", contract.Exit.FAILED)
                     writer.write(json.dumps({"closed": dataclasses.asdict(closed)}).encode() + b"\n")
@@ -236,8 +237,6 @@ class Server:
                 self._heard(report)
         except OSError:  # it died in the middle of a word
             pass
-        except (ValueError, KeyError, TypeError) as problem:
-            print(f"rendezvous: worker {id} broke off: {problem!r}", flush=True)
         finally:
             if id is not None and self._writers.get(id) is writer:
                 del self._writers[id]

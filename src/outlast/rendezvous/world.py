@@ -519,7 +519,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def _here(s: _Situation, here: Sequence[Member]) -> str:
-    return f"{len(here)} of at least {_count(s.wanted.sizes[0], 'worker')} {'is' if len(here) == 1 else 'are'} here"
+    least = s.wanted.sizes[0]
+    return f"{len(here)} of at least {_count(least, 'worker')} {'is' if 1 in (len(here), least) else 'are'} here"
 
 
 def _left(s: _Situation, end: float | None) -> str:

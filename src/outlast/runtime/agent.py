@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from outlast import spec
 
 LOOK_S = 0.1
+TOUCH_S = 1.0
+"""How often `worker.json` is touched: the sign of life for whoever watches the agents."""
 SEEK_S = 1.0
 """How often to see whether the decider can be reached."""
 REVIVE_AFTER_S = 1.5
@@ -63,6 +65,7 @@ class Agent:
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
         self._written: dict[str, Any] = {}
+        self._touched = 0.0
         self._unreachable_since: float | None = None
         self._seek_at = 0.0
         self._condemned: set[int] = set()
@@ -129,6 +132,9 @@ class Agent:
             self._put(lifecycle.Unprepared(phase, str(problem), retry=False))
         except OSError as problem:
             self._put(lifecycle.Unprepared(phase, f"{phase}: {problem}", retry=True))
+        except Exception as problem:  # a bug of ours must not leave the worker in this phase for ever
+            self._put(lifecycle.Unprepared(phase, f"{phase}: {problem!r}", retry=False))
+            raise
         else:
             self._put(lifecycle.Prepared(phase))
 
@@ -143,7 +149,8 @@ class Agent:
             return
         grace = f"{self.job.spec.interruption.grace.total_seconds():g}"
         argv = [str(self.processes), grace, *prepare.command(self.job, self.environ)]
-        shim.request(sock, "elastic", argv, self.environ, self.environ[contract.Env.CODE], (0, 1, 2))
+        with contextlib.suppress(OSError):  # it died this very moment: the connection tells
+            shim.request(sock, "elastic", argv, self.environ, self.environ[contract.Env.CODE], (0, 1, 2))
         self._elastic = sock
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -209,7 +216,8 @@ class Agent:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {stacks}", flush=True)
             path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
-            path.write_text(json.dumps({"pid": record.pid, "reason": reason, "time": time.time()}))
+            with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
+                path.write_text(json.dumps({"pid": record.pid, "reason": reason, "time": time.time()}))
             self.ledger.write(
                 "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(time.time() - record.time, 1),
                 state="stopped" if process.stopped else "stuck", stacks=str(stacks), reason=reason,
@@ -267,6 +275,7 @@ class Agent:
         self.health = probes.Health(healthy, training, reason, metrics)
 
     def _write(self, state: str, ranks: list[dict[str, Any]] | None = None) -> None:
+        now = time.monotonic()
         record = {
             "pid": os.getpid(),
             "state": state,
@@ -276,6 +285,10 @@ class Agent:
             "probes": self.probes,
         }
         if record == self._written or not self.state.is_dir():
+            if now - self._touched > TOUCH_S:
+                self._touched = now
+                with contextlib.suppress(OSError):
+                    os.utime(self.state / contract.WORKER)
             return
         self._written = record
         write_state(self.state, record)
@@ -306,8 +319,9 @@ def dump_stacks(pids: list[int], path: Path) -> None:
             texts.append(done.stdout or f"process {pid}: py-spy says: {done.stderr}")
         except (OSError, subprocess.TimeoutExpired) as problem:
             texts.append(f"process {pid}: no stack: {problem}\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(texts))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
 
 
 def _stopped(pid: int) -> bool:
@@ -354,7 +368,8 @@ def main() -> None:
     state = os.environ[contract.Env.STATE]
     environ = dict(os.environ)
     warm = subprocess.Popen(
-        [sys.executable, "-m", "outlast.runtime.warm", os.path.join(state, "warm.sock")], stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "outlast.runtime.warm", os.path.join(state, "warm.sock"), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
     )
     try:
         from outlast import spec

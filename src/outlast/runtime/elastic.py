@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
                 sys.exit(closed.code if closed else contract.Exit.INTERRUPTED)
             if not failures:
                 handler.done()
-            elif any(failure["code"] == contract.Exit.INTERRUPTED for failure in failures):
+            elif not any(_is_cause(failure) for failure in failures) and any(_left(failure) for failure in failures):
                 if handler.leaving():
                     sys.exit(contract.Exit.INTERRUPTED)
                 if not handler.called():  # nobody asked: a script that always says 75 must not spin
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
                     while time.monotonic() < pause and not handler.called():
                         time.sleep(MONITOR_S)
             else:
-                first = min(failures, key=lambda failure: (failure["echo"], failure["time"]))
+                first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
                 print(f"outlast | {first['reason']}", file=sys.stderr, flush=True)
                 handler.failed(first)
 
@@ -129,6 +129,14 @@ def _is_echo(record: dict[str, Any]) -> bool:
     # A failed save says only which ranks failed; why stands in its traceback.
     said = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
     return _ECHO.search(said) is not None
+
+
+def _left(failure: dict[str, Any]) -> bool:
+    return bool(failure["code"] == contract.Exit.INTERRUPTED)
+
+
+def _is_cause(failure: dict[str, Any]) -> bool:
+    return not failure["echo"] and not _left(failure)
 
 
 def _how(exitcode: int) -> str:

@@ -152,8 +152,6 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Started() if worker.phase is Phase.STARTING:
             return _enter(worker, PREPARATION[0])
         case Prepared(phase) if worker.phase is phase:
-            if worker.leaving:
-                return _end(worker, contract.Exit.INTERRUPTED, f"left before training: {worker.leaving}")
             following = PREPARATION.index(phase) + 1
             return _enter(worker, PREPARATION[following] if following < len(PREPARATION) else Phase.TRAINING)
         case Unprepared(phase, reason, retry) if worker.phase is phase:

@@ -28,14 +28,10 @@ def code(job: spec.Job, directory: Path) -> None:
     if script and not (directory / script).is_file():
         raise OutlastError(f"script: {script} is not in {directory}; correct the name or the code directory")
     sys.path.insert(0, str(directory))
-    module = job.spec.module
-    if module:
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            raise OutlastError(f"module: Python finds no {module!r} from {directory}; correct the name or install its package")
+    if job.spec.module:
+        package = job.spec.module.partition(".")[0]  # looking further down would run its code in here
+        if importlib.util.find_spec(package) is None:
+            raise OutlastError(f"module: Python finds no {package!r} from {directory}; correct the name or install its package")
 
 
 def data(job: spec.Job, root: Path) -> Path | None:

@@ -5,7 +5,7 @@ has done it and nothing else: no threads of its own, no CUDA context, no process
 over the caller's streams, environment and directory and becomes a training process (`runtime.rank`) or the worker's elastic
 agent (`runtime.elastic`).
 
-    python -m outlast.runtime.warm SOCKET
+    python -m outlast.runtime.warm SOCKET PARENT
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
 line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`. A caller that hangs up
@@ -67,15 +67,22 @@ class _Child:
 
 
 def _receive(connection: socket.socket) -> Request:
+    connection.settimeout(5)  # a caller that is stopped half-way must not stop the others
     head, fds, _flags, _address = socket.recv_fds(connection, 4, 3)
     length = int.from_bytes(head, "big")
     data = b""
-    while len(data) < length:
-        chunk = connection.recv(min(1 << 16, length - len(data)))
-        if not chunk:
-            raise ConnectionError("the caller hung up")
-        data += chunk
-    fields = json.loads(data)
+    try:
+        while len(data) < length:
+            chunk = connection.recv(min(1 << 16, length - len(data)))
+            if not chunk:
+                raise ConnectionError("the caller hung up")
+            data += chunk
+        fields = json.loads(data)
+    except (OSError, ValueError):
+        for fd in fds:
+            os.close(fd)
+        raise
+    connection.settimeout(None)
     return Request(fields["kind"], fields["argv"], fields["env"], fields["cwd"], list(fds))
 
 
@@ -212,5 +219,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    die_with(os.getppid())
+    die_with(int(sys.argv[2]))
     main()
