@@ -253,7 +253,7 @@ class Resources(Checked):
     memory: Memory | None = None
     """Memory: `16Gi`."""
     gpu: Whole = 0
-    """Number of GPUs."""
+    """Number of GPUs. A worker sees only its own, and with 0 none. On a machine without GPUs `outlast run` trains on the CPU."""
     accelerator: Accelerator = "nvidia"
     """Kind of GPU: `nvidia`, `amd`, or the full name of a Kubernetes resource."""
     shared_memory: Memory | None = None
@@ -417,7 +417,7 @@ class Spec(Checked):
     resources: Resources = Resources()
     """What each worker is given."""
     rendezvous: Rendezvous = Rendezvous()
-    """How workers find each other."""
+    """How workers find each other. `outlast run` has no use for it: the launcher decides."""
     checkpoint: Checkpoint = Checkpoint()
     """How often to save, and how much to keep."""
     sync: Sync = Sync()
