@@ -77,4 +77,4 @@ with session.open(seed=3) as run:
             run.save(step)
     weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.module.state_dict().values())).hexdigest()
     if run.rank == 0:
-        (run.output / "final.json").write_text(json.dumps({"step": step, "loss": loss, "weights": weights}))
+        (run.output / "final.json").write_text(json.dumps({"step": step, "weights": weights}))
