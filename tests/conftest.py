@@ -78,7 +78,7 @@ class Machine:
         return self.wait(name, lambda s: s.finished is not None and s.launcher is None, timeout_s=timeout_s)
 
     def final(self, name: str) -> dict[str, object]:
-        """What exact.py wrote at its end: step and hash of the weights (a process that resumed after the last step has no loss)."""
+        """What exact.py wrote at its end: step and hash of the weights. No loss: who resumes after the last step has none."""
         return dict(json.loads((self.backend.output(name) / "final.json").read_text()))
 
     def kill_everything(self) -> None:

@@ -299,7 +299,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         "world       2/2 (1–4) workers, generation 3, 1 per worker",
         "step        40/100, 10 steps/s, 6.0s left",
         "checkpoint  step 30, 10s ago, 5.0 MiB",
-        "restarts    1, and 2 interruptions that do not count",
+        "restarts    1, and 2 interruptions, not counted",
         "goodput     94.1 %",
         "submitted   THEN, for 1m40s",
         "output      /out/job",

@@ -122,7 +122,7 @@ def page(status: JobStatus, now: float) -> str:
                 "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
                 "step": f"{steps(status)}{rate}{left}",
                 "checkpoint": newest_checkpoint(status, now) or "none yet",
-                "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')} that {'does' if status.interruptions == 1 else 'do'} not count",
+                "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
                 "goodput": percent(status.goodput),
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
