@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import checkpoints, contract, restarts, spec
-from outlast.backends.places import Places, Wanted, replace_text
+from outlast.backends.places import Places, Run, Wanted, replace_text
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
@@ -54,10 +54,10 @@ class Launcher:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.job = spec.load(places.job)
-        record = json.loads(places.run.read_text())
-        self.run_id: str = record["run"]
-        self.output = Path(record["output"])
-        self.staff = Staff(places, self.job, run=self.run_id, output=self.output, code=Path(record["code"]))
+        record = Run.read(places)
+        self.run_id = record.run
+        self.output = Path(record.output)
+        self.staff = Staff(places, self.job, run=self.run_id, output=self.output, code=Path(record.code))
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
         self.policy = restarts.Policy(self.job.spec.restarts.limit, self.job.spec.restarts.window)
@@ -84,7 +84,7 @@ class Launcher:
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
-            submitted=record["submitted"],
+            submitted=record.submitted,
             output=str(self.output),
             processes=self.staff.processes,
             min=self.job.spec.workers.allowed()[0],
