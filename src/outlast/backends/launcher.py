@@ -38,6 +38,8 @@ from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, Sta
 TICK_S = 0.1
 SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
+CAUSE_S = 0.5
+"""How long the echoes of a failure wait for its cause."""
 WAITED_S = 2.0
 """A wait longer than this is worth more words than what led to it."""
 UNTOLD_S = 60.0
@@ -253,6 +255,8 @@ class Launcher:
     # Decisions
 
     def _decide(self) -> None:
+        if self.pending and all(echo and time.time() - failure.time < CAUSE_S for echo, failure in self.pending):
+            return  # whoever died is still ending; a call now would stop it before it could say why
         expected = frozenset(worker.index for worker in self.staff.staying())
         wanted = world.Wanted(self.wanted.replicas, self.job.spec.workers.allowed(), expected)
         decision = world.decide(self.known, wanted, self.patience, time.time())
