@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import chaos, contract, spec
+from outlast import chaos, contract, files, spec
 from outlast.backends.local import LocalBackend
-from outlast.backends.places import Places, Run, Wanted, replace_text
+from outlast.backends.places import Places, Run, Wanted
 from outlast.errors import NotFound, OutlastError
 from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
@@ -62,7 +62,7 @@ class Here:
         """What the launcher writes when it leaves."""
         status = JobStatus.model_validate_json(self.places.status.read_bytes())
         last = status.model_copy(update={"state": state, "reason": "as told", "finished": time.time(), "exit_code": 75, **fields})
-        replace_text(self.places.status, last.model_dump_json())
+        files.replace(self.places.status, last.model_dump_json())
 
     @contextlib.contextmanager
     def launcher(self, **fields: object) -> Iterator[None]:
@@ -293,7 +293,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
     path = tmp_path / "run.json"
     path.write_text("old")
     with open(path) as reader:
-        replace_text(path, "new: é", durable=durable)
+        files.replace(path, "new: é", durable=durable)
         assert reader.read() == "old"
     assert path.read_text(encoding="utf-8") == "new: é"
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]

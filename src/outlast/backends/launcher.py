@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from outlast import checkpoints, contract, restarts, spec
-from outlast.backends.places import Places, Run, Wanted, replace_text
+from outlast import checkpoints, contract, files, restarts, spec
+from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
@@ -175,7 +175,7 @@ class Launcher:
             "workers": self.staff.records(),
         }
         with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
-            replace_text(self.places.memory, json.dumps(memory), durable=True)
+            files.replace(self.places.memory, json.dumps(memory), durable=True)
 
     def _generation(self) -> int:
         """The newest generation that there has been."""
@@ -481,7 +481,7 @@ class Launcher:
         text = status.model_dump_json()
         if text != self._written:
             with contextlib.suppress(OSError):  # a full disk: what there is to see is late, and written as soon as there is room
-                replace_text(self.places.status, text, durable=final)
+                files.replace(self.places.status, text, durable=final)
                 self._written = text
 
     def _ledger_bytes(self) -> int:

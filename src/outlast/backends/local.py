@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos, contract, spec
+from outlast import chaos, contract, files, spec
 from outlast.backends import LogLine
-from outlast.backends.places import Places, Run, Wanted, replace_text
+from outlast.backends.places import Places, Run, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.runtime import daemon, ledger, prepare
 from outlast.status import JobStatus, State, WorkerStatus
@@ -73,8 +73,8 @@ class LocalBackend:
             run_id, submitted, output = before.run, before.submitted, Path(before.output)
         places.state.mkdir(parents=True, exist_ok=True)
         code = _snapshot(placed, source, places.code, (self._state, output), submitted)
-        for file in (places.job, output / "job.yaml"):
-            replace_text(file, spec.dump(placed), durable=True)
+        for path in (places.job, output / "job.yaml"):
+            files.replace(path, spec.dump(placed), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
@@ -252,7 +252,7 @@ class LocalBackend:
             "launcher": None,
             "finished": time.time(),
         }
-        replace_text(places.status, self._read(places).model_copy(update=update).model_dump_json())
+        files.replace(places.status, self._read(places).model_copy(update=update).model_dump_json())
         book = ledger.Ledger(self.output(name) / contract.LEDGER, "cli")
         book.write("finished", state=str(state), reason=reason, step=self._read(places).step, code=contract.Exit.FAILED)
         book.close()
@@ -431,7 +431,7 @@ def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int)
         "finished": None,
         "exit_code": None,
     }
-    replace_text(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
+    files.replace(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
 def _new_output(job: spec.Job, code: Path) -> Path:

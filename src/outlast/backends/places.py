@@ -16,27 +16,10 @@ from typing import TypeVar
 
 import psutil
 
-from outlast import contract
+from outlast import contract, files
 from outlast.errors import OutlastError
 
 _Kind = TypeVar("_Kind")
-
-
-def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
-    """Write a file so that a reader sees the old text or the new one, never a part; if `durable`, after a power loss, too."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    partial.replace(path)
-    if durable:
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the new name
-        finally:
-            os.close(directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +128,7 @@ class Run:
 
     def write(self, places: Places) -> None:
         """Record the run: it exists from now on, and it was taken up now."""
-        replace_text(places.run, json.dumps(dataclasses.asdict(self)), durable=True)
+        files.replace(places.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +146,7 @@ class Wanted:
 
     def write(self, places: Places) -> None:
         """Record the wish; the launcher looks several times a second."""
-        replace_text(places.wanted, json.dumps(dataclasses.asdict(self)), durable=True)
+        files.replace(places.wanted, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:

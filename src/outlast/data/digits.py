@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outlast import files
 from outlast.data import cifar
 from outlast.errors import OutlastError
 
@@ -63,14 +63,14 @@ def _write(directory: Path) -> Summary:
             cifar.write(made, file, train_x[batch == i], train_y[batch == i].tolist(), f"training batch {i + 1} of 5")
         cifar.write(made, cifar.TEST, x[held_out], y[held_out].tolist(), "testing batch 1 of 1")
         cifar.write_meta(made, NAMES, per_batch=len(train_x) // 5)
-        _sync(made)
+        files.sync(made)
         try:
             made.rename(directory)  # replaces an empty directory, never a full one
         except OSError:
             if found := _found(directory):  # somebody else was faster
                 return found
             raise
-    _sync(directory.parent)
+    files.sync(directory.parent)
     return Summary(directory, train=len(train_x), test=int(held_out.sum()), written=True)
 
 
@@ -115,11 +115,3 @@ def _count(y: NDArray[np.int64]) -> NDArray[np.int64]:
     for label in np.unique(y):
         count[y == label] = np.arange(np.count_nonzero(y == label))
     return count
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type 
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from outlast import contract
+from outlast import contract, files
 from outlast.rendezvous import local
 from outlast.rendezvous.world import Standing, World
 from outlast.runtime import notice, progress
@@ -176,9 +176,7 @@ class Handler(RendezvousHandler):
             self._notice.unlink(missing_ok=True)
         fields = dataclasses.asdict(world)
         with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
-            partial = self._state / (contract.WORLD + ".tmp")
-            partial.write_text(json.dumps(fields))
-            partial.replace(self._state / contract.WORLD)
+            files.replace(self._state / contract.WORLD, json.dumps(fields))
         self._client.report(standing=Standing.TRAINING, generation=world.generation, failed=False, failure=None)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract
+from outlast import contract, files
 from outlast.errors import OutlastError
 from outlast.runtime import daemon, lifecycle, notice, prepare, probes, progress, shim
 from outlast.runtime.ledger import Ledger
@@ -302,10 +302,8 @@ def processes_per_worker(job: spec.Job) -> int:
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
     """Replace `worker.json` (see `contract.WORKER`). On a full disk it stays as it was: training matters more."""
-    partial = directory / "worker.tmp"
     with contextlib.suppress(OSError):
-        partial.write_text(json.dumps(record))
-        partial.replace(directory / contract.WORKER)
+        files.replace(directory / contract.WORKER, json.dumps(record))
 
 
 def dump_stacks(pids: list[int], path: Path) -> None:

@@ -11,12 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from outlast import files
+
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
     """Ask. `deadline` is in seconds since the epoch; after it the training is ended without asking."""
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps({"kind": kind, "reason": reason, "generation": generation, "deadline": deadline}))
-    partial.replace(path)
+    files.replace(path, json.dumps({"kind": kind, "reason": reason, "generation": generation, "deadline": deadline}))
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from outlast import contract
+from outlast import contract, files
 from outlast.errors import OutlastError, Superseded
 from outlast.runtime import progress
 
@@ -81,9 +81,7 @@ def _record(state: str | None, error: BaseException, text: str) -> None:
         "time": time.time(),
     }
     try:
-        partial = path.with_suffix(".tmp")
-        partial.write_text(json.dumps(record))
-        partial.replace(path)
+        files.replace(path, json.dumps(record))
     except OSError as problem:
         print(f"cannot record the error in {path}: {problem}", file=sys.stderr)
 

@@ -1,0 +1,29 @@
+"""Files replaced as a whole: a reader sees the old text or the new one, never a part, whoever dies. Pure standard library."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+
+def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
+    """Write a file beside `path` and rename it over; if `durable`, it is whole after a power loss, too. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}")
+    with open(partial, "wb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    partial.replace(path)
+    if durable:
+        sync(path.parent)
+
+
+def sync(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
