@@ -40,7 +40,7 @@ class FakeBackend:
         self.evaluated: list[tuple[str, list[str]]] = []
         self.chaos_schedule: Path | None = None
 
-    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None) -> str:
+    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
         name, workers = job.metadata.name, job.spec.workers
         run = self.runs.get(name)
         if run is not None and run.launcher is not None and run.launcher.is_alive():

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,111 @@ def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
         "step-00000030",  # later than what was restored, so skipped as damaged: neither counted nor deleted
         "step-00000040.saving-g3",  # of our own generation
     ]
+
+
+def test_one_that_is_being_read_is_not_swept_until_its_reader_has_ended(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    old, _, newest = (written(tmp_path, step) for step in (10, 20, 30))
+    with checkpoints.reading(old.path), checkpoints.reading(old.path):
+        assert checkpoints.sweep(tmp_path, newest, keep=2) == []
+        assert checkpoints.verify(old.path) is None
+    assert checkpoints.sweep(tmp_path, newest, keep=2) == [old]
+    with pytest.raises(FileNotFoundError), checkpoints.reading(old.path):
+        pass
+    assert [c.step for c in checkpoints.list_(tmp_path)] == [20, 30]
+
+
+def test_a_reader_that_dies_holds_nothing(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    old, _, newest = (written(tmp_path, step) for step in (10, 20, 30))
+    code = (
+        "import sys, pathlib, time; from outlast import checkpoints\n"
+        "with checkpoints.reading(pathlib.Path(sys.argv[1])): print('reads', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(old.path)], stdout=subprocess.PIPE) as reader:
+        assert reader.stdout
+        assert reader.stdout.readline() == b"reads\n"
+        assert not checkpoints.remove(old)
+        reader.kill()
+    assert checkpoints.sweep(tmp_path, newest, keep=2) == [old]
+
+
+def test_what_is_being_fetched_is_not_swept_and_what_a_dead_fetcher_left_is(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    newest = written(tmp_path, 10)
+    with checkpoints.fetching(tmp_path, 5) as path:
+        (path / "a").write_bytes(b"half")
+        checkpoints.sweep(tmp_path, newest, keep=2)
+        assert (path / "a").exists()
+    with checkpoints.fetching(tmp_path, 5) as again:
+        assert (again / "a").read_bytes() == b"half", "the next one goes on"
+    checkpoints.sweep(tmp_path, newest, keep=2)
+    assert not path.exists()
+
+
+def test_two_fetch_one_after_the_other(tmp_path: Path):
+    inside, order = threading.Event(), []
+
+    def second() -> None:
+        inside.wait()
+        with checkpoints.fetching(tmp_path, 5) as path:
+            order.append(("second", (path / "a").exists()))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with checkpoints.fetching(tmp_path, 5) as path:
+        inside.set()
+        (path / "a").write_bytes(b"weights")
+        said = checkpoints.Commit("r", 5, 1, 2, 5.0, {"a": {"size": 7, "crc32": 449999704}})
+        thread.join(0.1)
+        order.append(("first", True))
+        placed = checkpoints.place(path, said)
+    thread.join()
+    assert order == [("first", True), ("second", False)], "the second finds an empty directory: the first has placed its files"
+    assert checkpoints.list_(tmp_path) == [placed]
+    assert checkpoints.verify(placed.path) is None
+
+
+def test_a_fetched_checkpoint_never_replaces_a_valid_one(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    ours = written(tmp_path, 5)
+    said = checkpoints.Commit("r", 5, 2, 2, 9.0, {"a": {"size": 7, "crc32": 449999704}})
+
+    def placed() -> Checkpoint:
+        with checkpoints.fetching(tmp_path, 5) as path:
+            (path / "a").write_bytes(b"weights")
+            return checkpoints.place(path, said)
+
+    assert placed() == ours
+    assert not list(tmp_path.glob("*.fetching"))
+    damage_cut(ours.path / "a")
+    assert placed().generation == 2
+    assert checkpoints.verify(ours.path) is None
+    assert (tmp_path / "step-00000005.replaced-0").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"files": {"a": {"size": 1}}}, "its files have no size and crc32"),
+        ({"files": {"a": {"size": -1, "crc32": 1}}}, "its files have no size and crc32"),
+        ({"files": {"../a": {"size": 1, "crc32": 1}}}, "'../a' is no name for a file of a checkpoint"),
+        ({"files": []}, "its files have no size and crc32"),
+        ({"step": "1"}, "run, step, generation, world_size or time is not of its kind"),
+        ({"run": 1}, "run, step, generation, world_size or time is not of its kind"),
+    ],
+)
+def test_a_commit_is_taken_at_its_word_only_if_it_makes_sense(said: dict[str, Any], problem: str):
+    whole = {"run": "r", "step": 1, "generation": 1, "world_size": 1, "time": 1.0, "files": {"a": {"size": 1, "crc32": 1}}}
+    assert checkpoints.Commit.parse(json.dumps(whole).encode()).size == 1
+    with pytest.raises(ValueError, match=problem):
+        checkpoints.Commit.parse(json.dumps({**whole, **said}).encode())
+
+
+def test_the_generation_of_a_directory_is_that_of_its_run(tmp_path: Path):
+    assert checkpoints.generation(tmp_path, "r") == 0
+    checkpoints.take(tmp_path, "r", 3)
+    assert (checkpoints.generation(tmp_path, "r"), checkpoints.generation(tmp_path, "other")) == (3, 0)
 
 
 def test_listing_checkpoints_does_not_import_torch():

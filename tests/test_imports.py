@@ -9,6 +9,7 @@ import pytest
 
 TORCH = {"torch", "numpy", "outlast.training"}
 PEOPLE = {"typer", "rich", "outlast.cli"}
+STORES = {"obstore", "botocore"}
 
 
 def loaded(program: str) -> set[str]:
@@ -24,12 +25,12 @@ def test_help_loads_next_to_nothing() -> None:
 
 
 def test_a_command_loads_what_it_needs_and_no_torch() -> None:
-    assert not loaded("from outlast import backends\nbackends.find().list()") & (TORCH | PEOPLE)
+    assert not loaded("from outlast import backends\nbackends.find().list()") & (TORCH | PEOPLE | STORES)
 
 
 @pytest.mark.parametrize("process", ["backends.launcher", "runtime.agent"])
 def test_what_runs_beside_the_training_is_light(process: str) -> None:
-    assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | {"outlast.backends.local"})
+    assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.backends.local"})
 
 
 def test_training_knows_nothing_of_who_runs_it() -> None:

@@ -41,8 +41,19 @@ def test_however_training_ends_what_is_left_is_pushed_and_the_code_is_kept(code:
 
 
 def test_a_push_that_fails_is_said_and_changes_no_exit_code():
-    _, effects = after(*TRAINING, lifecycle.Trained(0), lifecycle.Pushed("the disk is full"))
-    assert effects == (lifecycle.Exit(0, "training is done; the disk is full"),)
+    _, effects = after(*TRAINING, lifecycle.Trained(1), lifecycle.Pushed("the store is away"))
+    assert effects == (lifecycle.Exit(1, "training failed with exit code 1; the store is away"),)
+
+
+def test_who_is_done_but_for_the_push_is_to_be_started_again():
+    _, effects = after(*TRAINING, lifecycle.Trained(0), lifecycle.Pushed("the store is away"))
+    assert effects == (lifecycle.Exit(75, "training is done; the store is away"),)
+
+
+@pytest.mark.parametrize("events", [TRAINING, (*TRAINING, lifecycle.Trained(0)), TRAINING[:2]])
+def test_a_zombie_ends_at_once_and_is_not_started_again(events: tuple[lifecycle.Event, ...]):
+    _, effects = after(*events, lifecycle.Displaced("generation 4 owns it"))
+    assert effects == (lifecycle.Kill(), lifecycle.Exit(78, "generation 4 owns it"))
 
 
 def test_a_worker_told_to_leave_saves_and_exits_with_75():
@@ -67,14 +78,16 @@ def test_training_that_does_not_leave_in_time_is_ended_and_still_exits_with_75()
 @pytest.mark.parametrize("done", range(len(PREPARED)))
 def test_told_to_leave_while_preparing_it_leaves_at_once(done: int):
     worker, effects = after(lifecycle.Started(), *PREPARED[:done], lifecycle.Told("drain", 0.0, 20.0))
-    assert effects == (lifecycle.Exit(75, "left before training: drain"),)
+    assert effects == (lifecycle.Push(),)
+    assert lifecycle.step(worker, lifecycle.Pushed())[1] == (lifecycle.Exit(75, "left before training: drain"),)
     assert lifecycle.step(worker, lifecycle.Prepared(lifecycle.PREPARATION[done])) == (worker, ())
 
 
 @pytest.mark.parametrize(("retry", "code"), [(True, Exit.FAILED), (False, Exit.MISCONFIGURED)])
 def test_what_cannot_be_prepared_ends_the_worker_with_the_reason(retry: bool, code: int):
-    _, effects = after(lifecycle.Started(), lifecycle.Unprepared(Phase.CODE, "no such script", retry))
-    assert effects == (lifecycle.Exit(code, "no such script"),)
+    worker, effects = after(lifecycle.Started(), lifecycle.Unprepared(Phase.CODE, "no such script", retry))
+    assert effects == (lifecycle.Push(),)
+    assert lifecycle.step(worker, lifecycle.Pushed())[1] == (lifecycle.Exit(code, "no such script"),)
 
 
 EVENTS = st.sampled_from(
@@ -87,6 +100,7 @@ EVENTS = st.sampled_from(
         lifecycle.Told("drain", 0.0, 1.0),
         lifecycle.GraceOver(),
         lifecycle.Pushed(),
+        lifecycle.Displaced("generation 4 owns it"),
     ]
 )
 
@@ -101,7 +115,7 @@ def test_whatever_happens_a_worker_launches_once_exits_once_and_pushes_whatever_
     assert kinds.count(lifecycle.Launch) <= 1
     assert kinds.count(lifecycle.Exit) <= 1
     assert lifecycle.Exit not in kinds[:-1]
-    if lifecycle.Launch in kinds and lifecycle.Exit in kinds:
+    if lifecycle.Launch in kinds and lifecycle.Exit in kinds and not any(isinstance(e, lifecycle.Displaced) for e in events):
         assert lifecycle.Push in kinds
 
 

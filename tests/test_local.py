@@ -191,8 +191,11 @@ def test_a_mistake_in_the_job_file_costs_the_old_run_nothing(here: Here) -> None
     here.submit()
     (here.output / "model.pt").write_text("of the first")
     here.leave(State.SUCCEEDED)
-    with pytest.raises(OutlastError, match=r"code: .*nowhere is not a directory"):
+    with pytest.raises(OutlastError, match=r"code \(.*nowhere\) does not exist; correct the path"):
         here.submit(code=str(here.source / "nowhere"))
+    (here.source / "bad.tgz").write_text("<html>")
+    with pytest.raises(OutlastError, match=r"code \(.*/bad.tgz\) is no tar archive, or is damaged: .*; make it again"):
+        here.submit(code=str(here.source / "bad.tgz"))
     assert here.backend.status("job").state is State.SUCCEEDED
     assert (here.output / "model.pt").exists()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from outlast import spec
 from outlast.errors import OutlastError
 from outlast.status import State
 
@@ -46,17 +45,24 @@ def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
     assert "is used up" in status.reason
 
 
-def test_a_script_that_disappears_after_submission_is_named(machine):
+def test_a_script_that_is_not_there_is_named_before_anything_starts(machine):
     code = machine.directory / "code"
     code.mkdir()
-    path = machine.job(script="gone.py", code=str(code))
-    (code / "gone.py").write_text("")
-    job = spec.load(path)
-    (code / "gone.py").unlink()
-    machine.backend.submit(job, source=path)
-    status = machine.end("job")
+    with pytest.raises(OutlastError, match=r"script \(gone.py\) is not in .*/code; correct it"):
+        machine.submit(machine.job(script="gone.py", code=str(code)))
+    assert not (machine.directory / "state").exists()
+
+
+def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
+    name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02")))
+    machine.at_step(name, 3)
+    machine.backend.interrupt(name)
+    machine.end(name)
+    (machine.directory / "state/jobs/job/code/exact.py").unlink()
+    machine.backend.resume(name)
+    status = machine.end(name)
     assert (status.state, status.exit_code) == (State.FAILED, 78)
-    assert "script: gone.py is not in" in status.reason
+    assert "script: exact.py is not in" in status.reason
 
 
 def test_a_module_that_does_not_exist_is_named(machine):
@@ -65,10 +71,9 @@ def test_a_module_that_does_not_exist_is_named(machine):
     assert "Python finds no 'no'" in status.reason
 
 
-def test_data_that_does_not_exist_is_named(machine):
-    status = machine.run(machine.job(data=[{"from": "nowhere", "to": "/data"}]))
-    assert (status.state, status.exit_code) == (State.FAILED, 78)
-    assert "nowhere does not exist" in status.reason
+def test_data_that_does_not_exist_is_named_before_anything_starts(machine):
+    with pytest.raises(OutlastError, match=r"data\[0\].from \(.*/nowhere\) does not exist; get the data, or correct the path"):
+        machine.submit(machine.job(data=[{"from": "nowhere", "to": "/data"}]))
 
 
 def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(machine):

@@ -190,7 +190,24 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
             "code (ftp://host/code) is in no store known here; use a path, or one of s3://, gs://, az://, file://, memory://",
         ),
         ("output: 's3://'", "output (s3://) must be a path or the URL of a store"),
+        (
+            "code: s3://b/a.zip#sha256=12",
+            "code (s3://b/a.zip#sha256=12) must end with #sha256= and 64 hexadecimal digits, as sha256sum prints them",
+        ),
+        (
+            f"code: src#sha256={'0' * 64}",
+            f"code (src#sha256={'0' * 46}...) is no archive (.tar.gz, .tgz, .tar, .zip), and only those have a checksum; "
+            "remove #sha256=...",
+        ),
+        (
+            "code: s3://bucket/code.tar.bz2",
+            "code (s3://bucket/code.tar.bz2) is an archive of a kind not known here; make it a .tar.gz or .zip",
+        ),
         ("data: [{to: /data}]", "data[0].from is missing; add it"),
+        (
+            "data: [{from: a}, {from: b, to: /data/b}]",
+            "data[1].to (/data/b) is inside data[0].to (/data); choose places beside each other",
+        ),
         ("data: [{from: a, to: data}]", "data[0].to (data) must be an absolute path in the worker, e.g. /data"),
         ("data: [{from: a}, {from: b}]", "data[1].to is /data, as data[0].to is; choose another place for one of them"),
         ("models: [{from: a, name: ..}]", "models[0].name (..) must be a directory's name: letters, digits, dashes and dots"),
@@ -523,6 +540,19 @@ def test_absolute_paths_and_file_urls_stay_what_they_are(project: Path) -> None:
     assert found.data[0].from_ == str(project / "data")
 
 
+def test_an_archive_keeps_its_checksum_and_may_hold_the_requirements(project: Path) -> None:
+    checksum = f"#sha256={'0' * 64}"
+    fields = f"code: code.tgz{checksum}\nenvironment: {{requirements: in-the-code.txt}}"
+    found = spec.load(a_file(project, fields)).spec
+    assert found.code == f"{project}/code.tgz{checksum}"
+    assert spec.pinned(found.code) == (f"{project}/code.tgz", "0" * 64)
+    assert found.environment.requirements == "in-the-code.txt"
+    assert spec.load(a_file(project, fields.replace("in-the-code", "requirements"))).spec.environment.requirements == str(
+        project / "requirements.txt"
+    ), "one beside the job file comes first"
+    assert spec.load(a_file(project, f"code: s3://bucket/code.tgz{checksum}")).spec.code == f"s3://bucket/code.tgz{checksum}"
+
+
 def test_the_code_of_a_script_is_the_job_files_directory_and_a_module_needs_none(project: Path) -> None:
     assert spec.load(a_file(project, "")).spec.code == str(project)
     assert spec.load(a_file(project, "", run="  module: recipes.smoke\n")).spec.code is None
@@ -532,6 +562,12 @@ def test_the_code_of_a_script_is_the_job_files_directory_and_a_module_needs_none
     ("fields", "run", "line", "sentence"),
     [
         ("", "  script: trian.py\n", 5, "script (trian.py) is not in {0}; correct it, or say with code: where it is"),
+        (
+            "code: data/images.bin",
+            "  module: a\n",
+            5,
+            "code ({0}/data/images.bin) is neither a directory nor an archive (.tar.gz, .tgz, .tar, .zip); give one of them",
+        ),
         ("code: source", "  script: train.py\n", 5, "code ({0}/source) does not exist; correct the path"),
         ("environment:\n  conda: c.yml", "  module: a\n", 6, "environment.conda ({0}/c.yml) does not exist; correct the path"),
     ],

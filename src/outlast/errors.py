@@ -8,7 +8,15 @@ remedy.
     ├── InvalidJob            the job file is wrong; `.problems` holds every mistake found
     ├── NotFound              no such job, file or checkpoint
     ├── AlreadyRunning        the job runs already, or another process holds its lock
-    └── Superseded            a newer generation has taken over; the holder is a zombie and must stop
+    ├── Superseded            a newer generation has taken over; the holder is a zombie and must stop
+    └── StoreError            a store did not do what it was asked to; `.retry` says whether trying again later can help
+        ├── Missing           there is no such object
+        ├── NoBucket          there is no such bucket or container
+        ├── Exists            what was to be created exists
+        ├── Changed           what was to be replaced, or is being uploaded, is no longer what it was
+        ├── Denied            the credentials are wrong, or do not permit it
+        ├── Stopped           we were asked to stop in the middle of it
+        └── Unreachable       the store does not answer, or is not well
 """
 
 from __future__ import annotations
@@ -45,3 +53,42 @@ class AlreadyRunning(OutlastError):
 
 class Superseded(OutlastError):
     """This process belongs to a generation that has been replaced."""
+
+
+class StoreError(OutlastError):
+    """A store did not do what it was asked to. `retry`: whether trying again later can help."""
+
+    def __init__(self, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.retry = retry
+
+
+class Missing(StoreError):
+    """There is no such object."""
+
+
+class NoBucket(StoreError):
+    """There is no such bucket or container. No kind of Missing: who writes there later would fail as well."""
+
+
+class Exists(StoreError):
+    """The object that was to be created exists already."""
+
+
+class Changed(StoreError):
+    """The object that was to be replaced, or the file that is being uploaded, is no longer what it was."""
+
+
+class Denied(StoreError):
+    """The credentials are wrong, or do not permit this."""
+
+
+class Stopped(StoreError):
+    """We were asked to stop in the middle of it."""
+
+
+class Unreachable(StoreError):
+    """The store cannot be reached, or is not well; training goes on and we try again later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry=True)

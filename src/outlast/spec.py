@@ -42,6 +42,9 @@ from outlast.mistakes import Checked
 
 STORES = ("s3", "gs", "az", "file", "memory")
 """URL schemes of places where data, code and outputs may live, besides plain paths."""
+ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
+"""How the names of archives of code end."""
+_OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 # ---------------------------------------------------------------------------------------------------------------------- types
 
@@ -92,6 +95,17 @@ def _location(value: str) -> str:
         raise ValueError(f"is in no store known here; use a path, or one of {', '.join(f'{s}://' for s in STORES)}")
     if not (rest if separator else value):
         raise ValueError("must be a path or the URL of a store")
+    return value
+
+
+def _code(value: str) -> str:
+    place, checksum = pinned(_location(value))
+    if checksum and not re.fullmatch(r"[0-9a-fA-F]{64}", checksum):
+        raise ValueError("must end with #sha256= and 64 hexadecimal digits, as sha256sum prints them")
+    if checksum and not archive(place):
+        raise ValueError(f"is no archive ({', '.join(ARCHIVES)}), and only those have a checksum; remove #sha256=...")
+    if local(place) is None and not archive(place) and place.lower().endswith(_OTHER_ARCHIVES):
+        raise ValueError("is an archive of a kind not known here; make it a .tar.gz or .zip")
     return value
 
 
@@ -156,6 +170,7 @@ Cores = Annotated[
     _text_schema(units.QUANTITY_PATTERN, "number"),
 ]
 Location = Annotated[str, AfterValidator(_location)]
+Code = Annotated[str, AfterValidator(_code)]
 Script = Annotated[str, AfterValidator(_inside)]
 Module = Annotated[str, _Pattern(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "must be a Python module, e.g. outlast.recipes.cifar10")]
 Mount = Annotated[str, _Pattern(r"/.*[^/]", "must be an absolute path in the worker, e.g. /data")]
@@ -184,18 +199,19 @@ class Data(Checked):
     """A dataset that every worker can read."""
 
     from_: Location
-    """Directory, or URL of a store (`s3://bucket/prefix`)."""
+    """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object. What
+    is in a store is fetched once for all workers and jobs of a machine, and again only when it has changed. Read only."""
     to: Mount = "/data"
-    """Where a pod finds it. `outlast run` leaves it where it is."""
+    """Where a pod finds it. On this machine `OUTLAST_DATA` says where it is."""
 
 
 class Weights(Checked):
     """Weights that every worker can read."""
 
     from_: Location
-    """Directory, or URL of a store."""
+    """Directory on this machine, or URL of a store, as for data."""
     name: Directory
-    """A pod finds the weights in `/models/<name>`."""
+    """Training finds the weights in `$OUTLAST_MODELS/<name>`; a pod in `/models/<name>`."""
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
@@ -322,12 +338,14 @@ class Scheduling(Checked):
 
 
 class Environment(Checked):
-    """Packages to install before training starts. Give one of the two."""
+    """Packages to install before training starts, once for all workers and jobs of a machine. Give one of the two."""
 
     requirements: Text | None = None
-    """A file for pip."""
+    """A file for pip. Its packages come on top of the Python that Outlast runs in: what is there, PyTorch above all, is not
+    installed again. With `code` from an archive or a store it may be a file in the code."""
     conda: Text | None = None
-    """A file for conda."""
+    """An environment file for micromamba, mamba or conda, one of which must be installed. It must bring Python 3.11 or newer and
+    PyTorch."""
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
@@ -401,13 +419,15 @@ class Spec(Checked):
     """Python file to run, relative to `code`. A torchrun script runs unchanged."""
     args: tuple[str, ...] = ()
     """Arguments of the module or script. `$(NAME)` becomes the value of the environment variable, as in a pod."""
-    code: Location | None = None
-    """Directory, archive or URL of a store with the code; every worker gets it. Default: with `script` the directory of the job
-    file, with `module` none."""
+    code: Code | None = None
+    """The code; every worker gets it. A directory, an archive (`.tar.gz`, `.tgz`, `.tar`, `.zip`), or the URL of a store: of an
+    archive, or of a prefix with everything below it. `#sha256=<64 digits>` behind an archive checks it before it is unpacked.
+    Default: with `script` the directory of the job file, with `module` none."""
     data: tuple[Data, ...] = ()
     """Datasets. `OUTLAST_DATA` is where the only one is; of several, the directory that holds them all."""
     models: tuple[Weights, ...] = ()
-    """Weights to start from."""
+    """Weights to start from, below `OUTLAST_MODELS`. Hugging Face's libraries are told to stay offline (`HF_HUB_OFFLINE=1`,
+    `TRANSFORMERS_OFFLINE=1`) unless `env` says otherwise."""
     output: Location | None = None
     """Directory or URL of a store; the job writes to `<output>/<name>/`. Default: `.outlast/runs` in the current directory."""
     workers: Workers = Workers()
@@ -489,6 +509,13 @@ class Spec(Checked):
                     place,
                     f"{mistakes.name(place)} is {to}, as {mistakes.name(first[to])} is; choose another place for one of them",
                 )
+        for i, data in enumerate(self.data):
+            for j, other in enumerate(self.data):
+                if other.to.startswith(f"{data.to}/"):
+                    yield (
+                        ("data", j, "to"),
+                        f"data[{j}].to ({other.to}) is inside data[{i}].to ({data.to}); choose places beside each other",
+                    )
 
 
 class Job(Checked):
@@ -540,16 +567,39 @@ def anchor(job: Job, directory: Path) -> Job:
         path = place and local(place)
         return str((directory / path).resolve()) if path else place
 
+    def file(name: str | None) -> str | None:
+        path = name and (directory / Path(name).expanduser()).resolve()
+        in_code = path and code and not (local(code) and not archive(code)) and not Path(str(name)).is_absolute()
+        return name if in_code and not Path(str(path)).exists() else str(path) if path else None
+
     spec = job.spec
-    environment = {name: absolute(value) for name, value in spec.environment}
+    code, checksum = pinned(spec.code or ("." if spec.script else ""))
+    environment = {name: file(value) for name, value in spec.environment}
     changed = {
-        "code": absolute(spec.code or ("." if spec.script else None)),
+        "code": f"{absolute(code)}#sha256={checksum}" if checksum else absolute(code) or None,
         "output": absolute(spec.output),
         "data": tuple(data.model_copy(update={"from_": absolute(data.from_)}) for data in spec.data),
         "models": tuple(model.model_copy(update={"from_": absolute(model.from_)}) for model in spec.models),
         "environment": spec.environment.model_copy(update=environment),
     }
     return job.model_copy(update={"spec": spec.model_copy(update=changed)})
+
+
+def pinned(code: str) -> tuple[str, str]:
+    """The place of code without its checksum, and the checksum; empty for none."""
+    place, _, checksum = code.partition("#sha256=")
+    return place, checksum.lower()
+
+
+def archive(place: str) -> bool:
+    """Whether a place is called like an archive."""
+    return place.lower().endswith(ARCHIVES)
+
+
+def absent(spec: Spec) -> Iterator[str]:
+    """What should be on this machine and is not, or is not what it should be; of a job that `load` has read."""
+    for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
+        yield sentence
 
 
 def local(place: str) -> Path | None:
@@ -590,13 +640,19 @@ def _verbatim(place: Place) -> bool:
 
 def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
     """Code and requirements that should be on this machine and are not."""
-    code = spec.code and local(spec.code)
+    place, checksum = pinned(spec.code or "")
+    code = local(place) if place else None
     if code and not code.exists():
         yield ("spec", "code"), f"code ({code}) does not exist; correct the path"
+    elif code and code.is_dir() and checksum:
+        yield ("spec", "code"), f"code ({code}) is a directory, and only archives have a checksum; remove #sha256=..."
     elif code and code.is_dir() and spec.script and not (code / spec.script).is_file():
         yield ("spec", "script"), f"script ({spec.script}) is not in {code}; correct it, or say with code: where it is"
+    elif code and not code.is_dir() and not archive(place):
+        kinds = ", ".join(ARCHIVES)
+        yield ("spec", "code"), f"code ({code}) is neither a directory nor an archive ({kinds}); give one of them"
     for field, file in spec.environment:
-        if file and not Path(file).is_file():
+        if file and Path(file).is_absolute() and not Path(file).is_file():  # others are in the code
             yield ("spec", "environment", field), f"environment.{field} ({file}) does not exist; correct the path"
 
 

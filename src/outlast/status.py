@@ -68,6 +68,24 @@ class CheckpointStatus(_Model):
     bytes: int = 0
 
 
+class StoreStatus(_Model):
+    """How far the output is in its store."""
+
+    url: str
+    step: int = 0
+    """The newest checkpoint there."""
+    pushed: float | None = None
+    """When all that there was had been pushed, seconds since the epoch; none: not yet."""
+    since: float | None = None
+    """Since when pushing fails; none while it works."""
+    error: str = ""
+    """Why it fails."""
+    backlog: int = 0
+    """Bytes of checkpoints that are not there yet."""
+    doing: str = ""
+    """What is being pushed now."""
+
+
 class Failure(_Model):
     """The first failing process of the generation that failed last."""
 
@@ -116,6 +134,8 @@ class JobStatus(_Model):
     goodput: float | None = None
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
     output: str = ""
+    store: StoreStatus | None = None
+    """The output in its store, if it has one."""
     launcher: int | None = None
     """Process id of the launcher, on this machine."""
     submitted: float = 0.0

@@ -35,8 +35,8 @@ class LogLine:
 class Backend(Protocol):
     """A place that runs jobs. Every verb but `logs`, `chaos` and `evaluate` returns as soon as the wish is recorded."""
 
-    def submit(self, job: Job, *, source: Path, chaos: Path | None = None) -> str:
-        """Start a job, or go on with its unfinished run, and return the run's id.
+    def submit(self, job: Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
+        """Start a job, or go on with its unfinished run unless `fresh`, and return the run's id.
 
         `source` is the job file: relative paths in the job start from its directory. `chaos` is a schedule (see `outlast.chaos`)
         that is carried out during the run. When this returns, `status` tells of this run and no longer of how the last one ended.

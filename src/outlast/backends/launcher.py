@@ -32,8 +32,9 @@ from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
-from outlast.runtime import progress
-from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
+from outlast.runtime import progress, pusher
+from outlast.runtime.lifecycle import Phase
+from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, StoreStatus, WorkerStatus
 
 TICK_S = 0.1
 SETTLE_S = 1.0
@@ -44,6 +45,8 @@ WAITED_S = 2.0
 """A wait longer than this is worth more words than what led to it."""
 UNTOLD_S = 60.0
 """A script that does not report its steps and fails sooner than this has failed at its beginning."""
+HAND_IN_S = 30.0
+"""How long the launcher tries to push what the workers could not."""
 CLOSING_S = 15.0
 """How long workers may take to leave after the end of the job."""
 LIVE_LEDGER_BYTES = 64 << 20
@@ -59,14 +62,15 @@ class Launcher:
         record = Run.read(places)
         self.run_id = record.run
         self.output = Path(record.output)
-        self.staff = Staff(places, self.job, run=self.run_id, output=self.output, code=Path(record.code))
+        self.store = record.store
+        self.staff = Staff(places, self.job, run=self.run_id, output=self.output, code=Path(record.code), store=self.store)
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
         self.policy = restarts.Policy(self.job.spec.restarts.limit, self.job.spec.restarts.window)
         self.patience = dataclasses.replace(world.Patience(), leave=self.job.spec.interruption.grace.total_seconds())
         self.history = restarts.History()
         self.reports: dict[int, local.Report] = {}
-        self.known = world.State({})
+        self.known = _after(record.generation)
         """What `world.decide` goes by."""
         self.pending: list[tuple[bool, Failure]] = []
         """Failures of the current generation, each with whether it only echoes another."""
@@ -88,6 +92,7 @@ class Launcher:
             run=self.run_id,
             submitted=record.submitted,
             output=str(self.output),
+            store=StoreStatus(url=self.store) if self.store else None,
             processes=self.staff.processes,
             min=self.job.spec.workers.allowed()[0],
             max=self.job.spec.workers.allowed()[-1],
@@ -149,7 +154,7 @@ class Launcher:
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
         generation = memory["generation"]
         if generation:
-            self.known = world.State({}, called=world.Call(generation + 1, "the run goes on", False, time.time()))
+            self.known = _after(generation)
         self.judged = memory["judged"]
         self.staff.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.staff.adopt(memory["workers"])
@@ -393,8 +398,9 @@ class Launcher:
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
         if time.time() > self.close_by:
-            for index in self.staff.present:
-                self.staff.put_down(index, "has not left in time")
+            for worker in list(self.staff.present.values()):
+                if not self.close_by or self.staff.said(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
+                    self.staff.put_down(worker.index, "has not left in time")
         return not self.staff.present
 
     def _finish(self) -> int:
@@ -404,13 +410,32 @@ class Launcher:
         if code == contract.Exit.INTERRUPTED:
             reason = f"{reason}; {self._what_is_saved()}"
         self.status.world = []
+        self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
+        if self.store and self.wanted.end != "kill":
+            state, reason, code = self._hand_in(state, reason, code)
         self.status.finished = time.time()
         self.status.exit_code = code
         self.status.state, self.status.reason = state, reason
-        self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
         self.status.launcher = None
         self._show(final=True)
         return code
+
+    def _hand_in(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
+        """Push what nobody has pushed: the end of the ledger, and what a killed worker left. Whoever is done but for this is
+        to be started again."""
+        from outlast.backends import stored
+
+        self._say(self.status.state, f"pushing what is left to {self.store}")
+        self._show()
+        failed, problem = pusher.Pusher(self.staff.environ(0)).rest(HAND_IN_S)
+        if not failed:
+            problem = stored.end(self.store, self.run_id, state, reason, code)
+        if not problem:
+            return state, reason, code
+        problem = f"the output is not all in {self.store}: {problem}; it is kept in {self.output}"
+        if code == contract.Exit.DONE:
+            return State.INTERRUPTED, f"{reason}; {problem}, and `outlast run` pushes it", contract.Exit.INTERRUPTED
+        return state, f"{reason}; {problem}", code
 
     def _what_is_saved(self) -> str:
         self._read_progress()
@@ -478,11 +503,19 @@ class Launcher:
             before = time.perf_counter()
             status.goodput = goodput.buckets(ledgers.read(self.output / contract.LEDGER), now).goodput
             self._goodput_at = now + max(2.0, 50 * (time.perf_counter() - before))  # at most 2 % of our time
+        if status.store is not None:
+            status.store = self._store_status(status.store)
         text = status.model_dump_json()
         if text != self._written:
             with contextlib.suppress(OSError):  # a full disk: what there is to see is late, and written as soon as there is room
                 files.replace(self.places.status, text, durable=final)
                 self._written = text
+
+    def _store_status(self, before: StoreStatus) -> StoreStatus:
+        """What the pusher says, whichever worker's it is."""
+        said = (self.staff.said(worker).get("pushed") for worker in self.staff.present.values())
+        newest = max(filter(None, said), key=lambda record: record["pushed"] or 0.0, default=None)
+        return before if newest is None else StoreStatus(url=self.store, **newest)
 
     def _ledger_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.output / contract.LEDGER).glob("*.jsonl"))
@@ -503,6 +536,12 @@ _ENDS = {
     "kill": "killed by the user",
 }
 _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "cancel": State.CANCELLED, "kill": State.INTERRUPTED}
+
+
+def _after(generation: int) -> world.State:
+    """The state of a run whose newest generation has been that."""
+    called = world.Call(generation + 1, "the run goes on", False, time.time())
+    return world.State({}, called=called) if generation else world.State({})
 
 
 def _cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:

@@ -15,27 +15,22 @@ import random
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos, contract, files, spec
-from outlast.backends import LogLine
+from outlast import chaos, checkpoints, contract, files, spec
+from outlast.backends import LogLine, stored
 from outlast.backends.places import Places, Run, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.runtime import daemon, ledger, prepare
+from outlast.remote import run as runs
+from outlast.runtime import code, daemon, environment, ledger, prepare
 from outlast.status import JobStatus, State, WorkerStatus
 
 _LOOK_S = 0.1
-_SKIPPED = shutil.ignore_patterns(
-    ".git", ".hg", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules"
-)
-"""What is never part of a job's code."""
-_CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
-"""Above this a directory holds data, too, and is not copied."""
 _STARTING_S = 10.0
 """How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
 SLOW_S = (0.4, 0.1)
@@ -55,34 +50,44 @@ class LocalBackend:
 
     # Submitting
 
-    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None) -> str:
+    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
         """Start a job, or go on with its unfinished run; the run's id."""
         places = self._places(job.metadata.name)
         self._not_running(places)
         if job.spec.suspend:
             raise OutlastError("suspend is true in the job file; set it to false to train")
         placed = _placed(job, self._state)
-        unfinished = self._unfinished(places)
-        if unfinished is None:
-            run_id, submitted, output = _new_run_id(), time.time(), _new_output(placed, places.code)
+        unfinished = None if fresh else self._unfinished(places)
+        before = Run.read(places) if unfinished else None
+        url = before.store if before else _store(placed)
+        place = stored.reach(url) if url else None
+        elsewhere = stored.unfinished(place, before, ended=self._ended(places)) if place and not fresh else None
+        earlier = before or elsewhere
+        run_id, submitted = (earlier.run, earlier.submitted) if earlier else (_new_run_id(), time.time())
+        output = Path(before.output) if before else _output(placed, self._state)
+        if before is None:
+            _make_room(output, places.code, run_id)
             places.run.unlink(missing_ok=True)  # first: half a state directory is no job
             if places.state.exists():
                 shutil.rmtree(places.state)
-        else:
-            before = Run.read(places)
-            run_id, submitted, output = before.run, before.submitted, Path(before.output)
+        generation = before.generation if before else 0
+        if place:
+            generation = max(generation, stored.take_over(place, output, runs.Run(run_id, job.metadata.name, submitted)))
         places.state.mkdir(parents=True, exist_ok=True)
         code = _snapshot(placed, source, places.code, (self._state, output), submitted)
+        placed = _frozen(placed, places.state)
         for path in (places.job, output / "job.yaml"):
             files.replace(path, spec.dump(placed), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
         going_on = f"goes on from step {status.checkpoint.step}" if status.checkpoint else "starting"
+        if elsewhere and not before:
+            going_on = f"goes on with the run in {url}"
         _show_pending(places, status, going_on, workers.replicas)
-        Run(run_id, submitted, str(source.absolute()), str(output), str(code)).write(places)
+        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation).write(places)
         book = ledger.Ledger(output / contract.LEDGER, "cli")
-        if unfinished is None:
+        if before is None and elsewhere is None:
             book.write(
                 "submitted",
                 run=run_id,
@@ -168,7 +173,11 @@ class LocalBackend:
 
     def logs(self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
         """The workers' log lines, see the Protocol."""
-        directory = self.output(name) / contract.LOGS
+        run = Run.read(self._known(name))
+        directory = Path(run.output) / contract.LOGS
+        if run.store and not directory.is_dir():
+            yield from stored.logs(run.store, worker=worker, tail=tail)
+            return
         files: dict[int, _Tail] = {}
         while True:
             over = not follow or self._over(name)
@@ -244,6 +253,8 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):
                 if worker.pid and places.owns(worker.index, worker.pid):
                     os.killpg(worker.pid, signal.SIGKILL)
+        if url := Run.read(places).store:
+            stored.end(url, Run.read(places).run, state, reason, contract.Exit.FAILED)
         update: dict[str, object] = {
             "state": state,
             "reason": reason,
@@ -304,12 +315,17 @@ class LocalBackend:
             contract.Env.RUN: run.run,
             contract.Env.OUTPUT: run.output,
             contract.Env.CODE: run.code,
+            contract.Env.STATE: str(places.state),
+            contract.Env.SHARED: str(places.state),
         }
-        data = prepare.data(job, places.state / "data")
-        if data is not None:
-            environ[contract.Env.DATA] = str(data)
-        command = [*prepare.command(job, environ), "--evaluate", *args]
-        return subprocess.run([sys.executable, *command], env=environ, cwd=run.code, check=False).returncode
+        preparation = prepare.Preparation(job, environ, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
+        try:
+            preparation.prepare()
+            del environ[contract.Env.STATE]  # it is no worker
+            command = [preparation.python, *prepare.command(job, environ), "--evaluate", *args]
+            return subprocess.run(command, env=environ, cwd=run.code, check=False).returncode
+        finally:
+            preparation.close()
 
     # Places
 
@@ -344,6 +360,10 @@ class LocalBackend:
         except (OSError, ValueError) as problem:
             remedy = "remove it and `outlast run` goes on from the newest checkpoint"
             raise OutlastError(f"{places.status} is empty, damaged or may not be read; {remedy}") from problem
+
+    def _ended(self, places: Places) -> str:
+        """The run that has ended here, if one has: its store may not know that yet."""
+        return Run.read(places).run if places.run.exists() and self._read(places).state.final else ""
 
     def _unfinished(self, places: Places) -> JobStatus | None:
         if not places.run.exists():
@@ -405,20 +425,18 @@ def _new_run_id() -> str:
 
 
 def _placed(job: spec.Job, state: Path) -> spec.Job:
-    """The job with its default output filled in; raises OutlastError for places that are not on this machine."""
+    """The job with its default output filled in; raises OutlastError for what it needs and is not there."""
+    prepare.check(job, state / "jobs" / job.metadata.name / prepare.PINS)
     fields = job.spec
-    places = {
-        "code": fields.code,
-        "output": fields.output,
-        **{f"data[{i}].from": entry.from_ for i, entry in enumerate(fields.data)},
-    }
-    for name, place in places.items():
-        if place and spec.local(place) is None:
-            raise OutlastError(f"{name} ({place}) is not on this machine; this version works with local paths and file:// URLs")
-    output = str(spec.local(fields.output)) if fields.output else str(state / "runs")
-    if fields.code and not Path(fields.code).is_dir():
-        raise OutlastError(f"code: {fields.code} is not a directory; this version runs directories")
+    here = spec.local(fields.output) if fields.output else state / "runs"
+    output = str(here or fields.output)
     return job.model_copy(update={"spec": fields.model_copy(update={"output": output})})
+
+
+def _frozen(job: spec.Job, state: Path) -> spec.Job:
+    """The job with a copy of its requirements in `state`, so that editing them does not change a run on its way."""
+    environment_ = environment.frozen(job.spec.environment, state)
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment_})})
 
 
 def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int) -> None:
@@ -434,11 +452,23 @@ def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int)
     files.replace(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
-def _new_output(job: spec.Job, code: Path) -> Path:
-    """An output directory for a new run; what an earlier run left there, and in its copy of the code, is moved to `previous/`."""
-    output = Path(str(job.spec.output)) / job.metadata.name
+def _store(job: spec.Job) -> str:
+    """The URL of the job's output in a store; empty when the output is a directory of this machine."""
+    place = str(job.spec.output)
+    return f"{place.rstrip('/')}/{job.metadata.name}" if spec.local(place) is None else ""
+
+
+def _output(job: spec.Job, state: Path) -> Path:
+    """The directory of this machine that the job writes to."""
+    return (spec.local(str(job.spec.output)) or state / "runs") / job.metadata.name
+
+
+def _make_room(output: Path, code: Path, run: str) -> None:
+    """An output directory for `run`; what an earlier one left there, and in its copy of the code, is moved to `previous/`."""
     try:
         output.mkdir(parents=True, exist_ok=True)
+        if checkpoints.generation(output / contract.CHECKPOINTS, run):
+            return  # it is the run's own: only what this machine knew of it is lost
         earlier = [entry for entry in output.iterdir() if entry.name != "previous"]
         if code.is_dir() and not code.is_symlink():
             earlier.append(code)
@@ -449,64 +479,29 @@ def _new_output(job: spec.Job, code: Path) -> Path:
             kept.mkdir(parents=True)
             for entry in earlier:
                 shutil.move(entry, kept / entry.name)
-        (output / contract.LEDGER).mkdir()
+        (output / contract.LEDGER).mkdir(exist_ok=True)
     except OSError as problem:
         raise OutlastError(
             f"output: cannot write to {output}: {problem.strerror or problem}; choose another directory or mend its rights"
         ) from problem
-    return output
 
 
 def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path], submitted: float) -> Path:
     """The directory that the job runs in: a copy of `code`, so that editing it does not change a run on its way.
 
-    The job may write into the copy. When the run goes on, a file of `code` replaces that of the copy unless the job has written
-    to it since, and files that only the copy has stay. A directory too large to be only code is not copied, the job runs in it.
-    Without `code` it runs where the job file lies.
+    Code in a store is brought there by the first worker. Without `code` the job runs where the job file lies.
     """
     if not job.spec.code:
         return source.absolute().parent
-    code = Path(job.spec.code)
-    entries: list[Path] = []
-    size = 0
-    for directory, names, found in os.walk(code):
-        left_out = _SKIPPED(directory, [*names, *found]) | {name for name in names if Path(directory, name) in not_code}
-        names[:] = [name for name in names if name not in left_out]
-        found = [name for name in found if name not in left_out]
-        entries += [Path(directory, name) for name in (*names, *found)]
-        size += sum(os.lstat(os.path.join(directory, name)).st_size for name in found)
-        if size > _CODE_BYTES or len(entries) > _CODE_FILES:
-            if into.exists():
-                raise OutlastError(f"code: {code} has become too large to be copied; keep data elsewhere, or use --fresh")
-            return code
-    try:
-        into.mkdir(exist_ok=True)
-        for entry in entries:
-            _renew(entry, into / entry.relative_to(code), submitted)
-    except OSError as problem:
-        raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
+    place, _ = spec.pinned(job.spec.code)
+    path = spec.local(place)
+    if path and path.is_dir():
+        return code.copy(path, into, not_code, submitted)
+    into.mkdir(exist_ok=True)
+    code.submitted_again(into.parent)
+    if path:
+        prepare.place_code(job, into, into.parent, say=lambda _: None, stop=threading.Event())
     return into
-
-
-def _renew(new: Path, old: Path, submitted: float) -> None:
-    """Make `old`, in the copy of a directory, what `new` is in the original. Nothing is written through a link."""
-    mode = new.lstat().st_mode
-    if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
-        raise IsADirectoryError(f"{old} is a directory, {new} is not")
-    partial = old.with_name(f".{old.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    if stat.S_ISLNK(mode):
-        partial.symlink_to(new.readlink())
-        partial.replace(old)
-    elif stat.S_ISDIR(mode):
-        if old.is_symlink() or old.is_file():
-            old.unlink()
-        old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
-    elif stat.S_ISREG(mode):  # a socket or a pipe is no code
-        if old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
-            return  # the job's: a copy has the time of its original, which is older than the run
-        shutil.copy2(new, partial)
-        partial.replace(old)
 
 
 def _written(path: Path) -> float:

@@ -120,6 +120,10 @@ class Run:
     """The job's output directory."""
     code: str
     """The directory that it runs in."""
+    store: str = ""
+    """URL of the job's output in its store; empty when the output is that directory alone."""
+    generation: int = 0
+    """The newest generation that the run had elsewhere, before it came to this machine."""
 
     @classmethod
     def read(cls, places: Places) -> Run:

@@ -68,8 +68,9 @@ class Ended:
 class Staff:
     """The workers there are."""
 
-    def __init__(self, places: Places, job: spec.Job, *, run: str, output: Path, code: Path) -> None:
+    def __init__(self, places: Places, job: spec.Job, *, run: str, output: Path, code: Path, store: str = "") -> None:
         self._places, self._job, self._run, self._output, self._code = places, job, run, output, code
+        self._store = store
         self.gpus = gpus()
         self.processes = processes_per_worker(job)
         self.present: dict[int, Worker] = {}
@@ -106,7 +107,7 @@ class Staff:
         self._vain[index] += 1
         if not self._code.is_dir():
             raise OutlastError(f"the job's code in {self._code} is gone; submit the job again")
-        environ = self._environ(index, state)
+        environ = self.environ(index)
         state.mkdir(parents=True, exist_ok=True)
         for name in [contract.WORKER, *(contract.PROGRESS.format(local_rank=rank) for rank in range(self.processes))]:
             (state / name).unlink(missing_ok=True)
@@ -183,8 +184,9 @@ class Staff:
             with contextlib.suppress(OSError):
                 print(f"worker {index} {why}; killed it", flush=True)
 
-    def _environ(self, index: int, state: Path) -> dict[str, str]:
+    def environ(self, index: int) -> dict[str, str]:
         """The environment contract of a worker, the same as a pod's."""
+        state = self._places.worker(index)
         fields = self._job.spec
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
@@ -208,6 +210,8 @@ class Staff:
             contract.Env.CHECKPOINT_KEEP: str(fields.checkpoint.keep),
             contract.Env.JOB_FILE: str(self._places.job),
             contract.Env.CODE: str(self._code),
+            contract.Env.SHARED: str(self._places.state),
+            **({contract.Env.STORE: self._store} if self._store else {}),
             contract.Env.PROBE_PORT: str(base + index if base else 0),
             contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self._places.state)]),
         }

@@ -1,80 +1,183 @@
-"""`outlast checkpoints list | show | verify`: what a job has saved."""
+"""`outlast checkpoints list | show | verify | restore | prune`: what a job has saved, here and in its store."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outlast import contract, units
-from outlast.cli import show, which
+from outlast.cli import show, transfers, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import NameArgument
-from outlast.errors import NotFound
+from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
+    from outlast import remote
     from outlast.checkpoints import Checkpoint
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at what a job has saved.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at what a job has saved, bring it back, remove it.")
 
+StoreOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Where the job's output is in a store, if not where the job says.", show_default=False),
+]
 StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.", show_default=False)]
 
 
-def _found(ctx: typer.Context, name: str | None, step: int | None = None) -> list[Checkpoint]:
-    """The job's checkpoints, lowest step first, or the one of `step`; raises NotFound."""
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Where a job's checkpoints are."""
+
+    run: str
+    directory: Path | None
+    """On this machine; None when it is not known here."""
+    there: remote.Checkpoints | None
+    """In its store; None when it has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint: here, in the store, or both."""
+
+    step: int
+    here: Checkpoint | None = None
+    there: remote.Checkpoint | None = None
+
+    @property
+    def where(self) -> str:
+        """`here`, `store` or `both`."""
+        return "both" if self.here and self.there else "here" if self.here else "store"
+
+    @property
+    def problem(self) -> str:
+        """Why its COMMIT cannot be read, where that is so."""
+        here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
+        there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
+        return "; ".join(filter(None, (here, there)))
+
+    def facts(self) -> dict[str, Any]:
+        """What its COMMIT says; all of it None when neither can be read."""
+        said = self.here if self.here and not self.here.problem else self.there.said if self.there else None
+        facts = {name: getattr(said, name, None) for name in ("run", "generation", "world_size", "time")}
+        return {
+            **facts,
+            "bytes": self.here.bytes if said is self.here and self.here else self.there.bytes if said and self.there else None,
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """Its files."""
+        if self.here:
+            return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
+        files = self.there.said.files if self.there and self.there.said else {}
+        return {name: file["size"] for name, file in sorted(files.items())}
+
+    def plain(self, job: Job) -> dict[str, Any]:
+        """As data."""
+        url = f"{job.there.store.url}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there and job.there else None
+        path = str(self.here.path) if self.here else None
+        return {"step": self.step, **self.facts(), "where": self.where, "path": path, "url": url, "problem": self.problem}
+
+
+def _job(ctx: typer.Context, name: str | None, url: str | None) -> Job:
+    """The job that is meant; raises NotFound. Asks the store only when the machine does not know the job."""
+    from outlast import remote, store
+
+    elsewhere = which.in_store(name)
+    if url and elsewhere:
+        raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
+    place = which.backend(ctx)
+    if elsewhere or (url and not place.list()):
+        there = store.open_(elsewhere or url or "")
+        if (record := remote.read(there)) is None:
+            raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
+        return Job(record.run, None, remote.Checkpoints(there, record.run))
+    name = which.job(place, name)
+    status = place.status(name)
+    url = url or (status.store.url if status.store else None)
+    kept = remote.Checkpoints(store.open_(url), status.run) if url else None
+    return Job(status.run, place.output(name) / contract.CHECKPOINTS, kept)
+
+
+def _saved(job: Job) -> list[Saved]:
+    """All checkpoints of a job, lowest step first. Those that are here are told of although the store cannot be asked."""
     from outlast import checkpoints
 
-    place = which.backend(ctx)
-    name = which.job(place, name)
-    directory = place.output(name) / contract.CHECKPOINTS
-    found = checkpoints.list_(directory)
+    here = checkpoints.list_(job.directory) if job.directory else []
+    there: list[remote.Checkpoint] = []
+    if job.there:
+        try:
+            there = job.there.list_()
+        except StoreError as problem:
+            if not job.directory:
+                raise
+            print(f"warning: those in the store are not shown: {problem}", file=sys.stderr)
+    found = [Saved(c.step, here=c) for c in here]
+    for c in there:
+        twins = (s for s in found if s.step == c.step and s.here and (s.here.problem or s.here.generation == c.generation))
+        twin = next((s for s in twins if s.here and s.here.run in (job.run, "")), None)
+        if twin:
+            found.remove(twin)
+        found.append(Saved(c.step, here=twin.here if twin else None, there=c))
+    return sorted(found, key=lambda saved: (saved.step, saved.where))
+
+
+def _chosen(job: Job, step: int | None) -> list[Saved]:
+    """All checkpoints, or those of a step; raises NotFound."""
+    found = _saved(job)
     if step is None:
         return found
-    if chosen := [checkpoint for checkpoint in found if checkpoint.step == step]:
+    if chosen := [saved for saved in found if saved.step == step]:
         return chosen
-    there = ", ".join(str(checkpoint.step) for checkpoint in found) or "none"
-    raise NotFound(f"no checkpoint of step {step} in {directory}; there are: {there}")
+    raise NotFound(f"no checkpoint of step {step}; there are: {_steps(found)}")
 
 
-def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {**dataclasses.asdict(checkpoint), "path": str(checkpoint.path)}
+def _steps(found: Sequence[Saved | remote.Checkpoint]) -> str:
+    return ", ".join(str(each.step) for each in found) or "none"
 
 
 @app.command("list")
-def list_(ctx: typer.Context, name: NameArgument = None, output: OutputOption = Output.TABLE) -> None:
-    """List the committed checkpoints of a job, the newest last.
+def list_(ctx: typer.Context, name: NameArgument = None, store: StoreOption = None, output: OutputOption = Output.TABLE) -> None:
+    """List the committed checkpoints of a job, here and in its store, the newest last.
+
+    NAME may be a job file, or the URL of a job's output in a store: so this works
+    when the machine that ran it is gone. That is true of all of these commands.
 
     \b
     Examples:
       outlast checkpoints list
       outlast checkpoints list cifar10 -o json
+      outlast checkpoints list s3://bucket/runs/cifar10
     """
-    found = _found(ctx, name)
+    job = _job(ctx, name, store)
+    found = _saved(job)
     if output is not Output.TABLE:
-        show.data([_plain(checkpoint) for checkpoint in found], output)
+        show.data([saved.plain(job) for saved in found], output)
         return
     now = time.time()
-    rows = [
-        (c.step, None, None, None, None, None, f"{c.path.name}: {c.problem}")
-        if c.problem
-        else (
-            c.step,
-            units.human_seconds(now - c.time),
-            units.human_bytes(c.bytes),
-            c.generation,
-            c.world_size,
-            c.run,
-            c.path.name,
-        )
-        for c in found
-    ]
-    print(show.table(("STEP", "AGE", "SIZE", "GENERATION", "RANKS", "RUN", "DIRECTORY"), rows))
+    rows = []
+    for saved in found:
+        said = saved.facts()
+        age = units.human_seconds(now - said["time"]) if said["time"] is not None else None
+        size = units.human_bytes(said["bytes"]) if said["bytes"] is not None else None
+        where = "; ".join(filter(None, (saved.where if saved.where == "both" or not saved.problem else "", saved.problem)))
+        rows.append((saved.step, age, size, said["generation"], said["world_size"], said["run"], where))
+    print(show.table(("STEP", "AGE", "SIZE", "GENERATION", "RANKS", "RUN", "WHERE"), rows))
 
 
 @app.command("show")
-def show_(ctx: typer.Context, name: NameArgument = None, step: StepOption = None, output: OutputOption = Output.TABLE) -> None:
+def show_(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    step: StepOption = None,
+    store: StoreOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
     """Show one checkpoint and its files.
 
     It is the newest, unless --step says otherwise.
@@ -83,49 +186,173 @@ def show_(ctx: typer.Context, name: NameArgument = None, step: StepOption = None
     Examples:
       outlast checkpoints show
       outlast checkpoints show cifar10 --step 1200
+      outlast checkpoints show s3://bucket/runs/cifar10 -o json
     """
-    found = _found(ctx, name, step)
+    job = _job(ctx, name, store)
+    found = _chosen(job, step)
     if not found:
         raise NotFound("nothing has been saved yet")
     newest = found[-1]
-    files = {path.name: path.stat().st_size for path in sorted(newest.path.iterdir())}
+    said = newest.plain(job)
     if output is not Output.TABLE:
-        show.data({**_plain(newest), "files": files}, output)
+        show.data({**said, "files": newest.sizes()}, output)
         return
     print(
         show.fields(
             {
-                "step": newest.step,
-                "directory": newest.path,
-                "saved": show.moment(newest.time) if newest.time else None,
-                "size": units.human_bytes(newest.bytes),
-                "run": newest.run,
-                "world": f"{newest.world_size} ranks, generation {newest.generation}",
-                "problem": newest.problem,
+                "step": said["step"],
+                "directory": said["path"],
+                "in the store": said["url"],
+                "saved": show.moment(said["time"]) if said["time"] else None,
+                "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
+                "run": said["run"],
+                "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
+                "problem": said["problem"],
             }
         )
     )
     print()
-    print(show.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in files.items())))
+    print(show.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
 
 
 @app.command()
-def verify(ctx: typer.Context, name: NameArgument = None, step: StepOption = None) -> None:
+def verify(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    step: StepOption = None,
+    store: StoreOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
     """Check that checkpoints are whole.
 
-    Reads all of them, or the one of --step, and compares every file with its checksum. The exit code is 1 when one is damaged.
+    Reads all of them, or the one of --step, here and in the store, and compares
+    every file with its checksum. The exit code is 1 when one is damaged.
 
     \b
     Examples:
       outlast checkpoints verify
       outlast checkpoints verify cifar10 --step 1200
+      outlast checkpoints verify s3://bucket/runs/cifar10
     """
     from outlast import checkpoints
 
-    damaged = False
-    for checkpoint in _found(ctx, name, step):
-        problem = checkpoints.verify(checkpoint.path)
-        damaged = damaged or problem is not None
-        print(f"{checkpoint.path.name}: {problem or f'whole, {units.human_bytes(checkpoint.bytes)}'}", flush=True)
-    if damaged:
+    job = _job(ctx, name, store)
+    results = []
+
+    def tell(step: int, where: str, problem: str | None, size: int) -> None:
+        results.append({"step": step, "where": where, "whole": problem is None, "problem": problem or ""})
+        if output is Output.TABLE:
+            at = contract.checkpoint_name(step) + ("" if where == "here" else " in the store")
+            print(f"{at}: {problem or f'whole, {units.human_bytes(size)}'}", flush=True)
+
+    found = _chosen(job, step)
+    for saved in found:
+        if saved.here:
+            tell(saved.step, "here", checkpoints.verify(saved.here.path), saved.here.bytes)
+    there = [saved.there for saved in found if saved.there]
+    if job.there and there:
+        whole = sum(checkpoint.bytes for checkpoint in there)
+        with transfers.transfer("read", whole, quiet=output is not Output.TABLE) as (progress, stop):
+            for checkpoint in there:
+                problem = job.there.verify(checkpoint, deep=True, progress=progress, stop=stop)
+                if problem is None or checkpoint.place in [c.place for c in job.there.list_()]:  # else just removed
+                    tell(checkpoint.step, "store", problem, checkpoint.bytes)
+    if output is not Output.TABLE:
+        show.data(results, output)
+    if not all(result["whole"] for result in results):
         raise typer.Exit(1)
+
+
+@app.command()
+def restore(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    step: StepOption = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Where to; without it where the job looks for it, for a URL ./checkpoints.", show_default=False
+        ),
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Bring a checkpoint from the store to this machine.
+
+    It is the newest that is whole, unless --step says otherwise. Every file is
+    checked. A valid one of the same step that is here already stays.
+
+    \b
+    Examples:
+      outlast checkpoints restore
+      outlast checkpoints restore cifar10 --step 1200
+      outlast checkpoints restore s3://bucket/runs/cifar10 --to best
+    """
+    job = _job(ctx, name, store)
+    if job.there is None:
+        raise OutlastError(f"the job has no store, its checkpoints are in {job.directory}; name one with --store URL")
+    directory = to or job.directory or Path(contract.CHECKPOINTS)
+    found = job.there.list_()
+    if step is not None:
+        found, there = [checkpoint for checkpoint in found if checkpoint.step == step], found
+        if not found:
+            raise NotFound(f"no checkpoint of step {step} in the store; there are: {_steps(there)}")
+        if found[0].problem:
+            raise OutlastError(f"the checkpoint of step {step} in {job.there.store.url} is damaged: {found[0].problem}")
+    with transfers.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
+        if step is not None:
+            restored = job.there.fetch(found[-1], directory, progress=progress, stop=stop)
+        else:
+            newest = job.there.restore(directory, say=_say, progress=progress, stop=stop)
+            if newest is None:
+                raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
+            restored = newest
+    print(f"step {restored.step}, {units.human_bytes(restored.bytes)}: {restored.path}")
+
+
+@app.command()
+def prune(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    keep: Annotated[int, typer.Option(metavar="N", min=2, help="How many of the newest stay; at least 2.")] = 2,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    store: StoreOption = None,
+) -> None:
+    """Remove old checkpoints, here and in the store.
+
+    The newest N stay, and those that are being read. On a terminal it asks first.
+
+    \b
+    Examples:
+      outlast checkpoints prune --keep 3 --dry-run
+      outlast checkpoints prune cifar10 --keep 2 --yes
+      outlast checkpoints prune s3://bucket/runs/cifar10 --keep 5
+    """
+    from outlast import checkpoints
+
+    job = _job(ctx, name, store)
+    ours = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []
+    here = checkpoints.expired(ours, keep)
+    there = job.there.prune(keep, dry_run=True) if job.there else []
+    lines = [f"{c.path.name} here, {units.human_bytes(c.bytes)}" for c in here]
+    lines += [f"{contract.checkpoint_name(place.step)} in the store" for place in there]
+    if not lines:
+        print(f"nothing to remove: there are no more than {keep}")
+        return
+    if dry_run or (sys.stdin.isatty() and not yes):
+        for line in lines:
+            print(f"would remove {line}")
+    if dry_run:
+        return
+    if sys.stdin.isatty() and not yes and not typer.confirm("Remove them?"):
+        raise typer.Exit(1)
+    for checkpoint in here:
+        did = "removed" if checkpoints.remove(checkpoint) else "kept, for it is being read:"
+        print(f"{did} {checkpoint.path.name} here, {units.human_bytes(checkpoint.bytes)}")
+    if job.there and there:
+        for place in job.there.prune(keep):
+            print(f"removed {contract.checkpoint_name(place.step)} in the store")
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -115,23 +115,34 @@ def logs(
 ) -> None:
     """Print what the workers wrote, all of them merged.
 
+    NAME may be a job file, or the URL of a job's output in a store: logs of a machine that is gone are read there.
+
     \b
     Examples:
       outlast logs -f
       outlast logs cifar10 --worker 1 --tail 20
       outlast logs --grep 'loss|Error'
+      outlast logs s3://bucket/runs/cifar10
     """
     try:
         wanted = re.compile(grep) if grep is not None else None
     except re.error as error:
         raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
-    place = which.backend(ctx)
     colour = sys.stdout.isatty()
 
     def text(line: LogLine) -> str:
         return line.text if worker is not None else prefix(line.worker, colour=colour) + line.text
 
-    for line in place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail):
+    if url := which.in_store(name):
+        from outlast.backends import stored
+
+        if follow:
+            raise OutlastError(f"{url} cannot be followed; give the name of the job, in the directory that it runs in")
+        lines = stored.logs(url, worker=worker, tail=tail)
+    else:
+        place = which.backend(ctx)
+        lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail)
+    for line in lines:
         if wanted is None or wanted.search(line.text):
             print(text(line), flush=follow)
 

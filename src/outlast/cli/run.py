@@ -62,13 +62,13 @@ def run(
         before = None
     going_on = before is not None and not before.state.final
     if detach:
-        place.submit(wanted, source=file, chaos=chaos)
+        place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
         print(f"{name} {'goes on' if going_on else 'runs'} in the background; look at it with: outlast logs -f {name}")
         return
     from outlast.cli import view
 
     with view.Signals() as signals:
-        place.submit(wanted, source=file, chaos=chaos)
+        place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
         with view.screen() as screen:
             status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
     for sentence in view.summary(status, time.time()):

@@ -18,7 +18,7 @@ from outlast import units
 from outlast.errors import NotFound
 
 if TYPE_CHECKING:
-    from outlast.status import Failure, JobStatus, RankStatus
+    from outlast.status import Failure, JobStatus, RankStatus, StoreStatus
 
 
 class Output(enum.StrEnum):
@@ -99,6 +99,17 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
     return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago, {units.human_bytes(newest.bytes)}"
 
 
+def in_store(there: StoreStatus, now: float) -> str:
+    """`s3://bucket/runs/digits: step 800, all pushed 12s ago`, or since when it fails and why."""
+    said = [f"step {there.step}"] if there.step else []
+    said += [f"all pushed {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing pushed yet"]
+    said += [f"now {there.doing}"] if there.doing else []
+    said += [f"{units.human_bytes(there.backlog)} of checkpoints wait"] if there.backlog else []
+    if there.since:
+        said.append(f"fails since {moment(there.since)} ({units.human_seconds(now - there.since)}): {there.error}")
+    return f"{there.url}: {', '.join(said)}"
+
+
 def failure(failed: Failure) -> str:
     """The first failing rank, how it ended, and the tail of its traceback."""
     where = [f"generation {failed.generation}"] if failed.generation else []
@@ -127,6 +138,7 @@ def page(status: JobStatus, now: float) -> str:
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
                 "output": status.output,
+                "store": in_store(status.store, now) if status.store else None,
             }
         ),
     ]

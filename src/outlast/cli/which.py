@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from outlast import backends
 from outlast.cli import show
+from outlast.errors import NotFound
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
@@ -38,6 +39,23 @@ def job(place: Backend, name: str | None) -> str:
     """The name of the job that is meant; raises NotFound with the names that there are."""
     known = [status.name for status in place.list()]
     return show.one_of("job", name, known, none="no job has been run here; start one with `outlast run FILE`, in this directory")
+
+
+def in_store(given: str | None) -> str | None:
+    """The URL of a job's output in a store, when that is given in place of a name: the URL itself, or the job's file.
+
+    So commands work on any machine, not only on the one that runs the job.
+    """
+    if given is None or "://" in given:
+        return given
+    if not given.endswith((".yaml", ".yml")):
+        return None
+    from outlast import spec
+
+    job = spec.load(given)
+    if job.spec.output is None or spec.local(job.spec.output) is not None:
+        raise NotFound(f"{given}: the output is no place in a store; give the name of the job, in the directory that it runs in")
+    return f"{job.spec.output.rstrip('/')}/{job.metadata.name}"
 
 
 def takes(words: str) -> type[TyperCommand]:

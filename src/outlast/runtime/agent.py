@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from outlast import contract, files
 from outlast.errors import OutlastError
-from outlast.runtime import daemon, lifecycle, notice, prepare, probes, progress, shim
+from outlast.runtime import daemon, lifecycle, notice, prepare, probes, progress, pusher, shim
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
+from outlast.runtime.output import Output
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -38,6 +39,10 @@ TOUCH_S = 1.0
 """How often `worker.json` is touched: the sign of life for whoever watches the agents."""
 SEEK_S = 1.0
 """How often to see whether the decider can be reached."""
+PUSH_S = 1800.0
+"""How long a worker that has ended waits for a store that is away."""
+LAST_PUSH_S = 10.0
+"""How long a worker that was told to leave may push at least, even when its grace is over."""
 REVIVE_AFTER_S = 1.5
 """How long the decider may be out of reach before we start it again."""
 
@@ -45,7 +50,7 @@ REVIVE_AFTER_S = 1.5
 class Agent:
     """One worker's agent. `main` makes one and runs it."""
 
-    def __init__(self, warm: subprocess.Popen[bytes], job: spec.Job, environ: dict[str, str]) -> None:
+    def __init__(self, warm: subprocess.Popen[bytes] | None, job: spec.Job, environ: dict[str, str], log: Output) -> None:
         self.job = job
         self.index = int(environ[contract.Env.WORKER])
         self.state = Path(environ[contract.Env.STATE])
@@ -59,6 +64,10 @@ class Agent:
         self.exit: lifecycle.Exit | None = None
         self.health = probes.Health()
         self._warm = warm
+        """None until the job's environment is there, if it brings one."""
+        self._leaving = threading.Event()
+        self._preparation = prepare.Preparation(job, environ, stop=self._leaving)
+        self._preparing: threading.Thread | None = None
         self._elastic: socket.socket | None = None
         self._launched = False
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
@@ -68,6 +77,13 @@ class Agent:
         self._touched = 0.0
         self._unreachable_since: float | None = None
         self._seek_at = 0.0
+        self._log = log
+        self._store = environ.get(contract.Env.STORE, "")
+        self._pusher = pusher.Pusher(environ)
+        self._said: tuple[int | None, str] = (None, "")
+        """The end that the log speaks of already."""
+        self._leave_by: float | None = None
+        """When the grace of a worker that was told to leave is over."""
         self._condemned: set[int] = set()
         """Pids of hung processes that we have killed."""
         labels = {"job": job.metadata.name, "worker": str(self.index)}
@@ -89,47 +105,66 @@ class Agent:
                 self._happened(self._events.get())
             self._look()
         self._write("done" if self.exit.code == contract.Exit.DONE else "gone")
-        self._warm.kill()  # and with it whatever it forked
-        self._warm.wait()
+        self._leaving.set()
+        self._kill_training()
+        if self._warm:
+            self._warm.wait()
+        if self._preparing:
+            self._preparing.join(timeout=5)  # it ends what it has started
         return self.exit
+
+    def _kill_training(self) -> None:
+        if self._warm:
+            self._warm.kill()  # and with it whatever it forked
 
     # Effects
 
     def _happened(self, event: lifecycle.Event) -> None:
+        if event == lifecycle.Prepared(self.worker.phase) == lifecycle.Prepared(Phase.ENVIRONMENT) and self._warm is None:
+            self._warm = start_warm(self._preparation.python, self.environ)  # by this thread: it dies with who starts it
         self.worker, effects = lifecycle.step(self.worker, event)
         for effect in effects:
             match effect:
                 case lifecycle.Prepare(phase):
-                    threading.Thread(target=self._prepare, args=(phase,), daemon=True).start()
+                    self._preparing = threading.Thread(target=self._prepare, args=(phase,), daemon=True)
+                    self._preparing.start()
                 case lifecycle.Launch():
                     self._launched = True
                 case lifecycle.Notify(reason, deadline):
-                    self.deadline = deadline
+                    self.deadline = self._leave_by = deadline
                     try:
                         notice.write(self.notice, "leave", reason, deadline)
                     except OSError as problem:
                         print(f"outlast | cannot tell the training to leave: {problem}; ending it", flush=True)
-                        self._warm.kill()
+                        self._kill_training()
                 case lifecycle.Kill():
-                    print(f"outlast | the time to leave is over ({self.worker.leaving}); ending the training", flush=True)
-                    self._warm.kill()
-                case lifecycle.Push():  # on this machine the output is written in place
-                    self._events.put(lifecycle.Pushed())
-                case lifecycle.Exit():
+                    why = f"the time to leave is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
+                    print(f"outlast | {why}; ending the training", flush=True)
+                    self._kill_training()
+                case lifecycle.Push():  # the last line of the log first, so that it is pushed, too
+                    self._said = self.worker.code, self.worker.reason
+                    say_end(self.index, *self._said)
+                    if self._store:
+                        threading.Thread(target=self._push_rest, daemon=True).start()
+                    else:  # the output is where it belongs
+                        self._events.put(lifecycle.Pushed())
+                case lifecycle.Exit(code, reason):
                     self.exit = effect
+                    if (code, reason) != self._said:
+                        say_end(self.index, code, reason)
 
     def _prepare(self, phase: Phase) -> None:
         try:
             if phase is Phase.CODE:
-                prepare.code(self.job, Path(self.environ[contract.Env.CODE]))
-            elif phase is Phase.DATA:
-                data = prepare.data(self.job, self.state / "data")
-                if data is not None:
-                    self.environ[contract.Env.DATA] = str(data)
+                self._preparation.code()
             elif phase is Phase.ENVIRONMENT:
-                prepare.environment()
+                self._preparation.environment()
+            elif phase is Phase.DATA:
+                self._preparation.data()
+            elif phase is Phase.CHECKPOINT and self._store:
+                self._restore()
         except OutlastError as problem:
-            self._put(lifecycle.Unprepared(phase, str(problem), retry=False))
+            self._put(lifecycle.Unprepared(phase, str(problem), retry=getattr(problem, "retry", False)))
         except OSError as problem:
             self._put(lifecycle.Unprepared(phase, f"{phase}: {problem}", retry=True))
         except Exception as problem:  # a bug of ours must not leave the worker in this phase for ever
@@ -138,12 +173,27 @@ class Agent:
         else:
             self._put(lifecycle.Prepared(phase))
 
+    def _restore(self) -> None:
+        from outlast import store
+        from outlast.runtime import restore
+
+        place = store.open_(self._store)
+        restore.restore(self.output, place, self.environ[contract.Env.RUN], lambda text: print(f"outlast | {text}", flush=True))
+
+    def _push_rest(self) -> None:
+        """Push what is left, this worker's log to its last line included."""
+        self._log.drain()
+        seconds = max(LAST_PUSH_S, self._leave_by - time.time()) if self._leave_by else PUSH_S if self._launched else LAST_PUSH_S
+        code, problem = self._pusher.rest(seconds)
+        kept = f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
+        self._put(lifecycle.Pushed(kept if code else ""))
+
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
         try:
             sock = shim.connect(str(self.state / "warm.sock"))
         except OSError:
-            if self._warm.poll() is not None:
+            if self._warm and self._warm.poll() is not None:
                 self._events.put(lifecycle.Trained(contract.exit_code(self._warm.returncode)))
                 self._launched = False
             return
@@ -203,9 +253,11 @@ class Agent:
             if hang is not None:
                 self._end_hang(hang, found)
             self._revive()
+            if self._store and self._pusher.look():
+                self._events.put(lifecycle.Displaced(self._pusher.said["error"]))
         self._report(found, now)
         if not self.state.is_dir():  # somebody removed the job under us
-            self._warm.kill()
+            self._kill_training()
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, hang: lifecycle.Hang, found: list[lifecycle.Process]) -> None:
@@ -256,7 +308,7 @@ class Agent:
             state = "leaving" if self.worker.leaving else "training" if training else "waiting"
         ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in found]
         self._write(state, ranks)
-        metrics: dict[str, float] = {"leaving": float(bool(self.worker.leaving))}
+        metrics = {"leaving": float(bool(self.worker.leaving)), **pusher.metrics(self._pusher.said, now)}
         healthy, reason = True, state
         if found:
             first = found[0].progress
@@ -283,6 +335,7 @@ class Agent:
             "code": self.exit.code if self.exit else None,
             "ranks": ranks or [],
             "probes": self.probes,
+            "pushed": self._pusher.said,
         }
         if record == self._written or not self.state.is_dir():
             if now - self._touched > TOUCH_S:
@@ -298,6 +351,11 @@ def processes_per_worker(job: spec.Job) -> int:
     """`auto` means one process per GPU of the job's resources, else one."""
     count = job.spec.processes_per_worker
     return max(1, job.spec.resources.gpu) if count == "auto" else int(count)
+
+
+def say_end(worker: int | str, code: int | None, reason: str) -> None:
+    """The last line of a worker's log."""
+    print(f"outlast | worker {worker}: {reason} (exit {code})", flush=True)
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
@@ -338,52 +396,38 @@ def _kernel_state(pid: int) -> str:
         return ""
 
 
-def pump_output() -> threading.Thread:
-    """Put a pipe between this worker's output and its log, so that a full disk costs log lines and not the training.
-
-    Whoever writes to the log itself dies of ENOSPC in the middle of a print. The thread ends when the last writer has.
-    """
-    log = os.dup(1)
-    read, write = os.pipe()
-    os.dup2(write, 1)
-    os.dup2(write, 2)
-    os.close(write)
-
-    def copy() -> None:
-        while data := os.read(read, 65536):
-            with contextlib.suppress(OSError):
-                while data:
-                    data = data[os.write(log, data) :]
-
-    thread = threading.Thread(target=copy, name="outlast-output", daemon=True)
-    thread.start()
-    return thread
+def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the warm process in the Python that is to train."""
+    socket_ = os.path.join(environ[contract.Env.STATE], "warm.sock")
+    return subprocess.Popen(
+        [python, "-m", "outlast.runtime.warm", socket_, str(os.getpid())], stdin=subprocess.DEVNULL, env=environ
+    )
 
 
 def main() -> None:
-    """Start the warm process first (it takes longest), then live."""
-    output = pump_output()
+    """Start the warm process first (it takes longest), then live. A job with an environment of its own has to make that first."""
+    log = Output()
     state = os.environ[contract.Env.STATE]
     environ = dict(os.environ)
-    warm = subprocess.Popen(
-        [sys.executable, "-m", "outlast.runtime.warm", os.path.join(state, "warm.sock"), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-    )
+    file = Path(environ[contract.Env.JOB_FILE])
+    warm = None
+    with contextlib.suppress(OSError):
+        if b"environment:" not in file.read_bytes():  # to parse it takes a while, in which torch can be imported
+            warm = start_warm(sys.executable, environ)
     try:
         from outlast import spec
 
-        job = spec.load(Path(environ[contract.Env.JOB_FILE]))
+        job = spec.load(file)
         environ = {**environ, **job.spec.env}
-        ended = Agent(warm, job, environ).run()
+        agent = Agent(warm, job, environ, log)
+        ended = agent.run()
     except OutlastError as problem:
-        warm.kill()
+        if warm:
+            warm.kill()
         ended = lifecycle.Exit(contract.Exit.MISCONFIGURED, str(problem))
         write_state(Path(state), {"pid": os.getpid(), "state": "gone", "reason": ended.reason, "code": ended.code})
-    print(f"outlast | worker {environ[contract.Env.WORKER]}: {ended.reason} (exit {ended.code})", flush=True)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    output.join(timeout=5)  # what has been written reaches the log
+        say_end(environ[contract.Env.WORKER], ended.code, ended.reason)
+    log.close()
     sys.exit(ended.code)
 
 

@@ -1,6 +1,6 @@
 """The life of a worker, as a pure state machine: what has happened in, what to do out.
 
-    starting -> fetching code, data, environment, checkpoint -> training -> pushing -> ended
+    starting -> code, environment, data, checkpoint -> training -> pushing -> ended
                           (told to leave at any time: finish early, save if there is something to save, exit 75)
 
 Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports
@@ -24,15 +24,15 @@ class Phase(enum.StrEnum):
 
     STARTING = "starting"
     CODE = "fetching code"
-    DATA = "fetching data"
     ENVIRONMENT = "making the environment"
+    DATA = "fetching data"
     CHECKPOINT = "restoring the checkpoint"
     TRAINING = "training"
     PUSHING = "pushing"
     ENDED = "ended"
 
 
-PREPARATION = (Phase.CODE, Phase.DATA, Phase.ENVIRONMENT, Phase.CHECKPOINT)
+PREPARATION = (Phase.CODE, Phase.ENVIRONMENT, Phase.DATA, Phase.CHECKPOINT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,14 @@ class Pushed:
     problem: str = ""
 
 
-Event: TypeAlias = Started | Prepared | Unprepared | Trained | Told | GraceOver | Pushed
+@dataclasses.dataclass(frozen=True)
+class Displaced:
+    """A newer generation owns the job's output in the store: we are a zombie."""
+
+    reason: str
+
+
+Event: TypeAlias = Started | Prepared | Unprepared | Trained | Told | GraceOver | Pushed | Displaced
 
 
 # Effects
@@ -155,7 +162,7 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
             following = PREPARATION.index(phase) + 1
             return _enter(worker, PREPARATION[following] if following < len(PREPARATION) else Phase.TRAINING)
         case Unprepared(phase, reason, retry) if worker.phase is phase:
-            return _end(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
+            return _push(worker, contract.Exit.FAILED if retry else contract.Exit.MISCONFIGURED, reason)
         case Trained(code) if worker.phase is Phase.TRAINING:
             if worker.leaving and (code == contract.Exit.INTERRUPTED or contract.killed(code)):
                 return _push(worker, contract.Exit.INTERRUPTED, worker.leaving)
@@ -164,12 +171,18 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
             told = dataclasses.replace(worker, leaving=reason)
             if worker.phase is Phase.TRAINING:
                 return told, (Notify(reason, now + grace_s),)
-            return _end(told, contract.Exit.INTERRUPTED, f"left before training: {reason}")
+            return _push(told, contract.Exit.INTERRUPTED, f"left before training: {reason}")
         case GraceOver() if worker.leaving and worker.phase is Phase.TRAINING:
             return worker, (Kill(),)
         case Pushed(problem) if worker.phase is Phase.PUSHING and worker.code is not None:
-            reason = f"{worker.reason}; {problem}" if problem else worker.reason
-            return _end(worker, worker.code, reason)
+            if not problem:
+                return _end(worker, worker.code, worker.reason)
+            # Who is done but for the push is started again: nothing is left to train, and the push is tried anew.
+            code = contract.Exit.INTERRUPTED if worker.code == contract.Exit.DONE else worker.code
+            return _end(worker, code, f"{worker.reason}; {problem}")
+        case Displaced(reason) if worker.phase not in (Phase.STARTING, Phase.ENDED):
+            ended, effects = _end(worker, contract.Exit.MISCONFIGURED, reason)
+            return ended, (Kill(), *effects)
     return worker, ()
 
 

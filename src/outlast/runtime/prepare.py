@@ -1,71 +1,234 @@
-"""What a worker needs before it can train: code, data, environment. Here from this machine's own disk, by links: nothing is
-copied twice.
+"""What a worker needs before it can train: code, environment, data, models. From this machine's own disk by links, from stores
+and archives through `code`, `cache` and `environment`, where nothing is fetched or made twice.
 
-Each function does one preparing phase of `runtime.lifecycle` and raises OutlastError when it cannot.
+Each method of a `Preparation` does one preparing phase of `runtime.lifecycle` and raises OutlastError when it cannot.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import posixpath
 import re
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast.contract import Env
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast import spec
+    from outlast.runtime.cache import Version
+    from outlast.runtime.fetch import Say
 
 
-def code(job: spec.Job, directory: Path) -> None:
-    """Check that what is to be run is there."""
-    if not directory.is_dir():
-        raise OutlastError(f"code: {directory} is not a directory; it held the job's code when it was submitted")
-    script = job.spec.script
-    if script and not (directory / script).is_file():
-        raise OutlastError(f"script: {script} is not in {directory}; correct the name or the code directory")
-    sys.path.insert(0, str(directory))
-    if job.spec.module:
-        package = job.spec.module.partition(".")[0]  # looking further down would run its code in here
-        if importlib.util.find_spec(package) is None:
-            raise OutlastError(f"module: Python finds no {package!r} from {directory}; correct the name or install its package")
+PINS = "pins"
+"""Below the directory that the workers of a run share, see `cache.Source`."""
+REACH_S = 10.0
+"""How long a submission waits for stores to answer."""
 
 
-def data(job: spec.Job, root: Path) -> Path | None:
-    """Make the job's data visible; the directory that becomes OUTLAST_DATA, None without data.
+def check(job: spec.Job, pins: Path) -> None:
+    """Say at submission what is wrong already: files that are not here, stores that do not have what they should, no conda.
 
-    One entry is used where it lies. Several are linked below `root` by the last part of their `to`.
+    A store that is away at the moment is no mistake: workers try again. Data that a run has noted in `pins` needs no store.
+    Raises OutlastError.
     """
-    sources = [(_local(entry.from_), Path(entry.to).name) for entry in job.spec.data]
-    for source, _ in sources:
-        if not source.exists():
-            raise OutlastError(f"data.from: {source} does not exist; create it or correct the path")
-    if len(sources) == 1:
-        return sources[0][0]
-    for source, name in sources:
-        root.mkdir(exist_ok=True)
-        link = root / name
+    from outlast import spec
+    from outlast.runtime import environment
+
+    for sentence in spec.absent(job.spec):
+        raise OutlastError(sentence)
+    environment.check(job.spec.environment)
+    place, checksum = spec.pinned(job.spec.code or "")
+    if place and (path := spec.local(place)) and not path.is_dir():
+        from outlast.runtime import code
+
+        code.check(path, f"code ({path})", checksum, _runs(job))
+    given = [(f"data[{i}].from", entry.from_) for i, entry in enumerate(job.spec.data)]
+    given += [(f"models[{i}].from", entry.from_) for i, entry in enumerate(job.spec.models)]
+    elsewhere = [(field, url) for field, url in given if spec.local(url) is None]
+    if elsewhere or _layered(job):
+        from outlast.runtime import cache
+
+        cache.writable(os.environ)
+    if place and spec.local(place) is None:
+        elsewhere.insert(0, ("code", place))
+    if elsewhere:
+        _reach(elsewhere, job.spec.script, pins)
+
+
+def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
+    """Raise OutlastError when a store says that there is nothing, or that we may not read it. A request or two for each."""
+    from outlast import store
+    from outlast.runtime import cache
+
+    problems: dict[str, OutlastError] = {}
+
+    def look(field: str, url: str) -> None:
+        try:
+            place = store.open_(url)
+            above, _, key = place.url.rpartition("/")
+            if next(iter(place.entries()), None) is None:
+                store.open_(above).head(key)
+            elif field == "code" and script:
+                url += f"/{script}"
+                place.head(script)
+        except store.Missing:
+            problems[field] = OutlastError(f"{field} ({url}) does not exist; put it there, or correct the URL")
+        except store.StoreError as problem:
+            if not problem.retry:
+                problems[field] = OutlastError(f"{field}: {problem}")
+
+    asked = [(field, url) for field, url in places if field == "code" or not cache.noted(url, pins)]
+    threads = [threading.Thread(target=look, args=each, daemon=True) for each in asked]
+    deadline = time.monotonic() + REACH_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    for field, _ in asked:
+        if field in problems:
+            raise problems[field]
+
+
+def _layered(job: spec.Job) -> bool:
+    """Whether the job brings packages of its own."""
+    return bool(job.spec.environment.requirements or job.spec.environment.conda)
+
+
+def _runs(job: spec.Job) -> str:
+    """What of the code is run: a script's path, or a module's first name."""
+    return job.spec.script or str(job.spec.module).partition(".")[0]
+
+
+def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threading.Event) -> None:
+    """Bring a job's code from an archive or a store to where it runs, see `code.place`."""
+    from outlast.runtime import code
+
+    code.place(str(job.spec.code), into, shared, runs=_runs(job), say=say, stop=stop)
+
+
+class Preparation:
+    """The preparation of one worker; what it brings about is said in `environ`, as training is to see it.
+
+    It holds the data that it has found: nobody removes that before `close`, or our end.
+    """
+
+    def __init__(
+        self, job: spec.Job, environ: dict[str, str], *, say: Say | None = None, stop: threading.Event | None = None
+    ) -> None:
+        self._job, self._environ = job, environ
+        self._state = Path(environ[Env.STATE])
+        self._shared = Path(environ.get(Env.SHARED) or self._state)
+        self._say = say or (lambda text: print(f"outlast | {text}", flush=True))
+        self._stop = stop or threading.Event()
+        self._held: list[Version] = []
+        self.python = sys.executable
+        """The Python to train in."""
+
+    def close(self) -> None:
+        """Let go of the data."""
+        while self._held:
+            self._held.pop().close()
+
+    def prepare(self) -> None:
+        """Do all phases."""
+        self.code()
+        self.environment()
+        self.data()
+
+    def code(self) -> None:
+        """Bring the code to where it runs, and check that what is to be run is there."""
+        from outlast import spec
+
+        fields, directory = self._job.spec, Path(self._environ[Env.CODE])
+        if fields.code and spec.local(spec.pinned(fields.code)[0]) is None:
+            place_code(self._job, directory, self._shared, say=self._say, stop=self._stop)
+        if not directory.is_dir():
+            raise OutlastError(f"code: {directory} is not a directory; it held the job's code when it was submitted")
+        if fields.script and not (directory / fields.script).is_file():
+            raise OutlastError(f"script: {fields.script} is not in {directory}; correct the name or the code directory")
+        if _layered(self._job):
+            from outlast.runtime import environment
+
+            environment.check(fields.environment, directory)
+        elif fields.module:
+            sys.path.insert(0, str(directory))
+            package = fields.module.partition(".")[0]  # looking further down would run its code in here
+            if importlib.util.find_spec(package) is None:
+                raise OutlastError(
+                    f"module: Python finds no {package!r} from {directory}; correct the name or install its package"
+                )
+
+    def environment(self) -> None:
+        """Make the job's environment, if it has one; `python` is of it then."""
+        if not _layered(self._job):
+            if importlib.util.find_spec("torch") is None:
+                raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
+            return
+        from outlast.runtime import cache, environment
+
+        fields, code = self._job.spec, Path(self._environ[Env.CODE])
+        made = environment.make(
+            fields.environment, cache.writable(self._environ), code, self._environ, say=self._say, stop=self._stop
+        )
+        self._environ.update(made.variables)
+        self.python = made.python
+        package = str(fields.module).partition(".")[0]
+        if fields.module and not environment.finds(made, package, code, self._environ):
+            remedy = "correct the name, or add its package to the environment"
+            raise OutlastError(f"module: Python finds no {package!r} from {code} and in the environment; {remedy}")
+
+    def data(self) -> None:
+        """Make data and models visible. A place of this machine is used as it is, what is in a store is fetched.
+
+        One entry of data is used where it lies. Several are linked below one directory, as their `to` lie in pods; models are
+        linked by name.
+        """
+        fields = self._job.spec
+        data = [self._here(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
+        models = [self._here(f"models[{i}].from", entry.from_) for i, entry in enumerate(fields.models)]
+        if len(data) == 1:
+            self._environ[Env.DATA] = str(data[0])
+        elif data:
+            above = posixpath.commonpath([entry.to for entry in fields.data])
+            names = [posixpath.relpath(entry.to, above) for entry in fields.data]
+            self._environ[Env.DATA] = str(_linked(self._state / "data", dict(zip(names, data, strict=True))))
+        if models:
+            names = [entry.name for entry in fields.models]
+            self._environ[Env.MODELS] = str(_linked(self._state / "models", dict(zip(names, models, strict=True))))
+            for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+                self._environ.setdefault(name, "1")
+
+    def _here(self, field: str, place: str) -> Path:
+        from outlast import spec
+
+        if path := spec.local(place):
+            if not path.exists():
+                raise OutlastError(f"{field}: {path} does not exist; create it or correct the path")
+            return path
+        from outlast.runtime import cache
+
+        source = cache.Source(
+            cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self._say, stop=self._stop
+        )
+        self._held.append(source.take())
+        return self._held[-1].tree
+
+
+def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:
+    """A directory with links to these places."""
+    for name, source in sources.items():
+        link = directory / name
+        link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(source)
-    return root if sources else None
-
-
-def _local(place: str) -> Path:
-    from outlast import spec
-
-    path = spec.local(place)
-    if path is None:
-        raise OutlastError(f"data.from: {place} is not on this machine; this version reads local paths and file:// URLs")
-    return path
-
-
-def environment() -> None:
-    """Check that training can run at all. A job's own requirements are the business of whoever made this Python."""
-    if importlib.util.find_spec("torch") is None:
-        raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
+    return directory
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:

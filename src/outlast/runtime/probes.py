@@ -31,6 +31,10 @@ HELP = {
     "generation": "Generation of the world this worker is in",
     "progress_age_seconds": "Seconds since the training last reported progress",
     "leaving": "1 while this worker is told to leave",
+    "sync_age_seconds": "Seconds since all output was in the store",
+    "sync_failing_seconds": "Seconds since pushing to the store began to fail, 0 while it works",
+    "sync_backlog_bytes": "Bytes of committed checkpoints that are not in the store yet",
+    "sync_step": "Step of the newest checkpoint in the store",
 }
 
 

@@ -200,10 +200,11 @@ class Session:
         self._report(phase="restore", steps=steps)
         if self.rank == 0:
             self._ledger.write("restoring", generation=self.generation)
-        chosen = self._chosen()
-        step = chosen.step if chosen else 0
-        if chosen is None or not checkpoint.restore(chosen.path, state, self.rank):
-            _seed(self.seed, self.rank, step)
+        with contextlib.ExitStack() as held:
+            chosen = self._chosen(held)
+            step = chosen.step if chosen else 0
+            if chosen is None or not checkpoint.restore(chosen.path, state, self.rank):
+                _seed(self.seed, self.rank, step)
         if self.rank == 0:
             self._ledger.write("restored", generation=self.generation, step=step, path=str(chosen.path) if chosen else None)
             metrics.forget_after(self.output / contract.METRICS, step)
@@ -212,8 +213,11 @@ class Session:
         self._report(phase="first step", step=step, committed=step)
         return step
 
-    def _chosen(self) -> checkpoints.Checkpoint | None:
-        """The newest checkpoint that is valid for every rank. Rank 0 proposes, the ranks of a worker share the checking."""
+    def _chosen(self, held: contextlib.ExitStack) -> checkpoints.Checkpoint | None:
+        """The newest checkpoint that is valid for every rank. Rank 0 proposes, the ranks of a worker share the checking.
+
+        As long as it is `held`, nobody removes it.
+        """
         proposals: list[list[checkpoints.Checkpoint]] = [[]]
         if self.rank == 0:
             found = checkpoints.list_(self._directory)
@@ -221,7 +225,7 @@ class Session:
         dist.broadcast_object_list(proposals, src=0, group=self._group)
         share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         for proposal in proposals[0]:
-            problem = next(filter(None, self.gather(proposal.problem or checkpoints.verify(proposal.path, *share))), None)
+            problem = next(filter(None, self.gather(proposal.problem or _checked(proposal.path, share, held))), None)
             if problem is None:
                 return proposal
             if self.rank == 0:
@@ -350,6 +354,15 @@ class Session:
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
                 self._progress.write(self._record)
+
+
+def _checked(path: Path, share: tuple[int, int], held: contextlib.ExitStack) -> str | None:
+    """What is wrong with our share of a checkpoint, which is kept from being removed."""
+    try:
+        held.enter_context(checkpoints.reading(path))
+    except OSError as error:
+        return f"{contract.COMMIT} cannot be read: {error.strerror}"
+    return checkpoints.verify(path, *share)
 
 
 def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:

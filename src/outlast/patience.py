@@ -1,0 +1,67 @@
+"""Trying again what may pass by itself, for a bounded time and with jitter. Used by `store`.
+
+obstore repeats requests on its own where it is sure that no harm is done; for that it gets one half of the time. Ours is the
+other half, for what it leaves: writes whose answer was lost, bodies that end too early, conflicts, and all that botocore does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from typing import TypeVar
+
+from outlast.errors import StoreError, Unreachable
+
+T = TypeVar("T")
+
+DEFAULT_S = 60.0
+
+
+def from_environment() -> float:
+    """OUTLAST_STORE_TIMEOUT, seconds: about how long a store that is not well is asked again. Raises StoreError."""
+    text = os.environ.get("OUTLAST_STORE_TIMEOUT") or str(DEFAULT_S)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < float("inf"):
+        raise StoreError(f"OUTLAST_STORE_TIMEOUT is {text}; it must be a number of seconds, above 0")
+    return seconds
+
+
+def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreError], seconds: float) -> T:
+    """The result of an attempt, which is repeated while `mistake` calls what it raised Unreachable: for up to `seconds`, and once
+    more when the first has taken longer (it may have met a connection over which nothing came)."""
+    begun = time.monotonic()
+    for n in count():
+        try:
+            return interruptibly(attempt)
+        except Exception as error:
+            wrong = mistake(error)
+            pause = random.uniform(0.5, 1) * min(0.1 * 2**n, 8)
+            late = time.monotonic() - begun + pause > seconds and (n > 0 or seconds == 0)
+            if late or not isinstance(wrong, Unreachable):
+                raise wrong from (None if wrong is error else error)
+            time.sleep(pause)
+    raise AssertionError
+
+
+def interruptibly(attempt: Callable[[], T]) -> T:
+    """The result of an attempt. Foreign code does not hear of signals, so the main thread leaves the work to another."""
+    if threading.current_thread() is not threading.main_thread():
+        return attempt()
+    result: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(attempt())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="store", daemon=True).start()
+    return result.result()

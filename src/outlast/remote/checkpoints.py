@@ -1,0 +1,357 @@
+"""A run's checkpoints in a store: pushed from a machine, fetched to another, kept as many as are wanted.
+
+Below the job's place in the store lie
+
+    checkpoints/latest                                the register: who may commit and what is committed (`register`)
+    checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
+    checkpoints/step-00001200/READING-<id>            somebody is reading that step
+
+What stays true whoever dies, whatever answer gets lost, and in which ever order writers come: the register lists checkpoints that
+are complete and of one writer each; the newest step in it never goes back; a generation commits nothing after its successor has
+begun; the last two stay, and what is being read. Docs: docs/decisions/0007-commits-in-a-store.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from outlast import checkpoints, contract, units
+from outlast.errors import Denied, OutlastError, StoreError, Superseded
+from outlast.remote import commits, register
+from outlast.remote.commits import Latest, Place
+from outlast.remote.parts import Damaged, DamagedHere, Parts, Progress
+from outlast.store import Entry, Store
+
+__all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
+
+_READING = "READING-"
+_AT_ONCE = 8
+"""COMMITs read at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint in a store."""
+
+    place: Place
+    said: checkpoints.Commit | None = None
+    """What its COMMIT says; None when that cannot be read."""
+    problem: str = ""
+    """Why it cannot be read."""
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.place.step
+
+    @property
+    def generation(self) -> int:
+        """The generation that saved it."""
+        return self.place.generation
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files; 0 when that is not known."""
+        return self.said.size if self.said else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a push."""
+
+    kind: Literal["committed", "there", "expired", "waiting", "damaged"]
+    """Committed; there already; too old to be kept; waiting for files that another machine has; damaged here."""
+    reason: str
+    missing: tuple[str, ...] = ()
+    """The files that are neither here nor in the store."""
+
+    @property
+    def there(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.kind in ("committed", "there", "expired")
+
+
+class Checkpoints:
+    """The checkpoints of `run` below the job's place `store`. Opening it asks nothing of the store."""
+
+    def __init__(self, store: Store, run: str, *, now: Callable[[], float] = time.time) -> None:
+        self.store, self.run = store, run
+        self._now = now
+        self._generation: int | None = None
+
+    @functools.cached_property
+    def _register(self) -> register.Register:
+        return register.open_(self.store, self.run, self._now)
+
+    def _parts(self, place: Place) -> Parts:
+        return Parts(self.store, self.run, place)
+
+    def take(self, generation: int) -> Latest:
+        """Begin to commit as `generation`: earlier ones can commit no more. Its newest step is `.step`, 0 if there is none.
+
+        Comes before anything is pushed, and before a checkpoint is chosen to go on from, so that nothing is committed after
+        the choice. Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
+        """
+        latest = self._register.take(generation)
+        self._generation = generation
+        return latest
+
+    def list_(self) -> list[Checkpoint]:
+        """The committed checkpoints, lowest step first, including those whose COMMIT turned out to be unreadable."""
+        latest = register.read(self.store, self.run)
+        if latest is None:
+            return []
+        with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
+            found = list(pool.map(self._known, latest.places))
+        # Without COMMIT and outlived: somebody is removing it.
+        return [c for c in found if c.said or not commits.outlived(latest, c.place)]
+
+    def latest(self) -> Checkpoint | None:
+        """The newest committed checkpoint whose COMMIT can be read."""
+        latest = register.read(self.store, self.run)
+        found = (self._known(place) for place in reversed(latest.places if latest else ()))
+        return next((checkpoint for checkpoint in found if not checkpoint.problem), None)
+
+    def _known(self, place: Place) -> Checkpoint:
+        try:
+            return Checkpoint(place, self._parts(place).said())
+        except Damaged as problem:
+            return Checkpoint(place, problem=str(problem))
+
+    # Pushing
+
+    def push(
+        self,
+        local: checkpoints.Checkpoint,
+        *,
+        journals: Path,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> Outcome:
+        """Commit a local checkpoint in the store. `take` comes first.
+
+        Files that are in the store already are not sent again. A checkpoint may be spread over machines: each pushes the files
+        that it has, whoever comes last commits. `journals` is a directory for notes about unfinished uploads, `progress` is told
+        the bytes sent since the last call, by many threads. Raises Superseded, Stopped, OSError and StoreError; then it may be
+        called again.
+        """
+        if self._generation is None:
+            raise ValueError("take() comes before push()")
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(checkpoints.reading(local.path))
+                said = checkpoints.read(local.path)
+            except FileNotFoundError:
+                return Outcome("expired", f"{local.path.name} has been removed here meanwhile")
+            except ValueError as error:
+                return Outcome("damaged", f"{local.path.name} is damaged here: {contract.COMMIT} cannot be read: {error}")
+            if said.run != self.run:
+                raise OutlastError(f"{local.path} is of run {said.run or '(unnamed)'}, not of run {self.run}")
+            place = Place.of(said)
+            latest, instead = self._fenced(), None
+            if latest and (reason := commits.refused(latest, place)):
+                return Outcome("expired", reason)
+            # One of that step by another writer: the run went back before it, so it was skipped as damaged. Is it?
+            if latest and (there := latest.at(place.step)):
+                if self._parts(there).problem(deep=there != place) is None:
+                    return _there(place)
+                instead = there
+            try:
+                missing = self._parts(place).send(local.path, said, journals=journals, progress=progress, stop=stop)
+            except DamagedHere as problem:
+                return Outcome("damaged", str(problem))
+            if missing:
+                more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+                return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
+            self._fenced()  # not needed, but so a zombie leaves less behind
+            self._parts(place).commit(said)
+            latest = self._register.add(place, self._generation, instead)
+        if latest.at(place.step) == place:
+            return Outcome("committed", f"step {place.step} is in the store")
+        reason = commits.refused(latest, place)
+        return Outcome("expired", reason) if reason else _there(place)
+
+    def _fenced(self) -> Latest | None:
+        """What the register says; raises Superseded."""
+        latest = register.read(self.store, self.run)
+        if reason := commits.superseded(latest, self.run, self._generation or 0):
+            raise Superseded(reason)
+        return latest
+
+    def forget(self, journals: Path) -> None:
+        """Abort the uploads that nobody will go on with, when nothing is left to push: `journals` must be of checkpoints only."""
+        for journal in sorted(journals.glob("*.upload")):
+            self.store.forget(journal)
+
+    # Reading
+
+    def verify(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        deep: bool = False,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> str | None:
+        """What is wrong with a checkpoint in the store, as a sentence, or None.
+
+        Compares the sizes of its files; with `deep` reads all of them and compares their checksums, too.
+        """
+        return self._parts(checkpoint.place).problem(deep=deep, progress=progress, stop=stop)
+
+    def fetch(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        *,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> checkpoints.Checkpoint:
+        """Bring a checkpoint to the local `directory`, checked and durable, unless a valid one of that step is there.
+
+        Raises Damaged when the one in the store is not what its COMMIT says or has been removed; Stopped, OSError and StoreError:
+        then what has arrived is kept, and need not be fetched again.
+        """
+        parts = self._parts(checkpoint.place)
+        if here := _valid_here(directory, checkpoint.step, self.run):
+            return here
+        with checkpoints.fetching(directory, checkpoint.step) as path:
+            if here := _valid_here(directory, checkpoint.step, self.run):  # while we waited
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+                return here
+            with self.reading(checkpoint.place):
+                try:
+                    said = parts.said()
+                    parts.receive(path, said, progress=progress, stop=stop)
+                except Damaged as problem:
+                    raise Damaged(f"{parts.url}: {problem}") from problem
+            return checkpoints.place(path, said)
+
+    def restore(
+        self,
+        directory: Path,
+        *,
+        say: Callable[[str], None],
+        above: int = 0,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> checkpoints.Checkpoint | None:
+        """Fetch the newest checkpoint that is whole and of a step `above`; None when there is none.
+
+        `say` is told what is fetched and what is skipped. Raises as `fetch` does, but for Damaged.
+        """
+        skipped: set[Place] = set()
+        while found := [c for c in self.list_() if c.step > above and c.place not in skipped]:  # newer ones may have come
+            newest = found[-1]
+            try:
+                if newest.problem:
+                    raise Damaged(f"{self._parts(newest.place).url}: {newest.problem}")
+                say(f"fetching the checkpoint of step {newest.step} ({units.human_bytes(newest.bytes)}) from {self.store.url}")
+                return self.fetch(newest, directory, progress=progress, stop=stop)
+            except Damaged as problem:
+                say(f"the checkpoint of step {newest.step} is skipped: {problem}")
+                skipped.add(newest.place)
+        return None
+
+    @contextlib.contextmanager
+    def reading(self, place: Place) -> Iterator[None]:
+        """Keep a checkpoint from being removed for as long. Raises Damaged when that has begun.
+
+        Whoever removes a checkpoint takes it out of the register first and looks for readers afterwards; a reader says so first
+        and looks into the register afterwards: one of the two sees the other.
+        """
+        key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            self.store.put(key, b"")
+        except Denied:  # may read but not write; then the checksums must tell
+            yield
+            return
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(commits.RENEW_S):
+                with contextlib.suppress(StoreError):
+                    self.store.put(key, b"")
+
+        thread = threading.Thread(target=renew, name="outlast-reading", daemon=True)
+        thread.start()
+        try:
+            latest = register.read(self.store, self.run)
+            if latest is None or latest.at(place.step) != place:
+                raise Damaged(f"{self._parts(place).url} is no longer kept")
+            yield
+        finally:
+            done.set()
+            thread.join()
+            with contextlib.suppress(StoreError):
+                self.store.delete([key])
+
+    # Removing
+
+    def prune(self, keep: int, *, dry_run: bool = False) -> list[Place]:
+        """Remove all but the newest `keep` checkpoints, never the last two nor one that is being read, and leftovers of the dead.
+
+        Returns the checkpoints that went, or would go. Raises StoreError.
+        """
+        latest = register.read(self.store, self.run)
+        if latest is None:
+            return []
+        gone = [place for place in commits.expired(latest, keep) if not self._being_read(self._below(place.step))]
+        if not dry_run:
+            if gone:
+                latest = self._register.drop(gone) or latest
+            self._sweep(latest)
+        return gone
+
+    def _sweep(self, latest: Latest) -> None:
+        """Delete what is in no register and never will be again."""
+        for name in self.store.names(contract.CHECKPOINTS):
+            step = commits.step_of(name)
+            if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
+                continue
+            entries = self._below(step)
+            if self._being_read(entries):
+                continue
+            dead: dict[Place, list[str]] = {}
+            for entry in entries:
+                place = Place.parse(entry.key.removeprefix(f"{contract.CHECKPOINTS}/"), self.run)
+                if place and commits.outlived(latest, place):
+                    dead.setdefault(place, []).append(entry.key)
+            for place, keys in dead.items():
+                self._parts(place).delete(keys)
+            self.store.delete([entry.key for entry in entries if _READING in entry.key])
+
+    def _below(self, step: int) -> list[Entry]:
+        """All that there is of a step."""
+        return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
+
+    def _being_read(self, entries: Iterable[Entry]) -> bool:
+        """Whether somebody reads the step that they are of, by the store's clock."""
+        said = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
+        return bool(said) and commits.being_read(said, self._clock())
+
+    def _clock(self) -> float:
+        key = f"{contract.CHECKPOINTS}/clock"
+        self.store.put(key, b"")
+        return self.store.head(key).modified
+
+
+def _there(place: Place) -> Outcome:
+    return Outcome("there", f"step {place.step} is in the store")
+
+
+def _valid_here(directory: Path, step: int, run: str) -> checkpoints.Checkpoint | None:
+    """The valid local checkpoint of a step."""
+    found = (c for c in checkpoints.list_(directory) if c.step == step and c.run == run and not c.problem)
+    return next((c for c in found if checkpoints.verify(c.path) is None), None)

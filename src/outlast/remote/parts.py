@@ -1,0 +1,200 @@
+"""The files of one checkpoint in a store, and its COMMIT: written, checked, read, deleted; with no regard to whether it counts.
+
+What stays true: a COMMIT is written after all files that it lists, and deleted before them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast import checkpoints, contract
+from outlast.errors import Changed, Exists, Missing, OutlastError, Stopped
+from outlast.remote.commits import Place
+from outlast.store import Store
+
+_BLOCK = 8 << 20
+"""Bytes of an object read at a time to check it."""
+_AT_ONCE = 8
+"""Objects checked at a time."""
+
+Progress = Callable[[int], None]
+"""Told the bytes moved since the last call, by many threads."""
+
+
+class Damaged(OutlastError):
+    """A checkpoint in the store is not what its COMMIT says; another one may be."""
+
+
+class DamagedHere(OutlastError):
+    """A file of a checkpoint on this machine is not what its COMMIT says."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The files at a place."""
+
+    store: Store
+    run: str
+    place: Place
+
+    @property
+    def url(self) -> str:
+        """Where they are."""
+        return f"{self.store.url}/{self.key('').rstrip('/')}"
+
+    def key(self, name: str) -> str:
+        """The key of a file."""
+        return f"{contract.CHECKPOINTS}/{self.place.key}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        """The files that are there, with their sizes."""
+        entries = self.store.entries(f"{contract.CHECKPOINTS}/{self.place.key}")
+        return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
+
+    def said(self) -> checkpoints.Commit:
+        """What COMMIT says; raises Damaged."""
+        try:
+            said = checkpoints.Commit.parse(self.store.get(self.key(contract.COMMIT)))
+            if (said.run, said.step, said.generation) != (self.run, self.place.step, self.place.generation):
+                raise ValueError(f"it is that of step {said.step} of generation {said.generation} of run {said.run}")
+        except (ValueError, Missing) as error:
+            why = "it is gone" if isinstance(error, Missing) else error
+            raise Damaged(f"{contract.COMMIT} cannot be read: {why}") from error
+        return said
+
+    def commit(self, said: checkpoints.Commit) -> None:
+        """Write COMMIT, unless it is there: by us before an answer was lost, or by another machine of the same checkpoint."""
+        key, text = self.key(contract.COMMIT), said.text().encode()
+        if not self.store.conditional():
+            try:
+                self.said()
+            except Damaged:  # or not there
+                self.store.put(key, text)
+            return
+        try:
+            self.store.create(key, text)
+        except Exists:
+            there, entry = self.store.read(key)
+            with contextlib.suppress(ValueError):
+                checkpoints.Commit.parse(there)
+                return
+            with contextlib.suppress(Changed):  # somebody else has just mended it
+                self.store.replace(key, text, entry.etag)
+
+    def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
+        """What is wrong, as a sentence, or None. With `deep` all files are read."""
+        try:
+            files = self.said().files
+        except Damaged as damage:
+            return str(damage)
+        if (wrong := _wrong_sizes(files, self.sizes())) or not deep:
+            return wrong
+        check = functools.partial(self._checksum, progress=progress, stop=stop or threading.Event())
+        with ThreadPoolExecutor(_AT_ONCE, "outlast-verify") as pool:
+            try:
+                found = list(zip(files, pool.map(check, files, [file["size"] for file in files.values()]), strict=True))
+            except (Missing, Changed) as error:
+                return f"it was removed meanwhile ({error})"
+        return min((_wrong_crc(name, crc, files[name]) for name, crc in found if crc != files[name]["crc32"]), default=None)
+
+    def _checksum(self, name: str, size: int, *, progress: Progress, stop: threading.Event) -> int:
+        crc = 0
+        for start in range(0, size, _BLOCK):
+            if stop.is_set():
+                raise Stopped(f"the check of {self.url} was stopped")
+            block = self.store.range(self.key(name), start, min(size, start + _BLOCK))
+            crc = zlib.crc32(block, crc)
+            progress(len(block))
+        return crc
+
+    def send(
+        self,
+        path: Path,
+        said: checkpoints.Commit,
+        *,
+        journals: Path,
+        progress: Progress = lambda _: None,
+        stop: threading.Event | None = None,
+    ) -> tuple[str, ...]:
+        """Send the files of the local checkpoint at `path` that are not there yet; the names of those that are in neither place.
+
+        All that are here are compared with their checksums, those that are sent while they are. Raises DamagedHere.
+        """
+        from outlast.runtime import sync
+
+        sizes = self.sizes()
+        absent = [name for name, file in said.files.items() if sizes.get(name) != file["size"]]
+        ours = [name for name in said.files if (path / name).is_file()]
+        for name in ours:
+            if problem := wrong_here(path / name, said.files[name], sent=name in absent):
+                raise DamagedHere(f"{path.name} is damaged here: {problem}")
+        files = [(path / name, self.key(name)) for name in ours if name in absent]
+        sent = sync.send(self.store, files, journals=journals, progress=progress, stop=stop)
+        for file, key in files:
+            name = str(file.relative_to(path))
+            if sent[key].crc32 != said.files[name]["crc32"]:
+                self.store.delete([key])
+                raise DamagedHere(f"{path.name} is damaged here: {_wrong_crc(name, sent[key].crc32, said.files[name])}")
+        return tuple(name for name in absent if name not in ours)
+
+    def receive(
+        self, into: Path, said: checkpoints.Commit, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
+    ) -> None:
+        """Bring all files to a directory, durably, but for those that are there already; all else there is removed.
+
+        Raises Damaged when they are not what COMMIT says.
+        """
+        from outlast.runtime import sync
+
+        if problem := _wrong_sizes(said.files, self.sizes()):
+            raise Damaged(problem)
+        for path in into.rglob("*"):
+            name = str(path.relative_to(into))
+            if path.is_file() and (name not in said.files or wrong_here(path, said.files[name])):
+                path.unlink()
+        wanted = [name for name in said.files if not (into / name).exists()]
+        for name in wanted:
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+        objects = [(self.key(name), said.files[name]["size"], into / name) for name in wanted]
+        try:
+            received = sync.receive(self.store, objects, durable=True, progress=progress, stop=stop)
+        except (Missing, Changed) as error:
+            raise Damaged(f"it was removed meanwhile ({error})") from error
+        for name in wanted:
+            if (crc := received[self.key(name)]) != said.files[name]["crc32"]:
+                (into / name).unlink()
+                raise Damaged(_wrong_crc(name, crc, said.files[name]))
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete what is there, `keys`."""
+        self.store.delete([self.key(contract.COMMIT)])
+        self.store.delete(keys)
+
+
+def wrong_here(path: Path, file: Mapping[str, int], *, sent: bool = False) -> str | None:
+    """What is wrong with a local file; its checksum is left to whoever is going to send it."""
+    size = path.stat().st_size
+    if size != file["size"]:
+        return f"{path.name} has {size} bytes instead of {file['size']}"
+    crc = file["crc32"] if sent else checkpoints.checksum(path)
+    return None if crc == file["crc32"] else _wrong_crc(path.name, crc, file)
+
+
+def _wrong_sizes(files: Mapping[str, Mapping[str, int]], sizes: Mapping[str, int]) -> str | None:
+    for name, file in sorted(files.items()):
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != file["size"]:
+            return f"{name} has {sizes[name]} bytes instead of {file['size']}"
+    return None
+
+
+def _wrong_crc(name: str, crc: int, file: Mapping[str, int]) -> str:
+    return f"{name} has crc32 {crc} instead of {file['crc32']}"

@@ -1,0 +1,242 @@
+"""The register of a run in a store: who may commit, and what is committed. The one thing that several writers write.
+
+`Swapped` is an object, `checkpoints/latest`, that is only ever replaced in the version that was read (compare-and-swap).
+`Named` is for stores that cannot do that (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each
+written by one generation and never rewritten. Both promise the same: what was once committed stays so until it expires; a
+generation commits nothing after a later one has begun; the newest step never goes back. Whoever dies or loses an answer on the
+way may simply begin again. Docs: docs/decisions/0007-commits-in-a-store.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from outlast import contract
+from outlast.errors import Changed, Exists, Missing, Superseded, Unreachable
+from outlast.remote import commits, run
+from outlast.remote.commits import Latest, Names, Place
+from outlast.store import Store
+
+LATEST = f"{contract.CHECKPOINTS}/latest"
+_ATTEMPTS = 50
+"""How often another writer may come first before we say that something is wrong; arbitrary."""
+
+
+class Register(Protocol):
+    """Where it is kept. All may raise StoreError."""
+
+    def take(self, generation: int) -> Latest:
+        """Let `generation` begin: earlier ones can commit no more. Raises Superseded when a later one has begun."""
+
+    def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
+        """Commit a checkpoint, in place of the damaged one `instead` if given; what the register says then.
+
+        It is not in there if `commits.refused` has a reason, or another one of that step is committed. Raises Superseded.
+        """
+
+    def drop(self, places: Sequence[Place]) -> Latest | None:
+        """Forget checkpoints, but none that might be needed (`commits.outlived`); what the register says then."""
+
+
+def open_(store: Store, of: str, now: Callable[[], float]) -> Register:
+    """The register of the run `of`, for writing: of the kind that the store is capable of."""
+    return Swapped(store, of, now) if store.conditional() else Named(store, of)
+
+
+def read(store: Store, of: str) -> Latest | None:
+    """What the register of the run `of` says, whichever kind it is; None when there is none. Writes nothing.
+
+    A register that was lost or damaged is told from the checkpoints themselves.
+    """
+    latest, _ = _object(store)
+    if latest:
+        return latest if latest.run == of else None
+    return Named(store, of).names().latest or commits.rebuilt(of, finished(store, of))
+
+
+def finished(store: Store, of: str) -> list[Place]:
+    """The places of the run `of` that have a COMMIT, so all of their files."""
+    found = []
+    for entry in store.entries(contract.CHECKPOINTS):
+        key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
+        place = Place.parse(key, of)
+        if place and key == f"{place.key}/{contract.COMMIT}":
+            found.append(place)
+    return found
+
+
+def _object(store: Store) -> tuple[Latest | None, str]:
+    """What `checkpoints/latest` says, and its version: none if there is no such object, one without a saying if it is damaged."""
+    try:
+        text, entry = store.read(LATEST)
+    except Missing:
+        return None, ""
+    try:
+        return Latest.parse(text), entry.etag
+    except ValueError:
+        return None, entry.etag
+
+
+@dataclasses.dataclass(frozen=True)
+class Swapped:
+    """One object, replaced by compare-and-swap."""
+
+    store: Store
+    of: str
+    now: Callable[[], float]
+
+    def take(self, generation: int) -> Latest:
+        """See `Register`. A register of another run is taken over if the store's `run.json` says that it is our turn."""
+        for _ in range(_ATTEMPTS):
+            said, etag = _object(self.store)
+            latest = said if said and said.run == self.of else None
+            if not latest:
+                run.check(self.store, self.of)
+                lost = Named(self.store, self.of).names().latest or commits.rebuilt(self.of, finished(self.store, self.of))
+            latest = latest or lost or Latest(self.of, 0)
+            if reason := commits.superseded(latest, self.of, generation):
+                raise Superseded(reason)
+            if latest is said and latest.generation == generation:
+                return latest
+            if self._swap(new := commits.taken(latest, generation, finished(self.store, self.of)), etag):
+                return new
+        raise self._restless()
+
+    def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
+        """See `Register`."""
+        for _ in range(_ATTEMPTS):
+            latest, etag = _object(self.store)
+            if latest and latest.run == self.of and latest.at(place.step) == place:
+                return latest  # perhaps by our own attempt whose answer was lost
+            if reason := commits.superseded(latest, self.of, generation):
+                raise Superseded(reason)
+            if latest is None or latest.generation < generation:  # somebody has removed or damaged it
+                self.take(generation)
+                continue
+            if commits.refused(latest, place) or latest.at(place.step) not in (None, instead):
+                return latest
+            if self._swap(new := latest.added(place), etag):
+                return new
+        raise self._restless()
+
+    def drop(self, places: Sequence[Place]) -> Latest | None:
+        """See `Register`."""
+        for _ in range(_ATTEMPTS):
+            latest, etag = _object(self.store)
+            if latest is None or latest.run != self.of:
+                return None
+            new = latest.without([place for place in places if commits.outlived(latest, place)])
+            if new == latest or self._swap(new, etag):
+                return new
+        raise self._restless()
+
+    def _swap(self, new: Latest, etag: str) -> bool:
+        text = new.text(self.now())
+        try:
+            if etag:
+                self.store.replace(LATEST, text, etag)
+            else:
+                self.store.create(LATEST, text)
+        except (Changed, Exists):
+            return False
+        return True
+
+    def _restless(self) -> Unreachable:
+        return Unreachable(f"{self.store.url}/{LATEST} changes whenever we would change it; is more than one job writing there?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A set of names. Who begins announces itself before it looks, who commits looks after it has proposed: one of the two sees
+    the other, whatever happens in between."""
+
+    store: Store
+    of: str
+
+    @property
+    def _below(self) -> str:
+        return f"{LATEST}.{self.of}"
+
+    def names(self) -> Names:
+        """What the register says."""
+        for _ in range(_ATTEMPTS):
+            names = self.store.names(self._below)
+            said = Names.read(names, self.of)
+            # A listing is not of one moment: one without an owner may have missed the old one and not yet seen the new one.
+            if said.latest or not said.announced or names == self.store.names(self._below):
+                return said
+        return said
+
+    def take(self, generation: int) -> Latest:
+        """See `Register`. What the generation before has proposed is committed: it may have told somebody so."""
+        said = self.names()
+        if said.latest and said.latest.generation == generation == said.announced:
+            return said.latest
+        run.check(self.store, self.of)
+        self._write(commits.announcement(generation))
+        said = self.names()
+        self._check(said, generation)
+        if said.latest and said.latest.generation == generation:
+            return said.latest
+        latest, etag = (said.latest, "") if said.latest else _object(self.store)
+        if latest is None or latest.run != self.of:
+            latest = commits.rebuilt(self.of, finished(self.store, self.of)) or Latest(self.of, 0)
+        latest = commits.completed(latest, said.proposed)
+        if reason := commits.superseded(latest, self.of, generation):
+            raise Superseded(reason)
+        for place in latest.places:
+            self._write(commits.commitment(generation, place))
+        if etag:  # of a time when the store could do better; readers would believe it
+            self.store.delete([LATEST])
+        self._write(commits.ownership(generation))
+        self._check(self.names(), generation)
+        # Those of the owner before stay for as long, for the sake of listings that have begun.
+        old = [name for name in self.store.names(self._below) if (commits.generation_of(name) or 0) < latest.generation]
+        self.store.delete([f"{self._below}/{name}" for name in old])
+        return dataclasses.replace(latest, generation=generation)
+
+    def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
+        """See `Register`."""
+        latest = self._open(place, generation)
+        if commits.refused(latest, place) or latest.at(place.step) not in (None, instead):
+            return latest
+        self._write(commits.commitment(generation, place, proposed=True))
+        latest = self._open(place, generation)
+        if commits.refused(latest, place) or latest.at(place.step) not in (None, instead):
+            return latest
+        self._write(commits.commitment(generation, place))
+        if instead:
+            self._forget(generation, [instead])
+        return latest.added(place)
+
+    def _open(self, place: Place, generation: int) -> Latest:
+        """What the register says, provided that `generation` may commit or has committed `place` already."""
+        said = self.names()
+        if said.latest and said.latest.at(place.step) == place:
+            return said.latest
+        self._check(said, generation)
+        if said.latest is None or said.latest.generation < generation:  # somebody has removed it
+            return self.take(generation)
+        return said.latest
+
+    def drop(self, places: Sequence[Place]) -> Latest | None:
+        """See `Register`."""
+        latest = self.names().latest
+        if latest is None:
+            return None
+        gone = [place for place in places if commits.outlived(latest, place)]
+        self._forget(latest.generation, gone)
+        return latest.without(gone)
+
+    def _forget(self, generation: int, places: Sequence[Place]) -> None:
+        names = [commits.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
+        self.store.delete([f"{self._below}/{name}" for name in names])
+
+    def _check(self, said: Names, generation: int) -> None:
+        if reason := commits.superseded(Latest(self.of, said.announced), self.of, generation):
+            raise Superseded(reason)
+
+    def _write(self, name: str) -> None:
+        self.store.put(f"{self._below}/{name}", b"{}\n")

@@ -1,0 +1,268 @@
+"""Data and models from stores, kept on this machine for all its workers and jobs.
+
+    <cache>/data/<name>-<digest of the URL>/     one place of a store
+        lock                                     held by who fetches
+        <version>/tree/                          the files as they were at one moment; equal files of versions are linked
+        <version>/listing.json                   what they are; written last: a version is whole from then on
+        <version>/listing.partial                the same while they are fetched; a fetch that was killed goes on
+        <version>/lock                           held together by the workers that use it now
+        <version>/runs/                          where the pins of the runs are that use it
+
+A version is named by what the store lists, so nothing in it ever changes. A run notes which one it began with (its *pin*) in a
+directory of its own: a worker that is started again gets the same data, whatever has become of the store. A version is removed
+when a newer one has been fetched, no worker uses it, and no run's pin names it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from outlast import contract, files, store
+from outlast.errors import OutlastError
+from outlast.runtime import fetch, locks
+from outlast.runtime.fetch import Listing, Say
+
+_ELSEWHERE = "mend its rights, or let OUTLAST_CACHE name another directory"
+_LISTING, _PARTIAL = "listing.json", "listing.partial"
+
+
+def root(environ: Mapping[str, str]) -> Path:
+    """Where this machine keeps what jobs have in common."""
+    if given := environ.get(contract.Env.CACHE):
+        return Path(given).expanduser()
+    home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "outlast"
+
+
+class _Row(NamedTuple):
+    """A file of a version."""
+
+    key: str
+    size: int
+    etag: str
+    mtime_ns: int
+    """On this machine; 0 while it is fetched."""
+
+
+def writable(environ: Mapping[str, str]) -> Path:
+    """The same, made if need be; raises OutlastError when we may not write there."""
+    directory = root(environ)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise OutlastError(f"the cache {directory} cannot be made: {problem.strerror}; {_ELSEWHERE}") from problem
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise OutlastError(f"the cache {directory} cannot be written to; {_ELSEWHERE}")
+    return directory
+
+
+@dataclass
+class Version:
+    """A version of a place in a store that stays where it is while this is open."""
+
+    tree: Path
+    """The files. They belong to all jobs of this machine: read only."""
+    version: str
+    _held: int
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._held)
+
+
+def noted(url: str, pins: Path) -> bool:
+    """Whether a run has noted which version of a place it uses."""
+    return bool(_pinned(_pin(url, pins)))
+
+
+def _pin(url: str, pins: Path) -> Path:
+    return pins / f"{hashlib.sha256(store.normalised(url).encode()).hexdigest()[:16]}.json"
+
+
+class Source:
+    """One place of a store, as this machine has it. `pins` is a directory of the run, shared by its workers of this machine."""
+
+    def __init__(
+        self, cache: Path, url: str, *, field: str, pins: Path, say: Say = lambda text: None, stop: threading.Event | None = None
+    ) -> None:
+        self._url, self._field, self._pin = url, field, _pin(url, pins)
+        self._home = (
+            cache / "data" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', url.rstrip('/').rpartition('/')[2])[:40]}-{self._pin.stem}"
+        )
+        self._say, self._stop = say, stop or threading.Event()
+
+    def take(self) -> Version:
+        """The version that this run uses: fetched if need be, and kept from being removed until it is closed.
+
+        Raises OutlastError when the store does not give it, or gives another one than the run began with; OSError.
+        """
+        if version := self._taken(self._pinned()):  # the store need not even be there
+            return version
+        name = f"{self._field} ({self._url})"
+        with locks.exclusive(
+            self._home / "lock", waiting=lambda: self._say(f"waiting for another worker that fetches {name}"), stop=self._stop
+        ):
+            pinned = self._pinned()
+            if version := self._taken(pinned):
+                return version
+            listing = fetch.look(self._url, self._field)
+            if pinned in ("", listing.version):
+                listing = fetch.bring_whole(listing, self._begin, say=self._say, stop=self._stop)
+            if pinned not in ("", listing.version):
+                raise OutlastError(
+                    f"{name} is no longer what this run began with, and this machine has no copy of that; "
+                    "put the old files back, or start from the beginning with --fresh"
+                )
+            self._finish(listing)
+            self._pin.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(self._pin, json.dumps({"url": self._url, "version": listing.version}), durable=True)
+            version = self._taken(listing.version)
+            assert version is not None
+            self._sweep()
+            return version
+
+    def _pinned(self) -> str:
+        return _pinned(self._pin)
+
+    def _taken(self, version: str) -> Version | None:
+        """A version that is whole, held and noted as ours; None when it is not there."""
+        directory = self._home / version
+        if not version or not (directory / _LISTING).is_file():
+            return None
+        with contextlib.suppress(FileNotFoundError):  # it is being removed
+            held = locks.shared(directory / "lock")
+            if held is not None and (directory / _LISTING).is_file():
+                note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
+                if not note.is_file():
+                    note.parent.mkdir(exist_ok=True)
+                    files.replace(note, str(self._pin))
+                return Version(directory / "tree", version, held)
+            if held is not None:
+                os.close(held)
+        return None
+
+    def _begin(self, listing: Listing) -> Path:
+        """The directory for a version, with what other versions have of it."""
+        directory = self._home / listing.version
+        tree = directory / "tree"
+        tree.mkdir(parents=True, exist_ok=True)
+        mine = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
+        whole = directory / _LISTING
+        if whole.is_file():  # of another run; somebody may have written into it or removed files since
+            for path in _changed(tree, whole):
+                path.unlink(missing_ok=True)
+            if all(path.exists() for path in mine.values()):
+                return tree
+            whole.unlink()
+        files.replace(directory / _PARTIAL, _text(listing, [_Row(e.key, e.size, e.etag, 0) for e in listing.entries]))
+        lacking = {key for key, path in mine.items() if not path.exists()}
+        for other in sorted(self._home.glob("*/listing.*")):
+            if not lacking or other.parent == directory:
+                continue
+            there = {(row.key, row.size, row.etag) for row in _read(other)}
+            bad = set(_changed(other.parent / "tree", other)) if other.name == _LISTING else set()
+            for key in lacking & there:
+                source = other.parent / "tree" / key[0]
+                if source in bad or not source.is_file() or source.stat().st_size != key[1]:
+                    continue
+                mine[key].parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(OSError):  # too many links to one file, or a file system without them
+                    os.link(source, mine[key])
+                    lacking.discard(key)
+        return tree
+
+    def _finish(self, listing: Listing) -> None:
+        """Declare a version whole."""
+        directory = self._home / listing.version
+        if (directory / _LISTING).is_file():
+            return
+        tree = directory / "tree"
+        known = {str(tree / entry.key): entry for entry in listing.entries}
+        rows = []
+        for parent, _, names in os.walk(tree):
+            for name in names:
+                path = os.path.join(parent, name)
+                if (entry := known.get(path)) is None:  # left by a fetch that was killed
+                    os.unlink(path)
+                    continue
+                if os.lstat(path).st_mode & 0o222:  # not one that it has in common with another version
+                    os.chmod(path, 0o444)
+                    os.utime(path, (entry.modified, entry.modified))
+                rows.append(_Row(entry.key, entry.size, entry.etag, os.lstat(path).st_mtime_ns))
+        _sync(directory)
+        files.replace(directory / _LISTING, _text(listing, rows), durable=True)
+        (directory / _PARTIAL).unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove the versions that nobody holds and no run's note names, and what is left of fetches that will not go on."""
+        pinned = self._pinned()
+        for directory in self._home.iterdir():
+            if not directory.is_dir() or directory.name == pinned or not locks.free(directory / "lock"):
+                continue
+            notes = list((directory / "runs").glob("*"))
+            if any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
+                continue
+            for marker in (_LISTING, _PARTIAL):
+                (directory / marker).unlink(missing_ok=True)  # first: half a version is none
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _pinned(pin: Path) -> str:
+    try:
+        return str(json.loads(pin.read_text())["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _text(listing: Listing, rows: list[_Row]) -> str:
+    return json.dumps({"url": listing.url, "files": sorted(rows)})
+
+
+def _read(path: Path) -> list[_Row]:
+    try:
+        return [_Row(*row) for row in json.loads(path.read_text())["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _changed(tree: Path, listing: Path) -> list[Path]:
+    """The files of a whole version that are no longer as they were fetched."""
+    found = []
+    for row in _read(listing):
+        with contextlib.suppress(OSError):
+            status = os.lstat(tree / row.key)
+            if (status.st_size, status.st_mtime_ns) != (row.size, row.mtime_ns):
+                found.append(tree / row.key)
+    return found
+
+
+def _sync(directory: Path) -> None:
+    """Have everything below reach the disk."""
+    if sys.platform != "linux":
+        os.sync()
+        return
+    import ctypes
+
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        ctypes.CDLL(None, use_errno=True).syncfs(fd)
+    finally:
+        os.close(fd)

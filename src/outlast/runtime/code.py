@@ -1,0 +1,266 @@
+"""A job's code, brought to the directory that it runs in: copied from a directory, unpacked from an archive, or from a store.
+
+    copy(directory, into, ...)       at submission, for code that lies on this machine
+    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, for the others as well
+
+The directory is the run's own: the job may write there. When newer code comes to it, a file of the code replaces that of the run
+unless the job has written to it since, and files that only the run has stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from outlast import files, spec, store, units
+from outlast.errors import OutlastError, StoreError
+from outlast.runtime import archives, fetch, locks, sync
+from outlast.runtime.fetch import Say
+
+_SKIPPED = shutil.ignore_patterns(
+    ".git", ".hg", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules"
+)
+"""What is never part of a job's code."""
+_CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
+"""Above this a directory holds data, too, and is not copied."""
+_COMING = ".outlast-code"
+"""Below the directory that code is brought to: what has not arrived yet."""
+
+
+# From a directory
+
+
+def copy(code: Path, into: Path, not_code: Sequence[Path], submitted: float) -> Path:
+    """Copy a directory of code; the directory to run in, which is `code` itself when that is too large to be only code.
+
+    `not_code` lies in it by chance; `submitted` is when the run began.
+    """
+    entries: list[Path] = []
+    size = 0
+    for directory, names, found in os.walk(code):
+        left_out = _SKIPPED(directory, [*names, *found]) | {name for name in names if Path(directory, name) in not_code}
+        names[:] = [name for name in names if name not in left_out]
+        found = [name for name in found if name not in left_out]
+        entries += [Path(directory, name) for name in (*names, *found)]
+        size += sum(os.lstat(os.path.join(directory, name)).st_size for name in found)
+        if size > _CODE_BYTES or len(entries) > _CODE_FILES:
+            if into.exists():
+                raise OutlastError(f"code: {code} has become too large to be copied; keep data elsewhere, or use --fresh")
+            return code
+    try:
+        into.mkdir(exist_ok=True)
+        for entry in entries:
+            _renew(entry, into / entry.relative_to(code), submitted, shutil.copy2)
+    except OSError as problem:
+        raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
+    return into
+
+
+def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], object]) -> None:
+    """Make `old`, in the run's directory, what `new` is in the code. Nothing is written through a link."""
+    mode = new.lstat().st_mode
+    if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{old} is a directory, {new} is not")
+    partial = old.with_name(f".{old.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    if stat.S_ISLNK(mode):
+        partial.symlink_to(new.readlink())
+        partial.replace(old)
+    elif stat.S_ISDIR(mode):
+        if old.is_symlink() or old.is_file():
+            old.unlink()
+        old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
+    elif stat.S_ISREG(mode):  # a socket or a pipe is no code
+        if old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
+            return  # the job's: code has the time of its original, which is older than the run
+        take(new, partial)
+        partial.replace(old)
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+# From an archive or a store
+
+
+@dataclasses.dataclass(frozen=True)
+class _Note:
+    """What code is in the run's directory."""
+
+    code: str
+    """As the job file says it."""
+    version: str
+    """Changes with the code; empty while its first version is brought there."""
+    time: float
+    """When it was brought there."""
+    current: bool
+    """Whether it is what the newest submission is to have; if not, we look whether it has changed."""
+
+    @classmethod
+    def read(cls, path: Path) -> _Note | None:
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write(self, path: Path) -> None:
+        files.replace(path, json.dumps(dataclasses.asdict(self)), durable=True)
+
+
+def submitted_again(shared: Path) -> None:
+    """Have the next worker look whether the code has changed. Until then, a run keeps the code that it began with."""
+    path = shared / "code.json"
+    if note := _Note.read(path):
+        dataclasses.replace(note, current=False).write(path)
+
+
+def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
+    """Bring code from an archive or a store to the directory that the job runs in; done already, it costs nothing.
+
+    `shared` is the run's directory for notes. `runs`, a script's path or a module's first name, tells where in an archive the
+    code begins: the only directory in an archive is the code itself if what runs is in there. Raises OutlastError, OSError.
+    """
+    path, coming = shared / "code.json", into / _COMING
+    with locks.exclusive(shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop):
+        note = _Note.read(path)
+        if note and note.version and (note.code, note.current) == (code, True):
+            return
+        try:
+            source = _look(code)
+        except StoreError as problem:
+            if note and note.version and note.code == code and problem.retry:
+                say(f"cannot see whether code ({code}) has changed: {problem}; going on with what is here")
+                return
+            raise
+        version = source.version
+        if not (note and (note.code, note.version) == (code, version)):
+            into.mkdir(parents=True, exist_ok=True)
+            if note is None:
+                _Note(code, "", time.time(), current=False).write(path)
+            elif not note.version:  # a first version that did not arrive: nothing has run here yet
+                _empty(into)
+            shutil.rmtree(coming, ignore_errors=True)
+            coming.mkdir()
+            tree, version = source.bring(coming, runs, say, stop)
+            _merge(tree, into, note.time if note and note.version else float("inf"))
+            shutil.rmtree(coming)
+        _Note(code, version, time.time(), current=True).write(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefix:
+    """Everything below a prefix of a store."""
+
+    listing: fetch.Listing
+
+    @property
+    def version(self) -> str:
+        return self.listing.version
+
+    def bring(self, directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
+        def into(listing: fetch.Listing) -> Path:
+            if listing.size > archives.MAX_BYTES or len(listing.entries) > archives.MAX_ENTRIES:
+                held = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
+                raise OutlastError(f"{listing.name} holds {held}, which is too much for code; keep data elsewhere")
+            return directory / listing.version
+
+        listing = fetch.bring_whole(self.listing, into, say=say, stop=stop)
+        tree = into(listing)
+        for entry in listing.entries:  # the job's own files are known by being newer
+            os.utime(tree / entry.key, (entry.modified, min(entry.modified, time.time())))
+        return tree, listing.version
+
+
+@dataclasses.dataclass(frozen=True)
+class _Archive:
+    """An archive here, or in a store."""
+
+    name: str
+    place: store.Store | None
+    key: str
+    size: int
+    checksum: str
+    version: str
+
+    def bring(self, directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
+        archive = directory / self.key.rpartition("/")[2]
+        if self.place:
+            sync.receive(self.place, [(self.key, self.size, archive)], stop=stop)
+        else:
+            archive = Path(self.key)
+        if self.checksum:
+            _checked(archive, self.name, self.checksum)
+        tree = directory / "tree"
+        tree.mkdir()
+        archives.extract(archive, tree, name=self.name)
+        return _beginning(tree, runs), self.version
+
+
+def _look(code: str) -> _Prefix | _Archive:
+    where, checksum = spec.pinned(code)
+    if path := spec.local(where):
+        return _Archive(f"code ({path})", None, str(path), 0, checksum, archives.checksum(path))
+    if not spec.archive(where):
+        return _Prefix(fetch.look(where, "code"))
+    above, _, key = store.normalised(where).rpartition("/")
+    place = store.open_(above)
+    try:
+        entry = place.head(key)
+    except store.Missing as error:
+        raise OutlastError(f"code ({where}) does not exist; correct the URL") from error
+    return _Archive(f"code ({where})", place, key, entry.size, checksum, f"{entry.size} {entry.etag}")
+
+
+def _beginning(tree: Path, runs: str) -> Path:
+    """Where in an unpacked archive the code begins."""
+    entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
+    if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
+        (only,) = entries
+        if not _holds(tree, runs) and _holds(only, runs):
+            return only
+    return tree
+
+
+def _holds(directory: Path, runs: str) -> bool:
+    return (directory / runs).exists() or (directory / f"{runs}.py").exists()
+
+
+def check(archive: Path, name: str, checksum: str, runs: str) -> None:
+    """Raise OutlastError when an archive of this machine cannot be unpacked, or what is to be run is not in it."""
+    if checksum:
+        _checked(archive, name, checksum)
+    with tempfile.TemporaryDirectory() as directory:
+        archives.extract(archive, Path(directory), name=name)
+        if runs.endswith(".py") and not (_beginning(Path(directory), runs) / runs).is_file():
+            raise OutlastError(f"script ({runs}) is not in {name}; correct it, or the archive")
+
+
+def _checked(archive: Path, name: str, checksum: str) -> None:
+    if (found := archives.checksum(archive)) != checksum:
+        raise OutlastError(
+            f"{name} has the checksum {found}, the job file says {checksum}; correct #sha256= there, or the archive"
+        )
+
+
+def _empty(directory: Path) -> None:
+    for entry in directory.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
+def _merge(tree: Path, into: Path, since: float) -> None:
+    for directory, names, found in os.walk(tree):
+        for name in (*names, *found):
+            new = Path(directory, name)
+            _renew(new, into / new.relative_to(tree), since, os.replace)

@@ -1,0 +1,163 @@
+"""A tree of files from a store, as it was there at one moment.
+
+    listing = look(url, "data[0].from")         what is there now
+    bring(listing, tree, ...)                   the same on this machine; what is there already is not fetched again
+
+Called by `cache` for data and models, by `code` for code. Files appear under their names when they are whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from outlast import store, units
+from outlast.errors import Changed, Missing, OutlastError, StoreError
+from outlast.runtime import sync
+from outlast.store import Entry, Store
+
+TELL_S = 5.0
+"""How often a long fetch says how far it is."""
+_ATTEMPTS = 5
+"""How often what changes while it is fetched is looked at again."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is at a place of a store: everything below a prefix, or one object."""
+
+    url: str
+    field: str
+    """Where the job file says so: `data[0].from`."""
+    place: Store
+    """The entries' keys are relative to it."""
+    entries: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        """What the place is called in sentences."""
+        return f"{self.field} ({self.url})"
+
+    @cached_property
+    def version(self) -> str:
+        """Changes when the files or their contents do."""
+        rows = sorted([entry.key, entry.size, entry.etag] for entry in self.entries)
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.entries)
+
+
+def look(url: str, field: str) -> Listing:
+    """What is at `url` now; `field` is where the job file says so. Raises StoreError, and OutlastError when that is no tree."""
+    place, name = store.open_(url), f"{field} ({url})"
+    # An object that is called as the prefix itself is how consoles make a directory.
+    entries = tuple(entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST)
+    if not entries and "/" in place.url.partition("://")[2]:
+        above, _, key = place.url.rpartition("/")
+        place = store.open_(above)
+        try:
+            entries = (place.head(key),)
+        except Missing:
+            entries = ()
+    if not entries:
+        raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
+    keys = {entry.key for entry in entries}
+    for key in keys:
+        parts = key.split("/")
+        if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
+            raise OutlastError(f"{name} holds both {both} and {key}, which no directory can; rename one of them")
+    return Listing(url, field, place, entries)
+
+
+def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
+    """Fetch what `tree` lacks of a listing; a file that has its size is there. Raises StoreError, OSError."""
+    missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+    if not missing:
+        return
+    for directory in {tree, *((tree / entry.key).parent for entry in missing)}:
+        directory.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(entry.size for entry in missing), shutil.disk_usage(tree).free
+    if needed > free:
+        sizes = f"needs {units.human_bytes(needed)}, the disk of {tree} has {units.human_bytes(free)} left"
+        raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
+    meter = Meter(listing.name, needed, len(missing), say=say)
+    sync.receive(
+        listing.place, [(entry.key, entry.size, tree / entry.key) for entry in missing], progress=meter.advance, stop=stop
+    )
+    meter.end()
+
+
+def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
+    """Bring a listing to the directory that `into` names for it, until what we have is what is in the store; the listing it is.
+
+    Whoever replaces files there meanwhile makes us look again: a mixture of old and new files is nobody's data.
+    """
+    problem: StoreError | None
+    for attempt in range(_ATTEMPTS):
+        tree, problem = into(listing), None
+        if all(_size(tree / entry.key) == entry.size for entry in listing.entries):
+            if not attempt:
+                say(f"{listing.name} is here already")
+            return listing
+        try:
+            bring(listing, tree, say=say, stop=stop)
+        except (Missing, Changed) as error:
+            problem = error
+        now = look(listing.url, listing.field)
+        if now.version == listing.version:
+            if problem:
+                raise problem
+            return listing
+        say(f"{listing.name} has changed while it was fetched; looking again")
+        listing = now
+    raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a place of its own", retry=True)
+
+
+class Meter:
+    """Says every few seconds how far a fetch is, how fast, and how long it will take."""
+
+    def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._total, self._say, self._clock = name, total, say, clock
+        self._done = 0
+        self._begun = self._told = clock()
+        self._lock = threading.Lock()
+        say(f"fetching {name}: {files:,} file{'s' if files != 1 else ''}, {units.human_bytes(total)}")
+
+    def advance(self, count: int) -> None:
+        """Count bytes that have arrived; called from many threads."""
+        with self._lock:
+            self._done += count
+            now = self._clock()
+            if now - self._told < TELL_S:
+                return
+            self._told = now
+            rate = self._done / (now - self._begun)
+            done, total = units.human_bytes(self._done), units.human_bytes(self._total)
+            left = units.human_seconds(max(0, self._total - self._done) / rate) if rate else "?"
+        self._say(f"fetching {self._name}: {done} of {total}, {units.human_bytes(rate)}/s, {left} left")
+
+    def end(self) -> None:
+        """Say that all is there."""
+        seconds = self._clock() - self._begun
+        rate = units.human_bytes(self._total / max(seconds, 1e-3))
+        self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)} ({rate}/s)")
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return -1

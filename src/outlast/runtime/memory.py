@@ -1,0 +1,132 @@
+"""What a sync remembers on this disk, so that an interrupted one goes on, and an unchanged one has nothing to do.
+
+    state           what is known of tree and store (`manifest.State`), replaced as a whole
+    state.done      what has been done since, a line a file, appended as it happens
+    state.lock      held by the one process that syncs
+    state.uploads/  journals of large uploads (`Store.upload`)
+
+Whatever dies between two lines: a file that is remembered has been transferred, because it was noted afterwards. One that is not
+remembered costs a repetition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from outlast import files
+from outlast.errors import AlreadyRunning, OutlastError
+from outlast.runtime.manifest import Object, Seen, State
+
+_FLUSH_S = 1.0
+"""After how long what has been done is written down, at the latest: a kill costs so much, an exception nothing."""
+
+
+class Memory:
+    """The state of one tree and one store, while we hold its lock."""
+
+    def __init__(self, path: Path, place: str) -> None:
+        self._path = path
+        self._done = path.with_name(f"{path.name}.done")
+        self.uploads = path.with_name(f"{path.name}.uploads")
+        self._file: IO[str] | None = None
+        self._flushed = 0.0
+        self._id = ""
+        self.fresh: set[str] = set()
+        """What was done after the state was written: the manifest in the store does not know of it."""
+        self.state = State(place)
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            state, self._id = State.decode(path.read_bytes()), _id(path)
+            if state.place == place:
+                self.state = state
+        self._replay()
+        self._replayed = bool(self.fresh)
+
+    def _replay(self) -> None:
+        """Take in what was done after the state was written. Its last line may have been cut off."""
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError), self._done.open() as lines:
+            if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
+                return
+            for line in lines:
+                path, there, here = json.loads(line)
+                self.state.objects[path], self.state.seen[path] = Object(*there), Seen(*here)
+                self.fresh.add(path)
+
+    def add(self, path: str, there: Object, here: Seen) -> None:
+        """Remember that a file and an object are the same, from now on."""
+        self.state.objects[path], self.state.seen[path] = there, here
+        self.fresh.add(path)
+        if self._file is None:
+            self._file = self._opened()
+        self._file.write(json.dumps([path, there, here]) + "\n")
+        if time.monotonic() - self._flushed > _FLUSH_S:
+            self.flush()
+
+    def _opened(self) -> IO[str]:
+        if self._replayed:  # cut off what a kill left of a line, lest it spoil the next
+            whole = self._done.read_bytes()
+            os.truncate(self._done, whole.rfind(b"\n") + 1)
+            return self._done.open("a")
+        file = self._done.open("w")
+        file.write(json.dumps({"place": self.state.place, "after": self._id}) + "\n")
+        return file
+
+    def flush(self) -> None:
+        """Write down what has been done."""
+        if self._file is not None:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def save(self) -> None:
+        """Replace the state by what is known now."""
+        files.replace(self._path, self.state.encode())
+        self._id = _id(self._path)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._done.unlink(missing_ok=True)
+        self.fresh.clear()
+        self._replayed = False
+
+    def close(self) -> None:
+        """Let go of the files."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _id(path: Path) -> str:
+    """Tells states apart: what was done after another one says nothing about this one."""
+    stat = path.stat()
+    return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
+
+
+@contextlib.contextmanager
+def of(path: Path, place: str) -> Iterator[Memory]:
+    """The memory at `path`; raises AlreadyRunning when another process has it."""
+    lock = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise OutlastError(f"the notes of a sync cannot be kept in {path.parent}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise AlreadyRunning(
+                f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it"
+            ) from error
+        memory = Memory(path, place)
+        try:
+            yield memory
+        finally:
+            memory.close()
+    finally:
+        os.close(fd)

@@ -1,0 +1,245 @@
+"""Pushes what a job writes into its store, beside the training: a process of its own, so that it costs the agent nothing.
+
+    python -m outlast.runtime.push              for as long as standard input is open: the agent holds the other end
+    python -m outlast.runtime.push --rest S     once, all that is left, trying for S seconds; exit code 0 when all of it is there
+
+Configured by the environment of the worker's agent (`contract.Env`). One pusher a directory: the others wait for its lock and
+take over when it dies. What has arrived is written down after it arrived (`.push/`), so one that is killed costs a repetition at
+most. A committed checkpoint is pushed at once, the newest first, everything else every `sync.every`. A store that is away is
+no reason to stop: the backlog is kept and pushed later. Every line on standard output is a `Said`, as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from outlast import checkpoints, contract, remote, store
+from outlast.errors import OutlastError, Superseded
+from outlast.remote import run as runs
+from outlast.runtime import sync
+
+LOOK_S = 1.0
+"""How often to look for a new checkpoint."""
+AGAIN_S = (2.0, 60.0)
+"""First and longest pause before a store that failed is tried again."""
+NICENESS = 10
+"""While training runs it goes first."""
+SUPERSEDED = 3
+"""Exit code: a newer generation owns the output, this worker is a zombie."""
+OWN = ".push"
+"""Directory in the output for our own notes: lock, manifest, journals of uploads."""
+_LOCAL = {OWN, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN}
+"""What is not pushed as it lies: it has a protocol of its own, or is in the store already."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """What a pusher says of itself."""
+
+    pushed: float | None = None
+    """When everything there was had been pushed, seconds since the epoch; None: not yet."""
+    step: int = 0
+    """The newest checkpoint in the store."""
+    since: float | None = None
+    """Since when pushing fails; None while it works."""
+    error: str = ""
+    """Why it fails."""
+    backlog: int = 0
+    """Bytes of committed checkpoints that are not in the store yet."""
+    doing: str = ""
+    """What is being pushed now."""
+
+
+class Pusher:
+    """Pushes one output directory. `tell` is called with every change of what there is to say."""
+
+    def __init__(self, output: Path, place: store.Store, run: str, keep: int, tell: Callable[[Said], None]) -> None:
+        self._output, self._place = output, place
+        self._checkpoints = remote.Checkpoints(place, run)
+        self._run, self._keep, self._tell = run, keep, tell
+        self._taken = 0
+        self._there: set[int] = set()
+        """Steps that are in the store."""
+        self._checked = False
+        self.said = Said()
+
+    def say(self, **changes: object) -> None:
+        """Tell of a change."""
+        said = dataclasses.replace(self.said, **changes)  # type: ignore[arg-type]
+        if said != self.said:
+            self.said = said
+            self._tell(said)
+
+    def waiting(self) -> list[checkpoints.Checkpoint]:
+        """The committed checkpoints that are not in the store yet, the newest first."""
+        found = checkpoints.list_(self._output / contract.CHECKPOINTS)
+        return [c for c in reversed(found) if c.run == self._run and not c.problem and c.step not in self._there]
+
+    def push(self, stop: threading.Event) -> None:
+        """Push all that there is. Raises StoreError, Stopped, Superseded, OSError; what has arrived stays."""
+        self.push_checkpoints(stop)
+        self.say(doing="output")
+        report = sync.push(
+            self._output, self._place, self._output / OWN / "manifest", skip=skipped, check=not self._checked, stop=stop
+        )
+        if report.failed:
+            path, reason = report.failed[0]
+            more = f" (and {len(report.failed) - 1} more)" if len(report.failed) > 1 else ""
+            raise store.StoreError(f"{path} could not be pushed: {reason}{more}", retry=True)
+        self._checked = True
+        self.say(pushed=time.time(), since=None, error="", doing="", backlog=0)
+
+    def push_checkpoints(self, stop: threading.Event) -> None:
+        """Push the committed checkpoints that are not in the store yet, and keep as many there as here."""
+        generation = checkpoints.generation(self._output / contract.CHECKPOINTS, self._run)
+        if generation > self._taken:
+            newest = self._checkpoints.take(generation)
+            self._taken = generation
+            self._there |= {c.step for c in self._checkpoints.list_() if not c.problem}
+            self.say(step=newest.step)
+        if not self._taken:
+            return  # nobody has trained here yet: what there is was fetched
+        while waiting := self.waiting():
+            checkpoint = waiting[0]
+            self.say(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
+            outcome = self._checkpoints.push(checkpoint, journals=self._output / OWN, stop=stop)
+            if not outcome.there:
+                raise store.StoreError(outcome.reason, retry=True)
+            self._there.add(checkpoint.step)
+            self.say(step=max(self.said.step, checkpoint.step))
+            self._checkpoints.prune(self._keep)
+        self.say(doing="", backlog=0)
+
+
+def skipped(path: str) -> bool:
+    """Whether a path below the output is not pushed: our own notes, and files that are being written."""
+    first, _, rest = path.partition("/")
+    name = rest.rpartition("/")[2] if rest else first
+    return first in _LOCAL or name.startswith(".") or name.endswith(".tmp")
+
+
+@contextlib.contextmanager
+def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lock of an output directory; False when `give_up` says so before we have it."""
+    (output / OWN).mkdir(parents=True, exist_ok=True)
+    with open(output / OWN / "lock", "a") as file:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield True
+                return
+            if give_up():
+                yield False
+                return
+            time.sleep(0.1)
+
+
+def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
+    """Push until `stop`: checkpoints as they come, the rest every `every_s`. Raises Superseded, and OutlastError for a mistake
+    that no repetition mends."""
+    due = 0.0
+    pause = AGAIN_S[0]
+    while not stop.is_set():
+        try:
+            if time.monotonic() >= due:
+                pusher.push(stop)
+                due = time.monotonic() + every_s
+            elif pusher.waiting():
+                pusher.push_checkpoints(stop)
+            pusher.say(since=None, error="")
+            pause = AGAIN_S[0]
+        except store.Stopped:
+            return
+        except Superseded:
+            raise
+        except (OutlastError, OSError) as problem:
+            failed(pusher, problem)
+            stop.wait(pause * random.uniform(0.5, 1))
+            pause = min(AGAIN_S[1], 2 * pause)
+            due = min(due, time.monotonic())
+        stop.wait(LOOK_S)
+
+
+def rest(pusher: Pusher, deadline: float) -> str:
+    """Push all that is left, trying until `deadline` (monotonic); the reason why it is not there, or an empty text."""
+    stop = threading.Event()
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
+    timer.daemon = True
+    timer.start()
+    pause = AGAIN_S[0]
+    while True:
+        try:
+            pusher.push(stop)
+            return ""
+        except store.Stopped:
+            return pusher.said.error or "the time was over before it was pushed"
+        except (OutlastError, OSError) as problem:
+            failed(pusher, problem)
+            retry = isinstance(problem, OSError) or getattr(problem, "retry", False)
+            if not retry or time.monotonic() + pause > deadline:
+                return pusher.said.error
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(AGAIN_S[1], 2 * pause)
+
+
+def failed(pusher: Pusher, problem: Exception) -> None:
+    """Take note of a failure."""
+    backlog = sum(checkpoint.bytes for checkpoint in pusher.waiting())
+    pusher.say(error=str(problem), since=pusher.said.since or time.time(), doing="", backlog=backlog)
+
+
+def main(argv: list[str]) -> int:
+    """Run a pusher; its exit code."""
+    from outlast import spec
+
+    environ = os.environ
+    job = spec.load(Path(environ[contract.Env.JOB_FILE]))
+    output = Path(environ[contract.Env.OUTPUT])
+    final = argv[:1] == ["--rest"]
+    stop = threading.Event()
+    if not final:
+        os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
+        threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
+    deadline = time.monotonic() + (float(argv[1]) if final else 0.0)
+    with locked(output, lambda: stop.is_set() or (final and time.monotonic() > deadline)) as ours:
+        if not ours:
+            return 1 if final else 0
+        try:
+            place = store.open_(environ[contract.Env.STORE])
+            pusher = Pusher(output, place, environ[contract.Env.RUN], job.spec.checkpoint.keep, _tell)
+            if not final:
+                run(pusher, job.spec.sync.every.total_seconds(), stop)
+                return 0
+            problem = rest(pusher, deadline)
+        except Superseded as superseded:
+            _tell(Said(error=str(superseded), since=time.time()))
+            return SUPERSEDED
+        except OutlastError as mistake:
+            problem = str(mistake)
+            _tell(Said(error=problem, since=time.time()))
+    return 1 if problem else 0
+
+
+def _tell(said: Said) -> None:
+    with contextlib.suppress(OSError):  # the agent is gone: so shall we be
+        os.write(1, json.dumps(dataclasses.asdict(said)).encode() + b"\n")
+
+
+def _until_closed(stop: threading.Event) -> None:
+    while os.read(0, 4096):
+        pass
+    stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

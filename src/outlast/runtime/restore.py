@@ -1,0 +1,29 @@
+"""Brings the newest committed checkpoint from the store to this machine, before a worker trains.
+
+Never an older one over a newer: what is here and whole counts as well. Workers of one machine share their output, so the first
+fetches and the others find it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast import checkpoints, contract, remote, store
+
+
+def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
+    """Have the newest whole checkpoint of `run`, here or in the store, in `output`; `say` is told what is done.
+
+    Raises store.StoreError. While the store is away, a worker that has a checkpoint of its own goes on from that.
+    """
+    directory = output / contract.CHECKPOINTS
+    directory.mkdir(parents=True, exist_ok=True)
+    ours = (c for c in reversed(checkpoints.list_(directory)) if c.run == run and not c.problem)
+    here = next((c.step for c in ours if checkpoints.verify(c.path) is None), 0)
+    try:
+        remote.Checkpoints(place, run).restore(directory, say=say, above=here)
+    except store.Unreachable as problem:
+        if not here:
+            raise
+        say(f"goes on from step {here} of this machine: {problem}")

@@ -1,0 +1,426 @@
+"""Makes a place in a store like a directory (`push`), or a directory like a place in a store (`pull`).
+
+A push leaves a manifest in the store: the names, sizes, times and checksums of all objects. A state beside us remembers it, and
+how the files looked that belong to it. So an unchanged tree costs a walk and one request, however many files it has. Rules are
+in `manifest`, files in `tree`, what is remembered in `memory`, the work is done by `transfer`; here they come together.
+
+What stays true however a process dies: objects are written first, then the manifest, then the state. So an object that the
+manifest lists is there, and a file that the state calls unchanged has been transferred. What others do in the store is noticed by
+its manifest, and otherwise once a day, or with `check`.
+
+Called by the command line and by `runtime.push`. `send` and `receive` belong to it, for those who know what they want.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from outlast.errors import Changed, Denied, Missing, NoBucket, OutlastError, StoreError, Unreachable
+from outlast.runtime import manifest, memory, transfer, tree
+from outlast.runtime.manifest import GRANULARITY_NS, Object, Seen, Stat, Verdict
+from outlast.runtime.transfer import Damaged, Sent, Wanted, receive, send
+from outlast.store import Store
+
+__all__ = ["MANIFEST", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
+
+MANIFEST = ".outlast-manifest"
+CHECK_EVERY_S = 86_400.0
+"""How long we believe that nobody else has written into the store."""
+_PROGRESS_S = 0.2
+_ABANDONED_S = 3600.0
+"""After so long without a byte, nobody goes on with a file that is half written."""
+_HOPELESS = 3
+"""After so many refusals in a row, the rest is not tried."""
+_DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a push or pull is."""
+
+    files: int
+    bytes: int
+    files_total: int
+    bytes_total: int
+
+
+@dataclasses.dataclass
+class Report:
+    """What a push or pull has done; with `dry_run`, what it would do."""
+
+    sent: int = 0
+    """Files transferred, in the one direction or the other."""
+    bytes: int = 0
+    unchanged: int = 0
+    deleted: int = 0
+    failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """Paths that were left as they are, and why. Everything else was done."""
+    ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """Paths that are no files, and why."""
+    changing: list[str] = dataclasses.field(default_factory=list)
+    """Files that changed all the time while they were sent; the next push sends them again."""
+    planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    """With `dry_run`: (send, receive or delete; path)."""
+
+
+def push(
+    source: Path,
+    store: Store,
+    state: Path,
+    *,
+    manifest: str = MANIFEST,
+    skip: Callable[[str], bool] = lambda relative: False,
+    delete: bool = False,
+    check: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[Progress], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> Report:
+    """Send the files of the directory `source` that `store` does not have like that.
+
+    `state` is a file that we keep here, `manifest` the key of the object that we keep in the store. Paths that `skip` names are
+    touched on neither side. `delete`: objects that are no files of `source` are deleted, unless something failed. `check`: the
+    store is listed and no manifest believed. Raises NotFound without a source, AlreadyRunning when another process holds the
+    state, StoreError when the store does not work, Stopped soon after `stop` is set; what has arrived by then is remembered.
+    """
+    with memory.of(state, f"{store.url}/{manifest}") as known:
+        began = time.time_ns()
+        scan = tree.scan(str(source), skip=skip, own=manifest)
+        if delete and not scan.files:
+            raise OutlastError(
+                f"{source} is empty: --delete would delete all of {store.url}; leave it out, or correct the directory"
+            )
+        run = _Run(str(source), store, manifest, skip, known, progress, stop)
+        report = run.report
+        report.failed, report.ignored = list(scan.failed.items()), sorted(scan.ignored.items())
+        run.look(check)
+        todo = run.compared(scan.files, scan.files)
+        gone = [path for path in known.state.objects if path not in scan.files and not skip(path)] if delete else []
+        if dry_run:
+            return run.planned("send", todo, scan.files, gone)
+        run.send(todo, scan.files)
+        report.failed.sort()
+        if report.failed:
+            gone = []
+        if run.changed or known.fresh or gone:
+            run.write(began - GRANULARITY_NS, gone)
+        run.save()
+        if gone:
+            store.delete(gone)
+            report.deleted = len(gone)
+        if not report.failed and known.uploads.is_dir():
+            for journal in known.uploads.iterdir():  # of files that are no more
+                with contextlib.suppress(StoreError):
+                    store.forget(journal)
+        return report
+
+
+def pull(
+    store: Store,
+    target: Path,
+    state: Path,
+    *,
+    manifest: str = MANIFEST,
+    skip: Callable[[str], bool] = lambda relative: False,
+    delete: bool = False,
+    check: bool = False,
+    dry_run: bool = False,
+    only_missing: bool = False,
+    progress: Callable[[Progress], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> Report:
+    """Receive the objects of `store` that the directory `target` does not have like that.
+
+    `only_missing`: files that exist are left as they are. `delete`: files that are no objects of `store` are deleted, unless
+    something failed. Nothing is written outside of `target`; a link to a file is replaced, not followed. All else as in `push`.
+    """
+    with memory.of(state, f"{store.url}/{manifest}") as known:
+        scan = tree.scan(str(target), skip=skip, own=manifest) if os.path.lexists(target) else tree.Scan()
+        run = _Run(str(target), store, manifest, skip, known, progress, stop)
+        report, objects = run.report, run.look(check)
+        if delete and not objects:
+            raise OutlastError(
+                f"there is nothing in {store.url}: --delete would delete all of {target}; leave it out, or correct the URL"
+            )
+        report.failed = list(scan.failed.items()) if delete else []
+        wanted: Iterable[str] = [path for path in objects if not skip(path)]
+        if only_missing:
+            report.unchanged = len(scan.files.keys() & objects.keys())
+            wanted = [path for path in wanted if path not in scan.files]
+        todo = run.possible(run.compared(scan.files, wanted))
+        gone = [path for path in scan.files if path not in objects] if delete else []
+        inside = tree.Inside(str(target))
+        gone = [path for path in gone if not inside.through_link(path)]  # it may be wanted by its other name
+        if dry_run:
+            return run.planned("receive", todo, objects, gone)
+        run.receive(todo)
+        report.failed.sort()
+        if not report.failed:
+            outcomes = list(tree.remove(str(target), gone))
+            report.failed = [(path, reason) for path, reason in outcomes if reason]
+            report.deleted = len(outcomes) - len(report.failed)
+        run.save()
+        tree.sweep(str(target), scan.partials, time.time() - _ABANDONED_S)
+        return report
+
+
+class _Run:
+    """One push or pull: the directory `root`, the store, and what is known of both."""
+
+    def __init__(
+        self,
+        root: str,
+        store: Store,
+        key: str,
+        skip: Callable[[str], bool],
+        known: memory.Memory,
+        progress: Callable[[Progress], None],
+        stop: threading.Event | None,
+    ) -> None:
+        self._root, self._store, self._key, self._skip = root, store, key, skip
+        self._memory, self._state = known, known.state
+        self._progress, self._stop = progress, stop
+        self.report = Report()
+        self.changed = False
+        """Whether the store's manifest does not say what there is."""
+        self._listed = False
+        self._learned = False
+        """Whether we know more than the state on the disk."""
+        self._refused = 0
+        self._refusal: StoreError = StoreError("")
+
+    def look(self, check: bool) -> dict[str, Object]:
+        """The objects of the store: by its manifest if we may believe one, else by a listing."""
+        state, store = self._state, self._store
+        try:
+            if not state.etag or store.head(self._key).etag != state.etag:
+                data, entry = store.read(self._key)
+                state.objects, state.settled = manifest.decode(data)
+                state.etag, state.written = entry.etag, entry.modified
+                self._memory.fresh.clear()  # whoever wrote this may have replaced it since
+                self._learned = True
+        except (Missing, ValueError):  # a manifest that cannot be read is none
+            state.etag, state.written, state.settled = "", 0.0, 0
+            check = self.changed = True
+        if check or not 0 <= time.time() - state.checked < CHECK_EVERY_S:
+            entries = ((e.key, e.size, e.etag, e.modified) for e in store.entries() if not self._skip(e.key))
+            objects = manifest.found(entries, state.objects, state.written, self._key)
+            self.changed |= objects != state.objects
+            state.objects, state.checked = objects, time.time()
+            self._listed = self._learned = True
+        return state.objects
+
+    def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
+        """Those of the paths whose file and object are not the same."""
+        seen, objects, settled = self._state.seen, self._state.objects, self._state.settled
+        todo, doubtful = [], []
+        for path in paths:
+            here, there = files.get(path), objects.get(path)
+            if here is None or there is None:
+                todo.append(path)
+                continue
+            verdict = manifest.compare(here, seen.get(path), there, settled)
+            if verdict is Verdict.SAME:
+                self.report.unchanged += 1
+                if path not in seen and there.crc32 >= 0:
+                    seen[path] = Seen(*here, there.crc32)
+                    self._learned = True
+            elif verdict is Verdict.LOOK:
+                doubtful.append(path)
+            else:
+                todo.append(path)
+        jobs = (transfer.Job(path, 0, partial(tree.checksum, os.path.join(self._root, path))) for path in doubtful)
+        with contextlib.closing(transfer.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
+            for path, result, _ in outcomes:
+                if result is not None and result.crc32 == objects[path].crc32 and result.size == objects[path].size:
+                    seen[path] = result
+                    self._learned = True
+                    self.report.unchanged += 1
+                else:  # what is wrong with the file, if something is, its transfer will say
+                    todo.append(path)
+        return todo
+
+    def possible(self, paths: list[str]) -> list[str]:
+        """Those of the paths that can be written here; of the others it is noted why not."""
+        directories, inside = manifest.directories(self._state.objects), tree.Inside(self._root)
+        possible = []
+        for path in paths:
+            reason = manifest.unsafe(path)
+            if not reason and path in directories:
+                reason = "the store has a directory of this name as well; rename one of them"
+            if reason := reason or inside.obstacle(path):
+                self.report.failed.append((path, reason))
+            else:
+                possible.append(path)
+        return possible
+
+    def planned(self, verb: str, todo: list[str], sizes: Mapping[str, Stat | Object], gone: list[str]) -> Report:
+        """What would be done."""
+        report = self.report
+        report.sent, report.bytes = len(todo), sum(sizes[path].size for path in todo)
+        gone = [] if report.failed else gone
+        report.deleted = len(gone)
+        report.planned = [*((verb, path) for path in sorted(todo)), *(("delete", path) for path in sorted(gone))]
+        return report
+
+    def send(self, paths: list[str], files: Mapping[str, Stat]) -> None:
+        """Send files, and remember what has arrived."""
+        meter = _Meter(self._progress, len(paths), sum(files[path].size for path in paths))
+        outcomes = transfer.departures(
+            self._store,
+            ((Path(self._root, path), path) for path in sorted(paths, key=lambda path: files[path].size)),
+            journals=self._memory.uploads,
+            snapshots=True,
+            progress=meter.moved,
+            stop=self._stop,
+            tick=meter.tick,
+        )
+        with contextlib.closing(outcomes):
+            for (place, path), departure, error in outcomes:
+                if departure is None:
+                    if not tree.gone(place):  # deleted since the walk: it has never been there
+                        self._failed(path, error)
+                    continue
+                sent, here, read, steady = departure
+                seen = manifest.seen(here, sent.crc32, read)
+                if not steady:
+                    seen = seen._replace(ctime=0)
+                    self.report.changing.append(path)
+                self._moved(path, Object(sent.size, here.mtime, sent.crc32, manifest.mark(sent.etag)), seen)
+                meter.files += 1
+        self._settle()
+        meter.tick(last=True)
+
+    def receive(self, paths: list[str]) -> None:
+        """Receive objects, and remember what has arrived. Of those that are not what they should be, we ask what they are now."""
+        objects = self._state.objects
+        meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
+        replaced = self._receive(paths, meter)
+        if replaced:
+            jobs = (transfer.Job(path, 0, partial(self._store.head, path)) for path in replaced)
+            again = []
+            with contextlib.closing(transfer.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
+                for path, entry, error in outcomes:
+                    if entry is None:
+                        self._failed(path, error)
+                    elif manifest.as_left(objects[path], entry.size, entry.etag, entry.modified, 0.0):
+                        self._failed(path, replaced[path])
+                    else:
+                        again.append(path)
+                        objects[path] = manifest.unknown(entry.size, entry.etag, entry.modified)
+            for path, error in self._receive(again, meter).items():
+                self._failed(path, error)
+        self._settle()
+        meter.tick(last=True)
+
+    def _receive(self, paths: list[str], meter: _Meter) -> dict[str, StoreError]:
+        objects = self._state.objects
+        replaced: dict[str, StoreError] = {}
+        wanted = (
+            Wanted(path, objects[path].size, os.path.join(self._root, path), objects[path].crc32, objects[path].mtime)
+            for path in sorted(paths, key=lambda path: objects[path].size)
+        )
+        outcomes = transfer.arrivals(self._store, wanted, progress=meter.moved, stop=self._stop, tick=meter.tick)
+        with contextlib.closing(outcomes):
+            for one, arrival, error in outcomes:
+                path = one.key
+                if arrival is not None:
+                    there = objects[path]._replace(crc32=arrival.crc32)
+                    self._moved(path, there, manifest.seen(arrival.stat, arrival.crc32, time.time_ns()))
+                    meter.files += 1
+                elif isinstance(error, Missing | Changed | Damaged):
+                    replaced[path] = error
+                else:
+                    self._failed(path, error)
+        return replaced
+
+    def _moved(self, path: str, there: Object, here: Seen) -> None:
+        self._memory.add(path, there, here)
+        self._learned = True
+        self._refused = 0
+        self.report.sent += 1
+        self.report.bytes += there.size
+
+    def _failed(self, path: str, error: BaseException | None) -> None:
+        """Take note of what went wrong with one file; raises what will go wrong with all."""
+        match error:
+            case NoBucket():
+                raise error
+            case Denied() | Unreachable():
+                self._refused, self._refusal = self._refused + 1, error
+                if self._refused >= _HOPELESS:
+                    raise error
+                self.report.failed.append((path, str(error)))
+            case OSError(errno=number) if number in _DISK:
+                raise OutlastError(f"{self._root} cannot be written: {_DISK[number]}") from error
+            case OSError():
+                self.report.failed.append((path, f"{error.strerror} ({os.path.basename(error.filename or path)})"))
+            case OutlastError():
+                self.report.failed.append((path, str(error)))
+            case None:
+                raise AssertionError
+            case _:
+                raise error
+
+    def _settle(self) -> None:
+        """Raises the store's refusal, if there was nothing else."""
+        if self._refused and not self.report.sent:
+            raise self._refusal
+
+    def write(self, settled: int, gone: list[str]) -> None:
+        """Write the manifest of what is in the store, without what is about to go."""
+        state, store = self._state, self._store
+        try:  # another pusher may have been here since we looked: what it says is true, but for what we did
+            if store.head(self._key).etag != state.etag:
+                theirs, _ = manifest.decode(store.get(self._key))
+                ours = {path: state.objects[path] for path in self._memory.fresh if path in state.objects}
+                state.objects = {**(state.objects if self._listed else {}), **theirs, **ours}
+        except (Missing, ValueError):
+            pass
+        for path in gone:
+            state.objects.pop(path, None)
+        data = manifest.encode(state.objects, settled)
+        etag, entry = store.put(self._key, data), store.head(self._key)
+        if entry.etag != etag:  # some servers tell another one later on; or somebody was faster
+            there, entry = store.read(self._key)
+            etag = entry.etag if there == data else ""
+        state.etag, state.written, state.settled = etag, entry.modified, settled
+        self._learned = True
+
+    def save(self) -> None:
+        """Write the state, if we have learned something."""
+        if self._learned:
+            objects = self._state.objects
+            self._state.seen = {path: seen for path, seen in self._state.seen.items() if path in objects}
+            self._memory.save()
+
+
+class _Meter:
+    """Counts what has been transferred, and tells of it a few times a second."""
+
+    def __init__(self, progress: Callable[[Progress], None], files: int, size: int) -> None:
+        self._progress, self._files_total, self._bytes_total = progress, files, size
+        self._lock = threading.Lock()
+        self._bytes = 0
+        self._told = 0.0
+        self.files = 0
+
+    def moved(self, count: int) -> None:
+        """Count bytes; called by many threads."""
+        with self._lock:
+            self._bytes += count
+
+    def tick(self, *, last: bool = False) -> None:
+        """Tell, if that is due."""
+        now = time.monotonic()
+        if last or now - self._told > _PROGRESS_S:
+            self._told = now
+            self._progress(Progress(self.files, self._bytes, self._files_total, max(self._bytes, self._bytes_total)))

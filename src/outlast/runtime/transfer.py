@@ -1,0 +1,517 @@
+"""Files to objects and objects to files, many at a time, in bounded memory.
+
+    send(store, [(path, key)], journals=directory)        -> {key: Sent}
+    receive(store, [(key, size, path)])                   -> {key: crc32}
+
+Small files are sent and received whole, large ones by parts. What arrives is written beside its place, compared with the size
+(and checksum) that is expected, and renamed. `sync` does this for trees, `remote` for checkpoints, `fetch` and `code` for data.
+Threads do the work: few at first, and more for as long as that moves more (a loopback needs 8, a distant store 100).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import queue
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from outlast.errors import Changed, Denied, Missing, Stopped, StoreError, Unreachable
+from outlast.runtime import crc32, tree
+from outlast.runtime.direct import Direct
+from outlast.runtime.manifest import Stat
+from outlast.store import Store
+
+T = TypeVar("T")
+
+SMALL = 8 << 20
+"""Bytes; a larger file is sent by `Store.upload`, and received by pieces of this size."""
+MEMORY = 64 << 20
+"""Bytes of file contents held at a time."""
+_UPLOAD = 32 << 20
+"""Bytes that `Store.upload` holds of one file."""
+FEW, MANY = 8, 128
+"""Threads at first, and at most."""
+_WINDOW_S = 0.5
+"""How long a number of threads is watched before there are more."""
+_LEAVE_S = 5.0
+"""How long requests on their way may take when we were asked to stop."""
+
+
+class Damaged(StoreError):
+    """What arrived is not what was expected."""
+
+
+class Sent(NamedTuple):
+    """What is in the store now."""
+
+    size: int
+    crc32: int
+    etag: str
+
+
+class Departure(NamedTuple):
+    """A file that was sent."""
+
+    sent: Sent
+    stat: Stat
+    """The file as it was when what was sent was read."""
+    read: int
+    """When we began to read it, nanoseconds since the epoch."""
+    steady: bool
+    """Whether it stayed so for as long as that took."""
+
+
+class Wanted(NamedTuple):
+    """An object to be received."""
+
+    key: str
+    size: int
+    path: str
+    crc32: int = -1
+    """What it should be; -1: anything."""
+    mtime: int | None = None
+    """The time that the file gets, nanoseconds since the epoch."""
+
+
+class Arrival(NamedTuple):
+    """A file that was received."""
+
+    crc32: int
+    stat: Stat
+
+
+class Outcome(NamedTuple, Generic[T]):
+    """How something ended."""
+
+    of: Any
+    result: T | None
+    error: BaseException | None
+
+
+def send(
+    store: Store,
+    files: Iterable[tuple[Path, str]],
+    *,
+    journals: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> dict[str, Sent]:
+    """Write files to a store, as (path, key); what is there then, by key.
+
+    Large files can be gone on with after a kill, by means of their journals in the directory `journals`. `progress` is told the
+    bytes sent since the last call, by many threads. Raises the first StoreError or OSError, Changed when a file changes
+    meanwhile, and Stopped soon after `stop` is set.
+    """
+    done = {}
+    with contextlib.closing(departures(store, files, journals=journals, progress=progress, stop=stop)) as outcomes:
+        for (path, key), departure, error in outcomes:
+            if error is not None:
+                raise error
+            assert departure is not None
+            if not departure.steady:
+                raise Changed(f"{path} changes while it is sent", retry=True)
+            done[key] = departure.sent
+    return done
+
+
+def receive(
+    store: Store,
+    objects: Iterable[tuple[str, int, Path]],
+    *,
+    expected: Mapping[str, int] | None = None,
+    durable: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> dict[str, int]:
+    """Write objects to files, as (key, size, path); their crc32, by key.
+
+    A file appears under its name when it has the right size, and the crc32 that `expected` has for the key; `durable`: not
+    before it would survive a power failure. `progress` is told the bytes received since the last call, by many threads. Raises
+    the first StoreError or OSError, Missing and Changed among them, and Stopped soon after `stop` is set.
+    """
+    wanted = (Wanted(key, size, str(path), (expected or {}).get(key, -1)) for key, size, path in objects)
+    done = {}
+    with contextlib.closing(arrivals(store, wanted, durable=durable, progress=progress, stop=stop)) as outcomes:
+        for one, arrival, error in outcomes:
+            if error is not None:
+                raise error
+            assert arrival is not None
+            done[one.key] = arrival.crc32
+    return done
+
+
+# Sending
+
+
+def departures(
+    store: Store,
+    files: Iterable[tuple[Path, str]],
+    *,
+    journals: Path,
+    snapshots: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[Departure], None, None]:
+    """Send files, and tell of each how that ended. If `snapshots`, a large file that changes all the time is copied first."""
+    enough = threading.Event()
+
+    def job(path: Path, key: str) -> Departure:
+        read = time.time_ns()
+        data = tree.read(path, SMALL)
+        if data is None:
+            return _upload(store, path, key, journals, snapshots, progress, enough)
+        content, stat, steady = data
+        departure = Departure(Sent(len(content), zlib.crc32(content), store.put(key, content)), stat, read, steady)
+        progress(len(content))
+        return departure
+
+    def jobs() -> Iterator[Job[Departure]]:
+        for path, key in files:
+            size = 0
+            with contextlib.suppress(OSError):  # the job will say so
+                size = os.stat(path).st_size
+            yield Job((path, key), size if size <= SMALL else _UPLOAD, partial(job, path, key))
+
+    yield from work(jobs(), enough, stop=stop, tick=tick)
+
+
+def _upload(
+    store: Store,
+    path: Path,
+    key: str,
+    journals: Path,
+    snapshots: bool,
+    progress: Callable[[int], None],
+    stop: threading.Event,
+) -> Departure:
+    """Send a large file. Its checksum is read beside that, from pages that the upload has just read, or will."""
+    journals.mkdir(parents=True, exist_ok=True)
+    journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
+    for _ in range(tree.ATTEMPTS):
+        read, before = time.time_ns(), tree.look(path)
+        failed = threading.Event()
+        with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1) as other:
+            crc = other.submit(crc32.of, file.fileno(), before.size, stop=failed)
+            try:
+                etag = store.upload(path, key, journal=journal, progress=progress, stop=stop)
+            except Changed:
+                failed.set()
+                continue
+            except BaseException:
+                failed.set()
+                raise
+            if tree.look(path) == before:
+                return Departure(Sent(before.size, crc.result(), etag), before, read, True)
+    if not snapshots:
+        raise Changed(f"{path} changes while it is sent", retry=True)
+    with tempfile.TemporaryDirectory(dir=journals) as directory:
+        copy = Path(directory) / "copy"
+        read, before = time.time_ns(), tree.look(path)
+        size, crc_sent = tree.copy(path, copy, before.size)
+        # What has only grown still begins like this: then it is no mixture of old and new.
+        with path.open("rb", buffering=0) as file:
+            steady = crc32.of(file.fileno(), size) == crc_sent
+        etag = store.upload(copy, key, progress=progress, stop=stop)
+    return Departure(Sent(size, crc_sent, etag), before._replace(size=size, ctime=0), read, steady)
+
+
+# Receiving
+
+
+def arrivals(
+    store: Store,
+    wanted: Iterable[Wanted],
+    *,
+    durable: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[Arrival], None, None]:
+    """Receive objects, and tell of each how that ended."""
+    enough = threading.Event()
+    direct = Direct(store.link)
+    begun: list[_Pieces] = []
+
+    def small(one: Wanted) -> Arrival:
+        for attempt in range(2):
+            with tree.Landing(one.path) as landing:
+                arrived = direct.fetch(one.key, landing.fd, 0, one.size, True) if one.size and not attempt else None
+                if arrived is None:
+                    data, entry = store.read(one.key)
+                    if entry.size != one.size:
+                        raise _replaced(store, one, entry.size)
+                    arrived = zlib.crc32(data)
+                    tree.write(landing.fd, data, 0)
+                crc = arrived
+                if one.crc32 in (-1, crc):
+                    stat = landing.land(one.mtime, durable=durable)
+                    progress(one.size)
+                    return Arrival(crc, stat)
+        raise _damaged(store, one, crc)
+
+    def jobs() -> Iterator[Job[Arrival | None]]:
+        for one in wanted:
+            if one.size <= SMALL:
+                yield Job(one, one.size, partial(small, one))
+                continue
+            pieces = _Pieces(store, one, direct, durable, progress, enough)
+            begun[:] = [other for other in begun if not other.ended] + [pieces]
+            for start in range(0, one.size, SMALL):
+                yield Job(one, SMALL, partial(pieces.fetch, start))
+
+    try:
+        for outcome in work(jobs(), enough, stop=stop, tick=tick):
+            if outcome.result is not None or outcome.error is not None:
+                yield outcome  # type: ignore[misc]
+    finally:
+        for pieces in begun:
+            pieces.give_up()
+        direct.close()
+
+
+class _Pieces:
+    """A large object that arrives by pieces. Whoever brings the last one ends it: names the file, or raises what went wrong."""
+
+    def __init__(
+        self,
+        store: Store,
+        wanted: Wanted,
+        direct: Direct,
+        durable: bool,
+        progress: Callable[[int], None],
+        enough: threading.Event,
+    ) -> None:
+        self._store, self._wanted, self._direct, self._durable = store, wanted, direct, durable
+        self._progress, self._enough = progress, enough
+        self._lock = threading.Lock()
+        self._landing: tree.Landing | None = None
+        self._etag = ""
+        self._left = -(-wanted.size // SMALL)
+        self._busy = 0
+        self._crcs: dict[int, int] = {}
+        self._error: BaseException | None = None
+        self.ended = False
+
+    def fetch(self, start: int) -> Arrival | None:
+        """Bring the piece that begins there; the file, if that was the last one."""
+        with self._lock:
+            self._left -= 1
+            if self._error is None:
+                try:
+                    self._begin()
+                except BaseException as error:
+                    self._error = error
+            going = self._error is None
+            self._busy += going
+        if going:
+            try:
+                self._bring(start)
+            except BaseException as error:
+                self._error = self._error or error
+        with self._lock:
+            self._busy -= going
+            if self._left or self._busy:
+                self._drop_if_idle()
+                return None
+            self.ended = True
+            try:
+                if self._error is not None:
+                    raise self._error
+                return self._end()
+            finally:
+                if self._landing is not None:
+                    self._landing.close()
+
+    def give_up(self) -> None:
+        """Leave it, if it has not ended."""
+        with self._lock:
+            self._error = self._error or Stopped(f"the download of {self._wanted.key} was stopped")
+            self._drop_if_idle()
+
+    def _begin(self) -> None:
+        if self._enough.is_set():
+            raise Stopped(f"the download of {self._wanted.key} was stopped")
+        if self._landing is None:
+            if self._wanted.crc32 < 0:  # else that tells whether all pieces are of one version
+                entry = self._store.head(self._wanted.key)
+                if entry.size != self._wanted.size:
+                    raise _replaced(self._store, self._wanted, entry.size)
+                self._etag = entry.etag
+            self._landing = tree.Landing(self._wanted.path)
+            os.truncate(self._landing.fd, self._wanted.size)
+
+    def _bring(self, start: int) -> None:
+        assert self._landing is not None
+        file, end = self._landing.fd, min(start + SMALL, self._wanted.size)
+        crc = self._direct.fetch(self._wanted.key, file, start, end, False)
+        if crc is None:
+            try:
+                data = self._store.range(self._wanted.key, start, end)
+            except (Denied, Missing, Unreachable):
+                raise
+            except StoreError:  # stores have many words for an object that has no such bytes
+                if (entry := self._store.head(self._wanted.key)).size != self._wanted.size:
+                    raise _replaced(self._store, self._wanted, entry.size) from None
+                raise
+            crc = zlib.crc32(data)
+            tree.write(file, data, start)
+        self._crcs[start] = crc
+        self._progress(end - start)
+
+    def _end(self) -> Arrival:
+        assert self._landing is not None
+        one, crc = self._wanted, 0
+        for start in sorted(self._crcs):
+            crc = crc32.combine(crc, self._crcs[start], min(SMALL, one.size - start))
+        if one.crc32 not in (-1, crc):
+            raise _damaged(self._store, one, crc)
+        if self._etag and self._store.head(one.key).etag != self._etag:
+            raise Changed(f"{self._store.url}/{one.key} was replaced while it was received", retry=True)
+        return Arrival(crc, self._landing.land(one.mtime, durable=self._durable))
+
+    def _drop_if_idle(self) -> None:
+        if self._error is not None and not self._busy and self._landing is not None:
+            self._landing.close()
+
+
+def _replaced(store: Store, wanted: Wanted, size: int) -> Changed:
+    return Changed(f"{store.url}/{wanted.key} has {size} bytes instead of {wanted.size}: it was replaced meanwhile", retry=True)
+
+
+def _damaged(store: Store, wanted: Wanted, crc: int) -> Damaged:
+    return Damaged(f"{store.url}/{wanted.key} has crc32 {crc} instead of {wanted.crc32}; it was replaced, or is damaged")
+
+
+# Work
+
+
+class Job(NamedTuple, Generic[T]):
+    """Something to be done."""
+
+    of: Any
+    cost: int
+    """Bytes of memory that it needs."""
+    do: Callable[[], T]
+
+
+def work(
+    jobs: Iterable[Job[T]],
+    enough: threading.Event,
+    *,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[T], None, None]:
+    """Do jobs with threads, and tell of each how it ended, in that order. No more memory is in use than MEMORY, or one job's.
+
+    `tick` is called ten times a second or more. When `stop` is set, or nobody wants to hear more, `enough` is set, for jobs to
+    see, and what has not begun is left; in the first case Stopped is raised, after what was on its way has been told of.
+    """
+    crew = _Crew()
+    waiting: Job[T] | None = None
+    source, out, cost = iter(jobs), 0, 0
+    begun, moved, before = time.monotonic(), 0.0, 0.0
+    deadline: float | None = None
+    try:
+        while True:
+            while deadline is None and out < 2 * crew.width:
+                waiting = waiting or next(source, None)
+                if waiting is None or (out and cost + waiting.cost > MEMORY):
+                    break
+                out, cost = out + 1, cost + waiting.cost
+                crew.todo.put(waiting)
+                waiting = None
+            if not out:
+                break
+            tick()
+            if stop is not None and stop.is_set() and deadline is None:
+                deadline = time.monotonic() + _LEAVE_S
+                enough.set()
+                dropped = crew.drop()
+                out, cost = out - len(dropped), cost - sum(job.cost for job in dropped)
+            if deadline is not None and (not out or time.monotonic() > deadline):
+                break
+            try:
+                job, result, error = crew.done.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            out, cost = out - 1, cost - job.cost
+            if not isinstance(error, Stopped):
+                yield Outcome(job.of, result, error)
+            moved += 1 + job.cost / (1 << 20)
+            if (lasted := time.monotonic() - begun) > _WINDOW_S:
+                crew.width, before = widened(crew.width, before, moved / lasted)
+                begun, moved = time.monotonic(), 0.0
+        if deadline is not None:
+            raise Stopped("stopped; the same again goes on from here")
+    finally:
+        enough.set()
+        crew.leave()
+
+
+def widened(width: int, before: float, now: float) -> tuple[int, float]:
+    """How many threads there should be after `width` have moved so much a second; and what they are to be compared with.
+
+    Twice as many, if the last doubling moved a quarter more than `before`; 0 stands for the first look.
+    """
+    if now < 1.25 * before or width >= MANY:
+        return width, float("inf")
+    return min(2 * width, MANY), now
+
+
+class _Crew:
+    """Threads that do what is in `todo`, and put into `done` how it ended. They start when they are needed."""
+
+    def __init__(self) -> None:
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._width = 0
+        self.width = FEW
+
+    @property
+    def width(self) -> int:
+        """How many threads there are."""
+        return self._width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        self._width = width
+        while len(self._threads) < width:
+            # Daemons: a stalled connection does not keep a process from its end.
+            thread = threading.Thread(target=self._work, name="transfer", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self.todo.get()) is not None:
+            try:
+                self.done.put((job, job.do(), None))
+            except BaseException as error:
+                self.done.put((job, None, error))
+
+    def drop(self) -> list[Any]:
+        """Take back what nobody has begun."""
+        dropped = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                dropped.append(self.todo.get_nowait())
+        return dropped
+
+    def leave(self) -> None:
+        """Have all threads end after what they do now, and wait for that as long as seems sensible."""
+        self.drop()
+        for _ in self._threads:
+            self.todo.put(None)
+        deadline = time.monotonic() + _LEAVE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,338 @@
+"""A proxy in front of a real server that does what networks and stores do on a bad day, to the requests that a test chooses.
+
+    def test_x(moto_proxy):                       the environment leads through the proxy to a fresh bucket of moto
+        moto_proxy.fault = first(2, unavailable)  503 for two requests, then all is well
+        moto_proxy.fault = lambda request: lost if request.method == "PUT" and "COMMIT" in request.path else None
+        ...
+        assert moto_proxy.counts["PUT"] == 3
+
+A fault is a function of the exchange, which it answers, or not. `down()` and `up()` close and open the port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from servers import Place
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a test may choose by."""
+
+    method: str
+    path: str
+    """Decoded, with the query."""
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes
+    number: int
+    """From 0, over all requests of the proxy."""
+
+
+Fault = Callable[["Exchange"], None]
+Chooser = Callable[[Request], Fault | None]
+
+
+class Exchange(BaseHTTPRequestHandler):
+    """One connection of a client; its requests, one after the other."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+    disable_nagle_algorithm = True
+    server: Server
+
+    def exchange(self) -> None:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            self.body = b"".join(iter(self._chunk, b""))
+        else:
+            length = int(self.headers.get("Content-Length") or 0)
+            self.body = self._taken(length)
+            if len(self.body) < length:  # the client hung up
+                self.close_connection = True
+                return
+        proxy = self.server.proxy
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        with proxy.lock:
+            request = Request(self.command, unquote(self.path), headers, self.body, len(proxy.requests))
+            proxy.requests.append(request)
+            fault = proxy.fault(request)
+        (fault or passed)(self)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = exchange
+
+    def _taken(self, length: int) -> bytes:
+        rate = self.server.proxy.intake
+        if not rate:
+            return self.rfile.read(length)
+        pieces = []
+        while length and (piece := self.rfile.read(min(length, max(1, int(rate / 10))))):
+            length -= len(piece)
+            pieces.append(piece)
+            time.sleep(0.1)
+        return b"".join(pieces)
+
+    def _chunk(self) -> bytes:
+        data = self.rfile.read(int(self.rfile.readline().split(b";")[0], 16))
+        self.rfile.readline()
+        return data
+
+    def forward(self) -> tuple[int, list[tuple[str, str]], bytes]:
+        """What the server says to it."""
+        host = urlsplit(self.server.proxy.upstream).netloc
+        connection = http.client.HTTPConnection(host, timeout=60)
+        headers = {n: v for n, v in self.headers.items() if n.lower() not in ("connection", "transfer-encoding", "expect")}
+        headers["Content-Length"] = str(len(self.body))
+        try:
+            connection.request(self.command, self.path, self.body, headers)
+            answer = connection.getresponse()
+            kept = [(n, v) for n, v in answer.getheaders() if n.lower() not in ("connection", "transfer-encoding", "keep-alive")]
+            return answer.status, kept, answer.read()
+        finally:
+            connection.close()
+
+    def reply(self, status: int, headers: list[tuple[str, str]], body: bytes, send: Callable[[bytes], Any] | None = None) -> None:
+        self.send_response_only(status)
+        named = {name.lower() for name, _ in headers}
+        for name, value in headers:
+            self.send_header(name, value)
+        if "content-length" not in named and status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            (send or self.wfile.write)(body)
+
+    def refuse(self, status: int, code: str, message: str = "for a test", more: str = "") -> None:
+        """An error as S3 says it."""
+        body = f'<?xml version="1.0"?><Error><Code>{code}</Code><Message>{message}</Message>{more}</Error>'.encode()
+        self.reply(status, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else body)
+
+    def reset(self) -> None:
+        """RST instead of an answer."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    request_queue_size = 128
+    proxy: Proxy
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 << 10)  # or much is taken before it is looked at
+        super().server_bind()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.proxy.connections.append(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # clients hang up, servers are killed: that is what tests are about
+
+
+@dataclass
+class Proxy:
+    """Stands before `upstream`, on a port of its own."""
+
+    upstream: str
+    place: Place | None = None
+    fault: Chooser = lambda _: None
+    intake: float = 0
+    """Bytes a second at which bodies of requests are taken; 0 is as fast as they come."""
+    requests: list[Request] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closing: threading.Event = field(default_factory=threading.Event)
+    connections: list[socket.socket] = field(default_factory=list)
+    port: int = 0
+    _server: Server | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        assert self.place
+        return self.place.url
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Requests by method."""
+        with self.lock:
+            return Counter(request.method for request in self.requests)
+
+    def up(self) -> None:
+        """Listen; again on the same port after `down`."""
+        self._server = Server(("127.0.0.1", self.port), Exchange)
+        self._server.proxy = self
+        self.port = self._server.server_address[1]
+        self.closing.clear()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def down(self) -> None:
+        """Refuse connections and cut those there are."""
+        self.closing.set()
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.connections.clear()
+
+    def forget(self) -> None:
+        """Count from 0."""
+        with self.lock:
+            self.requests.clear()
+
+
+def passed(exchange: Exchange) -> None:
+    """No fault."""
+    exchange.reply(*exchange.forward())
+
+
+def unavailable(exchange: Exchange) -> None:
+    """503, as S3 says that one should be slower."""
+    exchange.refuse(503, "SlowDown", "Please reduce your request rate.")
+
+
+def broken(exchange: Exchange) -> None:
+    """500"""
+    exchange.refuse(500, "InternalError", "We encountered an internal error. Please try again.")
+
+
+def reset(exchange: Exchange) -> None:
+    """The connection is reset before the server has heard of it."""
+    exchange.reset()
+
+
+def lost(exchange: Exchange) -> None:
+    """The server does it, and the connection is reset before it can say so."""
+    exchange.forward()
+    exchange.reset()
+
+
+def hang(exchange: Exchange) -> None:
+    """Accepted and never answered."""
+    exchange.server.proxy.closing.wait(60)
+    exchange.reset()
+
+
+def stalled(exchange: Exchange) -> None:
+    """Half of the answer, and then nothing."""
+
+    def send(body: bytes) -> None:
+        exchange.wfile.write(body[: len(body) // 2])
+        exchange.wfile.flush()
+        hang(exchange)
+
+    exchange.reply(*exchange.forward(), send)
+
+
+def truncated(exchange: Exchange) -> None:
+    """Half of the answer, and then the end."""
+
+    def send(body: bytes) -> None:
+        exchange.wfile.write(body[: len(body) // 2])
+        exchange.close_connection = True
+
+    exchange.reply(*exchange.forward(), send)
+
+
+def slow(bytes_per_s: float) -> Fault:
+    """An answer that comes, but slowly."""
+
+    def fault(exchange: Exchange) -> None:
+        def send(body: bytes) -> None:
+            piece = max(1, int(bytes_per_s / 10))
+            for start in range(0, len(body), piece):
+                exchange.wfile.write(body[start : start + piece])
+                exchange.wfile.flush()
+                time.sleep(0.1)
+
+        exchange.reply(*exchange.forward(), send)
+
+    return fault
+
+
+def refused(code: str, status: int = 403) -> Fault:
+    """An answer of S3's that says no, e.g. refused("InvalidAccessKeyId")."""
+    return lambda exchange: exchange.refuse(status, code)
+
+
+denied = refused("AccessDenied")
+
+
+def skewed(exchange: Exchange) -> None:
+    """The clock of the client is 17 minutes slow."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 1020))
+    more = f"<RequestTime>20261121T000000Z</RequestTime><ServerTime>{now}</ServerTime>"
+    message = "The difference between the request time and the current time is too large."
+    exchange.refuse(403, "RequestTimeTooSkewed", message, more)
+
+
+def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
+    """The first `n` requests, of a method or with a path if told so, have the fault."""
+    left = [n]
+
+    def choose(request: Request) -> Fault | None:
+        if left[0] and request.method.startswith(method) and path in request.path:
+            left[0] -= 1
+            return fault
+        return None
+
+    return choose
+
+
+def always(fault: Fault, *, method: str = "", path: str = "") -> Chooser:
+    """Every request, of a method or with a path if told so, has the fault."""
+    return first(1 << 60, fault, method=method, path=path)
+
+
+def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before the server of a place; the environment leads through it."""
+    proxy = Proxy(place.server.endpoint, place)
+    proxy.up()
+    place.env = {**place.env, "AWS_ENDPOINT_URL": proxy.endpoint}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    yield proxy
+    proxy.down()
+
+
+@pytest.fixture
+def moto_proxy(moto: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    yield from before(moto, monkeypatch)
+
+
+@pytest.fixture
+def rclone_proxy(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    yield from before(rclone, monkeypatch)

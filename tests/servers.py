@@ -1,0 +1,163 @@
+"""Two real S3 servers on this machine. rclone serves a directory and knows no conditional writes; moto keeps everything in memory
+and knows them. Fixtures (named in conftest.py):
+
+    def test_x(moto):  open_(moto.url)            a fresh, empty bucket; the environment names server and credentials
+    def test_y(s3):    ...                         the same test against each of the two
+
+Each server is started at its first use, listens on a port of its choosing and dies with the tests, also when they are killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KEY, SECRET, REGION = "AKIDEXAMPLE", "secretexample", "us-east-1"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
+STARTED = re.compile(rb"http://127\.0\.0\.1:(\d+)")
+
+
+@dataclass
+class Server:
+    """A running server of S3."""
+
+    name: str
+    endpoint: str
+    directory: Path | None
+    """Where rclone keeps its buckets, as directories; None for moto. For looking: changes go unnoticed."""
+    process: subprocess.Popen[bytes]
+    client: Any
+    """botocore's, for what a test wants to do behind our back."""
+
+    def bucket(self, prefix: str = "bucket") -> str:
+        """The name of a new, empty bucket."""
+        name = f"{prefix}-{uuid.uuid4().hex[:12]}"
+        self.client.create_bucket(Bucket=name)
+        return name
+
+
+@dataclass
+class Place:
+    """A fresh bucket."""
+
+    server: Server
+    bucket: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What a process needs to get there; this process has it in its environment."""
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}"
+
+    @property
+    def directory(self) -> Path:
+        """The bucket as a directory (rclone only), to be looked at."""
+        assert self.server.directory is not None, f"{self.server.name} keeps no files"
+        return self.server.directory / self.bucket
+
+
+def client(endpoint: str) -> Any:
+    """botocore's client of a server; path-style, no retries."""
+    import botocore.session
+    from botocore.config import Config
+
+    config = Config(s3={"addressing_style": "path"}, retries={"total_max_attempts": 1})
+    return botocore.session.Session().create_client(
+        "s3", endpoint_url=endpoint, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET, config=config
+    )
+
+
+def die_with_parent() -> None:
+    """In a child, before exec: be killed when the thread that started us ends, however it ends (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def started(name: str, command: list[str], directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server that chooses its port and says so in what it writes; its process and endpoint."""
+    log = directory / f"{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=die_with_parent if sys.platform == "linux" else None
+        )
+    deadline = time.monotonic() + 60
+    while not (port := STARTED.search(log.read_bytes())):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"{name} did not start:\n{log.read_text()}")
+        time.sleep(0.02)
+    return process, f"http://127.0.0.1:{int(port[1])}"
+
+
+def serve_rclone(directory: Path) -> Server:
+    """`rclone serve s3` over `directory`/buckets."""
+    buckets = directory / "buckets"
+    buckets.mkdir()
+    program = Path(sys.executable).with_name("rclone")
+    command = [str(program), "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}", str(buckets)]
+    process, endpoint = started("rclone", command, directory)
+    return Server("rclone", endpoint, buckets, process, client(endpoint))
+
+
+def serve_moto(directory: Path) -> Server:
+    """moto in server mode."""
+    command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", "0"]
+    process, endpoint = started("moto", command, directory)
+    return Server("moto", endpoint, None, process, client(endpoint))
+
+
+def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A fresh bucket of a server, with the environment set; what the machine's own configuration says is hidden."""
+    env = {**CREDENTIALS, "AWS_ENDPOINT_URL": server.endpoint}
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_SKIP_SIGNATURE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    return Place(server, server.bucket(), env)
+
+
+@pytest.fixture(scope="session")
+def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = serve_rclone(tmp_path_factory.mktemp("rclone"))
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = serve_moto(tmp_path_factory.mktemp("moto"))
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+@pytest.fixture
+def rclone(rclone_server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A fresh bucket of `rclone serve s3`: real files, real multipart uploads, no conditional writes."""
+    return enter(rclone_server, monkeypatch)
+
+
+@pytest.fixture
+def moto(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A fresh bucket of moto: conditional writes."""
+    return enter(moto_server, monkeypatch)
+
+
+@pytest.fixture(params=["rclone", "moto"])
+def s3(request: pytest.FixtureRequest) -> Place:
+    """A fresh bucket of each of the two servers in turn."""
+    place: Place = request.getfixturevalue(request.param)
+    return place

@@ -1,0 +1,276 @@
+"""Archives of code: what is in them arrives; what could do harm, or is damaged, is refused in one sentence."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import random
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outlast.errors import OutlastError
+from outlast.runtime import archives
+
+
+def a_tar(path: Path, *members: tarfile.TarInfo | tuple[str, bytes], mode: str = "w:gz") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for member in members:
+            if isinstance(member, tuple):
+                info = tarfile.TarInfo(member[0])
+                info.size = len(member[1])
+                archive.addfile(info, io.BytesIO(member[1]))
+            else:
+                archive.addfile(member)
+    return path
+
+
+def an_entry(name: str, kind: bytes = tarfile.REGTYPE, *, to: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode = kind, to, mode
+    return info
+
+
+def a_zip(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return path
+
+
+def a_zip_entry(name: str, mode: int) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name, (2024, 1, 2, 3, 4, 6))
+    info.create_system, info.external_attr = 3, mode << 16
+    return info
+
+
+@pytest.fixture
+def unpack(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Unpacks an archive; what is there then, by name: contents, and `-> target` for links."""
+
+    def unpack(archive: Path, **limits: int) -> dict[str, str]:
+        into = tmp_path / "into"
+        into.mkdir()
+        archives.extract(archive, into, name="code (x)", **limits)
+        found = {}
+        for path in sorted(into.rglob("*")):
+            name = str(path.relative_to(into))
+            if path.is_symlink():
+                found[name] = f"-> {path.readlink()}"
+            elif path.is_file():
+                found[name] = path.read_text()
+            else:
+                found[f"{name}/"] = ""
+        return found
+
+    return unpack
+
+
+@pytest.fixture
+def refused(unpack: Callable[..., dict[str, str]], tmp_path: Path) -> Callable[..., str]:
+    """Unpacks an archive that is refused; the sentence. Nothing may lie beside the directory afterwards."""
+
+    def refused(archive: Path, **limits: int) -> str:
+        before = {path.name for path in tmp_path.iterdir()} | {"into"}
+        with pytest.raises(OutlastError) as caught:
+            unpack(archive, **limits)
+        assert {path.name for path in tmp_path.iterdir()} <= before
+        return str(caught.value)
+
+    return refused
+
+
+MAY = "; an archive of code may hold only files, directories and links inside it"
+
+
+@pytest.mark.parametrize(("name", "mode"), [("a.tar.gz", "w:gz"), ("a.tgz", "w:gz"), ("a.tar", "w"), ("zipped.tar", "w:gz")])
+def test_a_tar_archive_arrives_whole(tmp_path: Path, unpack, name: str, mode: str):
+    program = an_entry("./run.sh", mode=0o4777)
+    archive = a_tar(
+        tmp_path / name,
+        an_entry("./", tarfile.DIRTYPE),
+        ("./train.py", b"print()"),
+        ("lib/deep/ä b#%.py", b"x"),
+        program,
+        an_entry("empty", tarfile.DIRTYPE),
+        an_entry("same.py", tarfile.LNKTYPE, to="train.py"),
+        an_entry("lib/link", tarfile.SYMTYPE, to="../train.py"),
+        an_entry("here", tarfile.SYMTYPE, to="."),
+        an_entry("dangling", tarfile.SYMTYPE, to="lib/nothing"),
+        mode=mode,
+    )
+    assert unpack(archive) == {
+        "dangling": "-> lib/nothing",
+        "empty/": "",
+        "here": "-> .",
+        "lib/": "",
+        "lib/deep/": "",
+        "lib/deep/ä b#%.py": "x",
+        "lib/link": "-> ../train.py",
+        "run.sh": "",
+        "same.py": "print()",
+        "train.py": "print()",
+    }
+    into = tmp_path / "into"
+    assert (into / "run.sh").stat().st_mode & 0o7777 == 0o755, "may be executed, but not as its owner"
+    assert (into / "train.py").stat().st_mode & 0o7777 == 0o644
+    assert (into / "train.py").stat().st_mtime == 0.0, "times are kept"
+
+
+def test_a_zip_archive_arrives_whole(tmp_path: Path, unpack):
+    archive = a_zip(
+        tmp_path / "a.zip",
+        ("train.py", b"print()"),
+        (a_zip_entry("bin/run", 0o100755), b"#!"),
+        (a_zip_entry("bin/link", 0o120777), b"../train.py"),
+        ("empty/", b""),
+    )
+    assert unpack(archive) == {
+        "bin/": "",
+        "bin/link": "-> ../train.py",
+        "bin/run": "#!",
+        "empty/": "",
+        "train.py": "print()",
+    }
+    assert (tmp_path / "into" / "bin" / "run").stat().st_mode & 0o777 == 0o755
+
+
+def test_of_several_entries_with_one_name_the_last_counts(tmp_path: Path, unpack):
+    link = an_entry("b", tarfile.SYMTYPE, to="a")
+    archive = a_tar(tmp_path / "a.tar", ("a", b"1"), link, ("a", b"2"), ("b", b"3"), mode="w")
+    assert unpack(archive) == {"a": "2", "b": "3"}
+
+
+@pytest.mark.parametrize(
+    ("member", "what"),
+    [
+        (("/etc/passwd", b""), "'/etc/passwd', an absolute path"),
+        (("../up.py", b""), "'../up.py', a path that leads outside of it"),
+        (("a/../../up.py", b""), "'a/../../up.py', a path that leads outside of it"),
+        (an_entry("l", tarfile.SYMTYPE, to="/etc"), "'l', a link to /etc, outside of it"),
+        (an_entry("a/l", tarfile.SYMTYPE, to="../../x"), "'a/l', a link to ../../x, outside of it"),
+        (an_entry("l", tarfile.LNKTYPE, to="/etc/passwd"), "'/etc/passwd', an absolute path"),
+        (an_entry("l", tarfile.LNKTYPE, to="nothing"), "'l', a link to nothing, which is no file of it"),
+        (an_entry("null", tarfile.CHRTYPE), "'null', a device or pipe"),
+        (an_entry("pipe", tarfile.FIFOTYPE), "'pipe', a device or pipe"),
+    ],
+)
+def test_a_tar_archive_that_reaches_outside_is_refused(tmp_path: Path, refused, member, what: str):
+    assert refused(a_tar(tmp_path / "a.tar.gz", member)) == f"code (x) holds {what}{MAY}"
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "content", "what"),
+    [
+        ("/etc/passwd", 0o100644, b"", "'/etc/passwd', an absolute path"),
+        ("../up.py", 0o100644, b"", "'../up.py', a path that leads outside of it"),
+        ("l", 0o120777, b"/etc", "'l', a link to /etc, outside of it"),
+        ("dev", 0o020666, b"", "'dev', a device or pipe"),
+    ],
+)
+def test_a_zip_archive_that_reaches_outside_is_refused(tmp_path: Path, refused, name: str, mode: int, content: bytes, what: str):
+    assert refused(a_zip(tmp_path / "a.zip", (a_zip_entry(name, mode), content))) == f"code (x) holds {what}{MAY}"
+
+
+def test_a_link_through_another_that_ends_outside_is_refused(tmp_path: Path, refused):
+    archive = a_tar(
+        tmp_path / "a.tar",
+        an_entry("x/y/up", tarfile.SYMTYPE, to="../.."),  # the root itself
+        an_entry("x/z/w/out", tarfile.SYMTYPE, to="../../y/up/../secret"),  # by name x/y/secret
+        mode="w",
+    )
+    assert refused(archive) == f"code (x) holds 'x/z/w/out', a link to ../../y/up/../secret, which leads outside of it{MAY}"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, refused):
+    archive = a_tar(tmp_path / "a.tar", an_entry("l", tarfile.SYMTYPE, to="d"), ("l/file", b"x"), mode="w")
+    assert refused(archive).startswith("code (x) holds a name that cannot be unpacked here")
+
+
+def test_bombs_are_refused_by_what_they_unpack_to(tmp_path: Path, refused, unpack):
+    zeros = bytes(1 << 20)
+    for archive in (a_tar(tmp_path / "b.tgz", ("zeros", zeros)), a_zip(tmp_path / "b.zip", ("zeros", zeros))):
+        assert archive.stat().st_size < 10_000
+        unpacked = tmp_path / "into"
+        sentence = refused(archive, max_bytes=(1 << 20) - 1)
+        assert sentence == "code (x) unpacks to more than 1.0 MiB, the limit for code; keep data elsewhere"
+        for path in unpacked.iterdir():
+            path.unlink()
+        unpacked.rmdir()
+    assert unpack(tmp_path / "b.tgz", max_bytes=1 << 20).keys() == {"zeros"}
+
+
+def test_archives_with_too_many_entries_are_refused(tmp_path: Path, refused):
+    archive = a_tar(tmp_path / "a.tgz", *((f"d{i}/e/f", b"") for i in range(10)))
+    sentence = refused(archive, max_entries=29)
+    assert sentence == "code (x) holds more than 29 entries, the limit for code; keep data elsewhere"
+
+
+def test_a_header_that_says_it_is_endless_is_not_read(tmp_path: Path, refused):
+    header = an_entry("pax", tarfile.XHDTYPE)
+    header.size = 1 << 40
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(10240)))
+    assert "is no tar archive, or is damaged: it has a header of 1099511627776 bytes; make it again" in refused(archive)
+
+
+def test_an_encrypted_zip_archive_is_refused(tmp_path: Path, refused):
+    archive = a_zip(tmp_path / "a.zip", ("a", b"secret"))
+    content = bytearray(archive.read_bytes())
+    content[content.index(b"PK\1\2") + 8] |= 1
+    archive.write_bytes(content)
+    assert refused(archive) == f"code (x) holds 'a', which is encrypted{MAY}"
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
+@pytest.mark.parametrize("content", [b"", b"PK", b"<html>not found</html>" * 100, bytes(100), b"\x1f\x8b" + bytes(100)])
+def test_what_is_no_archive_is_said_to_be_none(tmp_path: Path, refused, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    kind = "zip" if name.endswith("zip") else "tar"
+    assert refused(tmp_path / name).startswith(f"code (x) is no {kind} archive, or is damaged: ")
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
+def test_an_archive_cut_short_anywhere_is_refused(tmp_path: Path, refused, name: str):
+    members = [(f"file-{i}", os.urandom(700)) for i in range(4)]
+    archive = a_zip(tmp_path / name, *members) if name == "a.zip" else a_tar(tmp_path / name, *members, mode="w:gz" if name.endswith("gz") else "w")  # fmt: skip  # noqa: E501
+    whole = archive.read_bytes()
+    end = len(whole.rstrip(b"\0")) if name == "a.tar" else len(whole)
+    for length in sorted({0, 1, 511, 512, 513, 1024, 1536, 2048, end // 2, end - 9, end - 1}):
+        archive.write_bytes(whole[:length])
+        assert "or is damaged" in refused(archive), length
+        for path in (tmp_path / "into").iterdir():
+            path.unlink()
+        (tmp_path / "into").rmdir()
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
+def test_a_damaged_archive_is_one_sentence_or_what_it_was(tmp_path: Path, name: str):
+    """Bytes changed at random: no other exception, nothing outside, in bounded time."""
+    rng = random.Random(7)
+    members = [(f"d{i}/file-{i}", bytes(rng.randrange(256) for _ in range(300))) for i in range(5)]
+    archive = a_zip(tmp_path / name, *members) if name == "a.zip" else a_tar(tmp_path / name, *members, mode="w:gz" if name.endswith("gz") else "w")  # fmt: skip  # noqa: E501
+    whole = archive.read_bytes()
+    refused = 0
+    for attempt in range(400):
+        damaged = bytearray(whole)
+        for _ in range(rng.randrange(1, 6)):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        archive.write_bytes(damaged)
+        into = tmp_path / f"into-{attempt}"
+        into.mkdir()
+        try:
+            archives.extract(archive, into, name="code (x)")
+        except OutlastError:
+            refused += 1
+    assert refused > 100
+    assert {path.name.split("-")[0] for path in tmp_path.iterdir()} == {name, "into"}
+
+
+def test_a_checksum_is_that_of_sha256sum(tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert archives.checksum(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

@@ -1,0 +1,211 @@
+"""`outlast checkpoints`: what is here, what is in a store, and what becomes of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fake
+from outlast import checkpoints, cli, contract, remote, store
+from outlast.status import JobStatus, State, StoreStatus
+from outlast.store import Store
+
+Outlast = Callable[..., tuple[int, str, str]]
+RUN = "run-1"
+
+
+@pytest.fixture
+def outlast(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Outlast:
+    """The command line, on a machine that knows the job `one`; its exit code, output and errors."""
+    backend = fake.FakeBackend(tmp_path / "output")
+    there = StoreStatus(url=f"file://{tmp_path}/store/one")
+    status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED, store=there, output=str(tmp_path / "output/one"))
+    backend.runs["one"] = fake.Run(status)
+
+    def run(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(arg) for arg in ("checkpoints", *args)], backend=backend)
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "output" / "one" / "checkpoints"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Store:
+    place = store.open_(f"file://{tmp_path}/store/one")
+    remote.claim(place, remote.Run(RUN, "one", 1.0))
+    return place
+
+
+def saved(directory: Path, step: int) -> checkpoints.Checkpoint:
+    checkpoints.take(directory, RUN, 1)
+    draft = checkpoints.saving(directory, step, 1)
+    draft.mkdir(parents=True)
+    (draft / "weights").write_bytes(b"w" * 3000)
+    files = {"weights": {"size": 3000, "crc32": checkpoints.checksum(draft / "weights")}}
+    return checkpoints.commit(
+        draft, checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), RUN, 1, 2, 5.0), files
+    )
+
+
+def pushed(place: Store, local: checkpoints.Checkpoint, tmp_path: Path) -> None:
+    there = remote.Checkpoints(place, RUN)
+    there.take(1)
+    assert there.push(local, journals=tmp_path / "journals").there
+
+
+@pytest.fixture
+def three(here: Path, place: Store, tmp_path: Path) -> None:
+    """Step 10 in the store, 20 in both places, 30 here."""
+    for step in (10, 20):
+        pushed(place, saved(here, step), tmp_path)
+    assert checkpoints.remove(checkpoints.list_(here)[0])
+    saved(here, 30)
+
+
+@pytest.mark.usefixtures("three")
+def test_checkpoints_are_listed_with_where_they_are(outlast: Outlast, here: Path, place: Store):
+    code, out, err = outlast("list")
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["STEP", "AGE", "SIZE", "GENERATION", "RANKS", "RUN", "WHERE"]
+    assert [(row[0], *row[2:]) for row in rows[1:]] == [
+        ("10", "2.9", "KiB", "1", "2", RUN, "store"),
+        ("20", "2.9", "KiB", "1", "2", RUN, "both"),
+        ("30", "2.9", "KiB", "1", "2", RUN, "here"),
+    ]
+    said = json.loads(outlast("list", "one", "-o", "json")[1])
+    assert [(each["step"], each["where"], each["bytes"], each["problem"]) for each in said] == [
+        (10, "store", 3000, ""),
+        (20, "both", 3000, ""),
+        (30, "here", 3000, ""),
+    ]
+    assert said[0]["path"] is None
+    assert said[1]["path"] == str(here / "step-00000020")
+    assert said[1]["url"].startswith(f"{place.url}/checkpoints/step-00000020/{RUN}-g1-")
+    assert said[2]["url"] is None
+
+
+@pytest.mark.usefixtures("three")
+def test_a_jobs_place_in_a_store_is_enough(outlast: Outlast, place: Store, tmp_path: Path):
+    assert [line.split()[0] for line in outlast("list", place.url)[1].splitlines()] == ["STEP", "10", "20"]
+    assert outlast("show", place.url, "--step", 10)[1].count("weights  2.9 KiB") == 1
+    assert outlast("verify", place.url)[:2] == (
+        0,
+        "step-00000010 in the store: whole, 2.9 KiB\nstep-00000020 in the store: whole, 2.9 KiB\n",
+    )
+    code, out, err = outlast("restore", place.url, "--to", tmp_path / "there")
+    assert (code, out) == (0, f"step 20, 2.9 KiB: {tmp_path}/there/step-00000020\n")
+    assert err == f"fetching the checkpoint of step 20 (2.9 KiB) from {place.url}\n"
+    assert checkpoints.verify(tmp_path / "there" / "step-00000020") is None
+
+
+def test_a_place_without_a_job_is_named(outlast: Outlast, tmp_path: Path):
+    url = f"file://{tmp_path}/nothing"
+    code, out, err = outlast("list", url)
+    assert (code, out) == (2, "")
+    assert err == f"Error: there is no job in {url}; give the URL of a job's output, such as s3://bucket/runs/digits\n"
+    assert outlast("list", url, "--store", url)[2].endswith("are two places; leave one of them out\n")
+
+
+@pytest.mark.usefixtures("three")
+def test_damage_is_shown_and_found_here_and_in_the_store(outlast: Outlast, here: Path, place: Store):
+    key = next(entry.key for entry in place.entries("checkpoints/step-00000020") if entry.key.endswith("/weights"))
+    place.put(key, b"x" * 3000)
+    (here / "step-00000030" / "COMMIT").write_text("[]")
+    assert outlast("list")[1].splitlines()[-1].split(maxsplit=6) == ["30", *"-----", "here: COMMIT cannot be read: not a mapping"]
+    code, out, err = outlast("verify")
+    assert code == 1
+    assert [line.partition(": ")[::2] for line in out.splitlines()] == [
+        ("step-00000020", "whole, 2.9 KiB"),
+        ("step-00000030", "COMMIT cannot be read: not a mapping"),
+        ("step-00000010 in the store", "whole, 2.9 KiB"),
+        ("step-00000020 in the store", f"weights has crc32 {zlib.crc32(b'x' * 3000)} instead of {zlib.crc32(b'w' * 3000)}"),
+    ]
+    results = json.loads(outlast("verify", "-o", "json")[1])
+    assert [result["whole"] for result in results] == [True, False, True, False]
+    code, out, err = outlast("restore", place.url, "--to", here.parent / "there")
+    assert (code, out) == (0, f"step 10, 2.9 KiB: {here.parent}/there/step-00000010\n")
+    assert "the checkpoint of step 20 is skipped: " in err
+    code, out, err = outlast("restore", place.url, "--step", 20, "--to", here.parent / "there")
+    assert (code, out) == (2, "")
+    assert "weights has crc32" in err
+
+
+@pytest.mark.usefixtures("three")
+def test_restoring_keeps_what_is_here(outlast: Outlast, here: Path):
+    assert outlast("restore")[1] == f"step 20, 2.9 KiB: {here}/step-00000020\n"
+    assert outlast("restore", "one", "--step", 10)[1] == f"step 10, 2.9 KiB: {here}/step-00000010\n"
+    assert [c.step for c in checkpoints.list_(here)] == [10, 20, 30]
+    code, _, err = outlast("restore", "--step", 15)
+    assert (code, err) == (2, "Error: no checkpoint of step 15 in the store; there are: 10, 20\n")
+
+
+@pytest.mark.usefixtures("three")
+def test_pruning_removes_the_oldest_here_and_in_the_store(outlast: Outlast, here: Path, place: Store, tmp_path: Path):
+    for step in (40, 50):
+        pushed(place, saved(here, step), tmp_path)
+    would = "would remove step-00000020 here, 2.9 KiB\nwould remove step-00000030 here, 2.9 KiB\n"
+    would += "would remove step-00000010 in the store\nwould remove step-00000020 in the store\n"
+    assert outlast("prune", "--keep", 2, "--dry-run")[:2] == (0, would)
+    assert len(checkpoints.list_(here)) == 4
+    with checkpoints.reading(here / "step-00000030"):
+        code, out, _ = outlast("prune", "--keep", 2)
+    assert (code, out) == (
+        0,
+        would.replace("would remove", "removed").replace("removed step-00000030", "kept, for it is being read: step-00000030"),
+    )
+    assert [c.step for c in checkpoints.list_(here)] == [30, 40, 50]
+    assert [c.step for c in remote.Checkpoints(place, RUN).list_()] == [40, 50]
+    assert outlast("prune", place.url)[1] == "nothing to remove: there are no more than 2\n"
+    assert outlast("prune", "--keep", 1)[0] == 2
+
+
+class Terminal(io.StringIO):
+    """Standard input at which somebody sits."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("three")
+def test_pruning_asks_somebody_who_is_there(outlast: Outlast, here: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(here, 40)
+    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
+    code, out, _ = outlast("prune", "--keep", 2)
+    assert (code, out.splitlines()[0]) == (1, "would remove step-00000020 here, 2.9 KiB")
+    assert len(checkpoints.list_(here)) == 3
+    assert outlast("prune", "--keep", 2, "--yes")[:2] == (0, "removed step-00000020 here, 2.9 KiB\n")
+    saved(here, 50)
+    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    assert outlast("prune", "--keep", 2)[0] == 0
+    assert [c.step for c in checkpoints.list_(here)] == [40, 50]
+
+
+def test_a_store_that_is_away_hides_nothing_that_is_here(outlast: Outlast, here: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(here, 10)
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+        "OUTLAST_STORE_TIMEOUT": "0.2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = outlast("list", "--store", "s3://bucket/runs/one")
+    assert code == 0
+    assert out.splitlines()[-1].endswith("here")
+    assert err.startswith("warning: those in the store are not shown: ")
+    assert outlast("list", "s3://bucket/runs/one")[0] == 2

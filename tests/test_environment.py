@@ -1,0 +1,468 @@
+"""Packages that a job brings: requirements for pip on top of our Python, environments of conda beside it. No network needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outlast import spec
+from outlast.errors import OutlastError, Stopped
+from outlast.runtime import environment, installers, locks, requirements
+
+
+def a_wheel(directory: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "") -> Path:
+    """A package of one module, with its version in it."""
+    path, info = directory / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(f"Requires-Dist: {r}\n" for r in requires)
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{name}.py", f"{code}\nVERSION = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+class Maker:
+    """Makes environments with a cache of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.cache = directory, directory / "cache"
+        self.said: list[str] = []
+        self.stop = threading.Event()
+        self.environ = {**os.environ, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_NO_INDEX": ""}
+
+    def make(self, *lines: str, conda: str = "") -> environment.Made:
+        """An environment of these requirements, or of this file for conda."""
+        if conda:
+            path = self.directory / "environment.yml"
+            path.write_text(conda)
+            asked = spec.Environment(conda=str(path))
+        else:
+            path = self.directory / "requirements.txt"
+            path.write_text("\n".join(lines))
+            asked = spec.Environment(requirements=str(path))
+        return environment.make(asked, self.cache, self.directory, self.environ, say=self.said.append, stop=self.stop)
+
+    def python(self, made: environment.Made, code: str) -> str:
+        """What a program prints that runs in an environment."""
+        argv = [made.python, "-c", code]
+        return subprocess.check_output(argv, env={**self.environ, **made.variables}, text=True).strip()
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> Maker:
+    return Maker(tmp_path)
+
+
+# Requirements files
+
+
+def test_a_requirements_file_becomes_lines_that_mean_the_same_anywhere(tmp_path: Path):
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "more.txt").write_text("numpy>=1 # why\n-c limits.txt\n")
+    (tmp_path / "sub" / "limits.txt").write_text("six<2\n")
+    (tmp_path / "requirements.txt").write_text(
+        "# comment\n--no-index\n-f wheels\n-r sub/more.txt\neinops==0.8 \\\n  --hash=sha256:ab\n./lib[x]\n-e ./lib\n"
+        'wheels/a.whl\ngit+https://host/x#egg=z\nb @ file:///b.whl\ntorch>=2 ; python_version > "3"\n'
+        "--index-url=https://host/simple\n-r https://h/r"
+    )
+    found = requirements.read(tmp_path / "requirements.txt", "environment.requirements")
+    assert found == requirements.Requirements(
+        lines=(
+            "--no-index",
+            f"--find-links {tmp_path}/wheels",
+            "numpy>=1",
+            "einops==0.8   --hash=sha256:ab",
+            f"{tmp_path}/lib[x]",
+            f"-e {tmp_path}/lib",
+            f"{tmp_path}/wheels/a.whl",
+            "git+https://host/x#egg=z",
+            "b @ file:///b.whl",
+            'torch>=2 ; python_version > "3"',
+            "--index-url=https://host/simple",
+            "-r https://h/r",
+        ),
+        constraints=("six<2",),
+        paths=(tmp_path / "lib", tmp_path / "wheels/a.whl"),
+    )
+    assert (found.names("Torch"), found.names("six"), found.names("inops"), found.hashed()) == (True, True, False, True)
+    (tmp_path / "elsewhere").mkdir()
+    assert requirements.read(found.write(tmp_path / "elsewhere" / "frozen.txt"), "x") == found
+
+
+def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path: Path):
+    (tmp_path / "lib" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "lib" / "a.py").write_text("1")
+    (tmp_path / "requirements.txt").write_text("./lib")
+
+    def fingerprint() -> list[object]:
+        return requirements.read(tmp_path / "requirements.txt", "x").fingerprint()
+
+    before = fingerprint()
+    (tmp_path / "lib" / "__pycache__" / "a.pyc").write_text("x")
+    assert fingerprint() == before
+    (tmp_path / "lib" / "a.py").write_text("12")
+    assert fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        (
+            {"requirements.txt": "-r base.txt"},
+            "environment.requirements: {0}/base.txt, included by {0}/requirements.txt, cannot be read: "
+            "No such file or directory; correct the path",
+        ),
+        (
+            {"requirements.txt": "-r b.txt", "b.txt": "-r requirements.txt"},
+            "environment.requirements: {0}/requirements.txt includes itself; remove one of the includes",
+        ),
+        (
+            {"requirements.txt": b"\xff\xfe"},
+            "environment.requirements: {0}/requirements.txt is not text in UTF-8; save it as that",
+        ),
+    ],
+)
+def test_a_requirements_file_that_cannot_be_read_is_said(tmp_path: Path, files: dict[str, str | bytes], sentence: str):
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(OutlastError) as caught:
+        environment.check(spec.Environment(requirements=str(tmp_path / "requirements.txt")))
+    assert str(caught.value) == sentence.format(tmp_path)
+
+
+def test_editing_the_requirements_does_not_change_a_run_on_its_way(tmp_path: Path):
+    (tmp_path / "requirements.txt").write_text("-r base.txt\n-c limits.txt")
+    (tmp_path / "base.txt").write_text("einops")
+    (tmp_path / "limits.txt").write_text("einops<1")
+    (tmp_path / "run").mkdir()
+    frozen = environment.frozen(spec.Environment(requirements=str(tmp_path / "requirements.txt")), tmp_path / "run")
+    (tmp_path / "base.txt").write_text("other")
+    (tmp_path / "limits.txt").unlink()
+    found = requirements.read(Path(str(frozen.requirements)), "x")
+    assert (found.lines, found.constraints) == (("einops",), ("einops<1",))
+
+
+# Virtual environments
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_requirements_come_on_top_of_our_python(maker: Maker, installer: str):
+    """Torch stays the one below, other versions of small packages come before those below, and our entry points stay visible."""
+    uv = shutil.which("uv")
+    if installer == "uv":
+        if not uv:
+            pytest.skip("uv is not installed")
+    elif uv:
+        maker.environ["PATH"] = os.pathsep.join(d for d in os.environ["PATH"].split(os.pathsep) if not Path(d, "uv").exists())
+    a_wheel(maker.directory, "tinydep")
+    a_wheel(maker.directory, "tiny", "2.0", requires=("tinydep>=1", "torch>=2", "numpy"))
+    a_wheel(maker.directory, "shellingham", "9.9")  # below there is another version
+    (maker.directory / "more.txt").write_text("tiny\nshellingham==9.9")
+    made = maker.make("--no-index", "--find-links .", "-r more.txt")
+    seen = maker.python(
+        made,
+        "import importlib.metadata as m, json, outlast, shellingham, tiny, tinydep, torch\n"
+        "print(json.dumps([tiny.VERSION, tinydep.VERSION, shellingham.VERSION, m.version('shellingham'), torch.__file__,"
+        " outlast.__file__, [e.name for e in m.entry_points(group='torchrun.handlers')]]))",
+    )
+    import torch
+
+    import outlast
+
+    assert json.loads(seen) == ["2.0", "1.0", "9.9", "9.9", torch.__file__, outlast.__file__, ["outlast"]]
+    assert maker.python(made, "import shutil; print(shutil.which('python'))") == made.python
+    home = Path(made.python).parents[1]
+    assert sum(path.lstat().st_size for path in home.rglob("*")) < 2 << 20, "nothing of ours is copied"
+    maker.said.clear()
+    began = time.monotonic()
+    assert maker.make("--no-index", "--find-links .", "tiny # a comment", "shellingham==9.9") == made
+    assert maker.said == []
+    assert time.monotonic() - began < 1
+    (home / environment.MARKER).unlink()  # as if we had been killed before the end
+    (home / "half").touch()
+    assert maker.make("--no-index", "--find-links .", "tiny", "shellingham==9.9") == made
+    assert not (home / "half").exists()
+
+
+def test_an_environment_depends_on_what_the_file_includes_and_on_our_packages(maker: Maker, monkeypatch: pytest.MonkeyPatch):
+    def depends_on(text: str) -> list[object]:
+        (maker.directory / "base.txt").write_text(text)
+        (maker.directory / "requirements.txt").write_text("-r base.txt")
+        return environment._Venv(requirements.read(maker.directory / "requirements.txt", "x"), "x").depends_on()
+
+    first = depends_on("einops")
+    assert depends_on("einops # newer") == first
+    assert depends_on("einops<1") != first
+    below = maker.directory / "site-packages"
+    (below / "torch-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(below)])
+    second = depends_on("einops")
+    (below / "torch-1.0.dist-info").rename(below / "torch-2.0.dist-info")
+    assert len({str(dependence) for dependence in (first, second, depends_on("einops"))}) == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (("--no-index", "nosuch==1"), "pip says: No matching distribution found for nosuch==1; correct the file"),
+        (("what is this?",), "pip says: Invalid requirement: 'what is this?'"),
+        (
+            ("--no-index", "--find-links .", "liar"),
+            "training needs PyTorch, which cannot be imported (ImportError: sorry); add or correct",
+        ),
+    ],
+)
+def test_requirements_that_cannot_be_met_are_one_sentence(maker: Maker, lines: tuple[str, ...], sentence: str):
+    if shutil.which("uv"):
+        pytest.skip("uv has other words")
+    a_wheel(maker.directory, "numpy", "99", code="raise ImportError('sorry')")
+    a_wheel(maker.directory, "liar", requires=("numpy>=99",))
+    with pytest.raises(OutlastError) as caught:
+        maker.make(*lines)
+    assert str(caught.value).startswith("environment.requirements (requirements.txt)")
+    assert sentence in str(caught.value)
+    assert not getattr(caught.value, "retry", False)
+    assert len(maker.said) > 1, "pip's own words are in the log"
+
+
+def test_a_network_that_is_away_is_tried_again(maker: Maker):
+    maker.environ |= {"PIP_RETRIES": "1", "UV_HTTP_RETRIES": "1"}
+    with pytest.raises(installers.Unavailable, match=r"the network or the machine is at fault, it is tried again$") as caught:
+        maker.make("--index-url http://127.0.0.1:9/simple", "nosuch==1")
+    assert caught.value.retry
+
+
+def test_another_torch_is_not_installed_unasked(maker: Maker):
+    a_wheel(maker.directory, "torch", "99.0")
+    a_wheel(maker.directory, "vision", requires=("torch>=99",))
+    with pytest.raises(OutlastError, match=r"vision .*depends? on torch>=99"):
+        maker.make("--no-index", "--find-links .", "vision")
+
+
+def test_who_comes_second_waits_for_the_environment(maker: Maker):
+    found: list[environment.Made] = []
+    asked = ("--no-index", "--find-links .", "nosuch")
+    with pytest.raises(OutlastError):
+        maker.make(*asked)
+    (lock,) = maker.cache.glob("environments/*.lock")
+    maker.said.clear()
+    with locks.exclusive(lock, waiting=lambda: None, stop=threading.Event()):
+        thread = threading.Thread(target=lambda: found.append(maker.make(*asked)))
+        thread.start()
+        while not maker.said:
+            time.sleep(0.01)
+        lock.with_suffix("").mkdir()
+        (lock.with_suffix("") / environment.MARKER).write_text("{}")  # the first has made it
+    thread.join()
+    assert maker.said == ["waiting for another worker that makes environment.requirements (requirements.txt)"]
+    assert found[0].python == str(lock.with_suffix("") / "bin" / "python")
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """The URL of an index that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/simple"
+
+
+def test_a_worker_that_is_told_to_leave_ends_what_it_has_started(maker: Maker, silent: str):
+    def leave() -> None:
+        while not any("Looking in indexes" in line or "Using Python" in line for line in maker.said):
+            time.sleep(0.01)
+        maker.stop.set()
+
+    threading.Thread(target=leave).start()
+    with pytest.raises(Stopped):
+        maker.make(f"--index-url {silent}", "nosuch==1")
+    (lock,) = maker.cache.glob("environments/*.lock")
+    assert locks.free(lock)
+    assert not lock.with_suffix("").exists()
+
+
+def test_what_installs_packages_holds_the_lock_when_its_worker_is_killed(maker: Maker, silent: str):
+    """Else a worker that is started again would remove the environment under its hands."""
+    asked = maker.directory / "requirements.txt"
+    asked.write_text(f"--index-url {silent}\nnosuch==1")
+    program = f"""
+import os, sys, threading
+from pathlib import Path
+from outlast import spec
+from outlast.runtime import environment
+asked, here = spec.Environment(requirements={str(asked)!r}), Path({str(maker.directory)!r})
+environment.make(asked, here / "cache", here, os.environ, say=lambda text: print(text, flush=True), stop=threading.Event())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], env=maker.environ, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout
+        for line in worker.stdout:
+            if "Looking in indexes" in line or "Using Python" in line:
+                break
+        (installer,) = psutil.Process(worker.pid).children()
+        worker.kill()
+    (lock,) = maker.cache.glob("environments/*.lock")
+    assert not locks.free(lock)
+    for process in (*installer.children(), installer):
+        process.kill()
+    psutil.wait_procs([installer], timeout=10)
+    while not locks.free(lock):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (
+            ["ERROR: Could not find a version", "ERROR: No matching distribution found for a==1"],
+            "No matching distribution found for a==1",
+        ),
+        (
+            ["error: No solution found", "  cause: Because there is no a", "         and you require a.", "", "hint: x"],
+            "No solution found Because there is no a and you require a",
+        ),
+        (
+            [
+                *("  Traceback (most recent call last):", '  File "setup.py"', "  RuntimeError: sorry", "  [end of output]"),
+                *("error: metadata-generation-failed", "", "× Encountered error.", "╰─> from file:///x", "", "note: y"),
+            ],
+            "metadata-generation-failed Encountered error. from file:///x (RuntimeError: sorry)",
+        ),
+        (["critical libmamba Could not solve for environment specs"], "Could not solve for environment specs"),
+        (
+            [
+                "ERROR: Cannot install",
+                "",
+                "The conflict is caused by:",
+                "    a 1.0 depends on b>9",
+                "    The user requested b<9",
+                "",
+                "To",
+            ],
+            "these contradict each other: a 1.0 depends on b>9; The user requested b<9",
+        ),
+        (["nothing of the kind", ""], "nothing of the kind"),
+        ([], ""),
+    ],
+)
+def test_the_last_words_of_a_program_are_what_it_died_of(lines: list[str], words: str):
+    assert installers.last_words(lines) == words
+
+
+# Conda
+
+
+FAKE = """#!{python}
+# Stands in for micromamba: makes an environment with the torch that we have, but without Outlast.
+import json, os, subprocess, sys, venv
+from pathlib import Path
+args = sys.argv[1:]
+assert args[0] == "create", args
+prefix, file = Path(args[args.index("--prefix") + 1]), Path(args[args.index("--file") + 1])
+text = file.read_text()
+print("solving", text)
+if "impossible" in text:
+    print("error    libmamba Could not solve for environment specs")
+    print("critical libmamba Could not solve for environment specs")
+    sys.exit(1)
+venv.create(prefix, with_pip=False, symlinks=True)
+if "old" in text:
+    (prefix / "bin" / "python").unlink()
+    (prefix / "bin" / "python").write_text("#!/bin/sh\\necho '{{\\"version\\": [3, 9, 1]}}'\\n")
+    (prefix / "bin" / "python").chmod(0o755)
+elif "torch" in text:
+    (packages,) = prefix.glob("lib/python*/site-packages")
+    for entry in Path({packages!r}).iterdir():
+        if "outlast" not in entry.name and not entry.name.startswith(("pydantic", "psutil", "typer", "yaml", "distutils")):
+            (packages / entry.name).symlink_to(entry)
+"""
+
+
+def a_micromamba(directory: Path) -> Path:
+    """A directory with a micromamba, for PATH."""
+    import torch
+
+    directory.mkdir(exist_ok=True)
+    program = directory / "micromamba"
+    program.write_text(FAKE.format(python=sys.executable, packages=str(Path(torch.__file__).parents[1])))
+    program.chmod(0o755)
+    return directory
+
+
+@pytest.fixture
+def mamba(maker: Maker) -> Callable[..., environment.Made]:
+    maker.environ["PATH"] = f"{a_micromamba(maker.directory / 'bin')}{os.pathsep}{os.environ['PATH']}"
+    return lambda text: maker.make(conda=text)
+
+
+def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mamba: Callable[..., environment.Made]):
+    made = mamba("name: x\ndependencies: [python=3.11, pytorch]")
+    assert maker.said[-1].startswith("made environment.conda (environment.yml): Python 3.11")
+    seen = maker.python(made, "import outlast.training, torch, sys; print(outlast.__file__, 'pydantic' in sys.modules)")
+    assert seen.endswith("/outlast/__init__.py False")
+    assert str(maker.cache) in seen, "by a directory that holds nothing else"
+    with pytest.raises(subprocess.CalledProcessError):
+        maker.python(made, "import pydantic")
+    maker.said.clear()
+    assert mamba("name: another\ndependencies: [python=3.11, pytorch]") == made
+    assert maker.said == []
+
+
+@pytest.mark.parametrize(
+    ("dependencies", "sentence"),
+    [
+        (
+            "[impossible]",
+            "environment.conda (environment.yml): micromamba says: Could not solve for environment specs; correct the file",
+        ),
+        ("[old]", "environment.conda (environment.yml) brings Python 3.9.1; Outlast needs 3.11 or newer: add python>=3.11"),
+        (
+            "[python]",
+            "environment.conda (environment.yml): training needs PyTorch, which cannot be imported "
+            "(ModuleNotFoundError: No module named 'torch'); add or correct it",
+        ),
+    ],
+)
+def test_an_environment_of_conda_that_cannot_train_is_one_sentence(mamba, dependencies: str, sentence: str):
+    with pytest.raises(OutlastError) as caught:
+        mamba(f"dependencies: {dependencies}")
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("dependencies: python", "has no list `dependencies`; it must be an environment file of conda"),
+        ("a: [", "is not YAML"),
+        ("dependencies: [{pip: [-c limits.txt]}]", "has constraints (-c) for pip; write the versions into the list instead"),
+    ],
+)
+def test_a_file_for_conda_that_is_none_is_said(maker: Maker, mamba, text: str, sentence: str):
+    (maker.directory / "limits.txt").write_text("a<1")
+    with pytest.raises(OutlastError) as caught:
+        mamba(text)
+    assert sentence in str(caught.value)
+
+
+def test_without_conda_that_is_said_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("MAMBA_EXE", "CONDA_EXE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "environment.yml").write_text("dependencies: [python]")
+    with pytest.raises(OutlastError) as caught:
+        environment.check(spec.Environment(conda=str(tmp_path / "environment.yml")))
+    assert str(caught.value) == (
+        "environment.conda: this machine has neither micromamba, mamba nor conda; install one of them, "
+        "or list the packages in a file for environment.requirements"
+    )

@@ -1,0 +1,563 @@
+"""Code, data and models on their way to a worker: fetched once, kept apart, gone on with after a kill, never mixed."""
+
+from __future__ import annotations
+
+import io
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outlast import contract, spec, store
+from outlast.errors import OutlastError, Stopped
+from outlast.runtime import archives, cache, code, fetch, locks, sync
+from outlast.runtime.prepare import Preparation
+from outlast.store import Store
+from servers import Place
+
+
+def contents(directory: Path) -> dict[str, str]:
+    """The files of a tree."""
+    found = (path for path in directory.rglob("*") if not path.is_dir())
+    return {str(path.relative_to(directory)): path.read_text() for path in found}
+
+
+@pytest.fixture
+def place() -> Store:
+    """An empty place in a store of this process."""
+    return store.open_(f"memory://{uuid.uuid4().hex}").child("digits")
+
+
+def put(place: Store, **files: str) -> None:
+    for name, text in files.items():
+        place.put(name.replace("__", "/").replace("_", "."), text.encode())
+
+
+class Runs:
+    """Runs of this machine, each with notes of its own, and one cache."""
+
+    def __init__(self, directory: Path, place: Store) -> None:
+        self.directory, self.place = directory, place
+        self.cache = directory / "cache"
+        self.said: list[str] = []
+        self.when_fetching: Callable[[], None] = lambda: None
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        if text.startswith("fetching"):
+            self.when_fetching()
+
+    def source(self, run: str = "a", *, url: str = "", stop: threading.Event | None = None) -> cache.Source:
+        pins = self.directory / run / "pins"
+        return cache.Source(self.cache, url or self.place.url, field="data[0].from", pins=pins, say=self.say, stop=stop)
+
+    def trees(self) -> list[dict[str, str]]:
+        """All versions there are, whole or not."""
+        return sorted((contents(path) for path in self.cache.glob("data/*/*/tree")), key=str)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, place: Store) -> Runs:
+    return Runs(tmp_path, place)
+
+
+# Data
+
+
+def test_data_is_fetched_once_for_all_runs_of_a_machine(runs: Runs, place: Store):
+    put(place, a_bin="one", sub__b_bin="two")
+    place.put(".outlast-manifest", b"of outlast sync, no data")
+    first = runs.source("first").take()
+    assert contents(first.tree) == {"a.bin": "one", "sub/b.bin": "two"}
+    assert runs.said[0] == f"fetching data[0].from ({place.url}): 2 files, 6 B"
+    assert runs.said[1].startswith(f"fetched data[0].from ({place.url}): 6 B in ")
+    second = runs.source("second").take()
+    assert (second.tree, second.version) == (first.tree, first.version)
+    assert runs.said[2:] == [f"data[0].from ({place.url}) is here already"]
+    assert not (first.tree / "a.bin").stat().st_mode & 0o222, "it belongs to all: read only"
+
+
+def test_a_run_keeps_the_data_it_began_with_whatever_becomes_of_the_store(runs: Runs, place: Store):
+    put(place, a="one")
+    runs.source().take().close()
+    put(place, a="two")
+    assert contents(runs.source().take().tree) == {"a": "one"}
+    place.delete(["a"])
+    assert contents(runs.source().take().tree) == {"a": "one"}
+
+
+def test_changed_data_is_a_version_of_its_own_and_shares_what_has_not_changed(runs: Runs, place: Store):
+    put(place, same="same", changed="old", gone="x")
+    first = runs.source("first").take()
+    put(place, changed="new", added="y")
+    place.delete(["gone"])
+    runs.said.clear()
+    second = runs.source("second").take()
+    assert contents(first.tree) == {"same": "same", "changed": "old", "gone": "x"}
+    assert contents(second.tree) == {"same": "same", "changed": "new", "added": "y"}
+    assert runs.said[0].endswith(": 2 files, 4 B"), "what has not changed is not fetched"
+    assert (first.tree / "same").samefile(second.tree / "same")
+
+
+def test_a_version_goes_when_no_worker_uses_it_and_no_run_has_noted_it(runs: Runs, place: Store):
+    put(place, a="1")
+    worker = runs.source("old").take()
+    put(place, a="2")
+    runs.source("new").take().close()
+    assert runs.trees() == [{"a": "1"}, {"a": "2"}], "a worker uses it, and its run may go on"
+    worker.close()
+    put(place, a="3")
+    runs.source("newer").take().close()
+    assert runs.trees() == [{"a": "1"}, {"a": "2"}, {"a": "3"}], "their runs may go on"
+    for pin in (runs.directory / "old" / "pins").iterdir():
+        pin.unlink()  # as a new run of that name does
+    held = runs.source("new").take()
+    for pin in (runs.directory / "new" / "pins").iterdir():
+        pin.unlink()
+    put(place, a="4")
+    runs.source("newest").take().close()
+    assert runs.trees() == [{"a": "2"}, {"a": "3"}, {"a": "4"}], "the first is gone, a worker uses the second"
+    held.close()
+
+
+def test_a_run_whose_data_is_lost_here_and_changed_there_does_not_go_on_with_other_data(runs: Runs, place: Store):
+    put(place, a="one")
+    version = runs.source().take()
+    version.close()
+    (version.tree.parent / "listing.json").unlink()
+    (version.tree / "a").unlink()
+    put(place, b="more")
+    with pytest.raises(
+        OutlastError, match=r"^data\[0\].from \(.*\) is no longer what this run began with, and this machine has no"
+    ):
+        runs.source().take()
+    place.delete(["b"])
+    assert contents(runs.source().take().tree) == {"a": "one"}, "it is the same again"
+
+
+def test_what_somebody_wrote_into_the_data_of_all_is_mended_by_the_next_run(runs: Runs, place: Store):
+    put(place, a="one", b="two", c="three")
+    tree = runs.source("first").take().tree
+    (tree / "a").chmod(0o644)
+    (tree / "a").write_text("ONE")
+    (tree / "b").unlink()
+    assert contents(runs.source("second").take().tree) == {"a": "one", "b": "two", "c": "three"}
+
+
+def test_files_replaced_while_they_are_fetched_are_never_mixed(runs: Runs, place: Store):
+    put(place, a="old", b="old")
+
+    def replace() -> None:
+        runs.when_fetching = lambda: None
+        put(place, a="new", b="new")
+
+    runs.when_fetching = replace
+    assert contents(runs.source().take().tree) == {"a": "new", "b": "new"}
+    assert f"data[0].from ({place.url}) has changed while it was fetched; looking again" in runs.said
+    assert len(runs.trees()) == 1, "what was begun is removed"
+
+
+def test_a_file_that_goes_while_it_is_fetched_is_no_longer_part_of_the_data(runs: Runs, place: Store):
+    put(place, a="a", b="b")
+
+    def remove() -> None:
+        runs.when_fetching = lambda: None
+        place.delete(["b"])
+
+    runs.when_fetching = remove
+    assert contents(runs.source().take().tree) == {"a": "a"}
+
+
+def test_a_store_that_never_rests_is_given_up(runs: Runs, place: Store):
+    count = iter(range(100))
+    put(place, a="0")
+    runs.when_fetching = lambda: put(place, a=str(next(count)))
+    with pytest.raises(store.StoreError, match="changes faster than it can be fetched") as caught:
+        runs.source().take()
+    assert caught.value.retry
+
+
+def test_the_url_of_one_object_gives_a_directory_with_that_file(runs: Runs, place: Store):
+    put(place, train_bin="tokens")
+    assert contents(runs.source(url=f"{place.url}/train.bin").take().tree) == {"train.bin": "tokens"}
+
+
+def test_a_url_with_nothing_behind_it_is_said(runs: Runs, place: Store):
+    with pytest.raises(OutlastError) as caught:
+        runs.source().take()
+    assert str(caught.value) == f"data[0].from ({place.url}) holds nothing; put something there, or correct the URL"
+
+
+def test_a_file_that_is_a_directory_too_is_said(runs: Runs, place: Store):
+    put(place, a="", a__b="x")
+    place.put("a", b"not empty")
+    with pytest.raises(OutlastError, match=r"holds both a and a/b, which no directory can; rename one of them"):
+        runs.source().take()
+
+
+@pytest.mark.parametrize("name", ["a b", "ä€", "#1%20", "-rf", "empty"])
+def test_names_of_all_kinds_arrive(runs: Runs, place: Store, name: str):
+    place.put(f"{name}/{name}", b"" if name == "empty" else name.encode())
+    assert contents(runs.source().take().tree) == {f"{name}/{name}": "" if name == "empty" else name}
+
+
+def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):
+    put(place, a="one")
+    source = runs.source()
+    found: list[Any] = []
+    with locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
+        thread = threading.Thread(target=lambda: found.append(source.take()))
+        thread.start()
+        while not runs.said:
+            time.sleep(0.01)
+        assert runs.said == [f"waiting for another worker that fetches data[0].from ({place.url})"]
+        assert not found
+    thread.join()
+    assert contents(found[0].tree) == {"a": "one"}
+
+
+def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
+    put(place, a="one")
+    stop = threading.Event()
+    source = runs.source(stop=stop)
+    with locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
+        threading.Timer(0.1, stop.set).start()
+        with pytest.raises(Stopped):
+            source.take()
+
+
+TAKE = """
+import sys
+from pathlib import Path
+from outlast.runtime import cache
+say = lambda text: print(text, flush=True)
+cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).take()
+print("done")
+"""
+
+
+def test_a_fetch_that_is_killed_again_and_again_goes_on_where_it_was(tmp_path: Path, rclone: Place):
+    """kill -9 at random moments. Files that were whole are not fetched again: their inodes stay."""
+    rng = random.Random(5)
+    expected = {f"{i % 7}/{i}.bin": rng.randbytes(rng.choice([0, 10, 100_000])) for i in range(1500)}
+    there = tmp_path / "there"
+    for name, content in expected.items():
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_bytes(content)
+    url, cached = f"{rclone.url}/data", tmp_path / "cache"
+    sync.send(store.open_(url), [(there / name, name) for name in expected], journals=tmp_path / "journals")
+    inodes: dict[str, int] = {}
+    kills = 0
+    while True:
+        argv = [sys.executable, "-c", TAKE, str(cached), url, str(tmp_path / "pins")]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+            assert process.stdout
+            process.stdout.readline()  # it fetches
+            if kills < 10:
+                time.sleep(rng.uniform(0, 0.3))
+                process.send_signal(signal.SIGKILL)
+            rest = process.stdout.read()
+        (tree,) = cached.glob("data/*/*/tree")
+        now = {str(p.relative_to(tree)): p.stat().st_ino for p in tree.rglob("*") if not p.is_dir()}
+        for name, inode in inodes.items():
+            assert now[name] == inode, f"{name} was fetched again"
+        inodes = {name: inode for name, inode in now.items() if name in expected}
+        if rest.endswith(b"done\n"):
+            break
+        kills += 1
+    assert kills >= 3
+    assert {name: (tree / name).read_bytes() for name in now} == expected
+
+
+def test_data_that_does_not_fit_is_told_before_it_is_fetched(runs: Runs, tmp_path: Path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "small").write_text("x")
+    with (tmp_path / "there" / "huge").open("wb") as file:
+        file.truncate(10 << 40)
+    with pytest.raises(
+        OutlastError, match=r"needs 10 TiB, the disk of /.*/tree has .* left; make room there, or let OUTLAST_CACHE"
+    ):
+        runs.source(url=f"file://{tmp_path}/there").take()
+    assert runs.trees() == [{}]
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutlastError) as caught:
+        cache.writable({"OUTLAST_CACHE": str(tmp_path / "file" / "cache")})
+    remedy = "mend its rights, or let OUTLAST_CACHE name another directory"
+    assert str(caught.value) == f"the cache {tmp_path}/file/cache cannot be made: Not a directory; {remedy}"
+
+
+def test_a_long_fetch_says_how_far_it_is():
+    now, said = [0.0], []
+    meter = fetch.Meter("data", 10 << 20, 3, say=said.append, clock=lambda: now[0])
+    for _ in range(7):
+        now[0] += 1
+        meter.advance(1 << 20)
+    meter.end()
+    assert said == [
+        "fetching data: 3 files, 10 MiB",
+        "fetching data: 5.0 MiB of 10 MiB, 1.0 MiB/s, 5.0s left",
+        "fetched data: 10 MiB in 7.0s (1.4 MiB/s)",
+    ]
+
+
+def test_the_cache_is_where_the_environment_says():
+    assert cache.root({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert cache.root({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
+    assert cache.root({}) == Path.home() / ".cache" / "outlast"
+
+
+# Code
+
+
+def a_tgz(**files: str) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name.replace("__", "/").replace("_", "."))
+            info.size, info.mtime = len(text), 1_000_000_000
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return buffer.getvalue()
+
+
+class Worker:
+    """Brings code to a directory, as each worker of a run does."""
+
+    def __init__(self, directory: Path) -> None:
+        self.into, self.shared = directory / "code", directory / "run"
+        self.shared.mkdir()
+        self.said: list[str] = []
+
+    def place(self, where: str, *, runs: str = "train.py") -> dict[str, str]:
+        code.place(where, self.into, self.shared, runs=runs, say=self.said.append, stop=threading.Event())
+        return contents(self.into)
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(tmp_path)
+
+
+def test_code_comes_from_an_archive_in_a_store(worker: Worker, place: Store):
+    place.put("code.tar.gz", a_tgz(train_py="v1", lib__a_py="a"))
+    assert worker.place(f"{place.url}/code.tar.gz") == {"train.py": "v1", "lib/a.py": "a"}
+
+
+def test_code_comes_from_a_prefix_of_a_store(worker: Worker, place: Store):
+    put(place, train_py="v1", lib__a_py="a")
+    assert worker.place(place.url) == {"train.py": "v1", "lib/a.py": "a"}
+
+
+def test_code_comes_from_an_archive_of_this_machine(worker: Worker, tmp_path: Path):
+    (tmp_path / "code.tgz").write_bytes(a_tgz(train_py="v1"))
+    assert worker.place(str(tmp_path / "code.tgz")) == {"train.py": "v1"}
+
+
+@pytest.mark.parametrize("kind", ["archive", "prefix"])
+def test_a_run_keeps_its_code_until_it_is_submitted_again(worker: Worker, place: Store, kind: str):
+    def upload(**files: str) -> str:
+        if kind == "prefix":
+            put(place, **files)
+            return place.url
+        place.put("code.tgz", a_tgz(**files))
+        return f"{place.url}/code.tgz"
+
+    where = upload(train_py="v1", lib_py="v1", settings="v1")
+    worker.place(where)
+    upload(train_py="v2", lib_py="v2", settings="v2")
+    (worker.into / "snapshot.pt").write_text("the job's")
+    (worker.into / "settings").write_text("the job's")
+    mine = {"snapshot.pt": "the job's", "settings": "the job's"}
+    assert worker.place(where) == {"train.py": "v1", "lib.py": "v1", **mine}
+    code.submitted_again(worker.shared)
+    assert worker.place(where) == {"train.py": "v2", "lib.py": "v2", **mine}, "what the job has written stays"
+
+
+def test_code_that_has_not_changed_is_not_fetched_again(worker: Worker, place: Store):
+    put(place, train_py="v1")
+    worker.place(place.url)
+    code.submitted_again(worker.shared)
+    (worker.into / "train.py").write_text("mended by hand")
+    worker.said.clear()
+    assert worker.place(place.url) == {"train.py": "mended by hand"}
+    assert worker.said == []
+    place.delete(["train.py"])
+    assert worker.place(place.url) == {"train.py": "mended by hand"}, "a worker that starts again does not ask"
+
+
+def test_an_archive_is_checked_before_anything_is_unpacked(worker: Worker, place: Store, tmp_path: Path):
+    content = a_tgz(train_py="v1")
+    place.put("code.tgz", content)
+    (tmp_path / "copy").write_bytes(content)
+    right, wrong = archives.checksum(tmp_path / "copy"), "0" * 64
+    with pytest.raises(OutlastError) as caught:
+        worker.place(f"{place.url}/code.tgz#sha256={wrong}")
+    assert str(caught.value) == (
+        f"code ({place.url}/code.tgz) has the checksum {right}, the job file says {wrong}; correct #sha256= there, or the archive"
+    )
+    assert worker.place(f"{place.url}/code.tgz#sha256={right.upper()}") == {"train.py": "v1"}
+
+
+def test_a_bad_archive_leaves_nothing_and_a_good_one_replaces_it(worker: Worker, place: Store):
+    for bad in (b"<html>", a_tgz(train_py="x")[:-10], a_tgz(**{"a": "1", "../up": "x"})):
+        place.put("code.tgz", bad)
+        with pytest.raises(OutlastError, match=r"^code \(memory://.*/code.tgz\) (is no tar archive|holds '../up')"):
+            worker.place(f"{place.url}/code.tgz")
+    place.put("code.tgz", a_tgz(train_py="v1"))
+    assert worker.place(f"{place.url}/code.tgz") == {"train.py": "v1"}
+
+
+PLACE = """
+import sys, threading
+from pathlib import Path
+from outlast.runtime import code
+print("begins", flush=True)
+code.place(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), runs="0.py", say=lambda text: None, stop=threading.Event())
+print("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["archive", "prefix"])
+def test_code_whose_workers_are_killed_again_and_again_arrives_whole(worker: Worker, tmp_path: Path, rclone: Place, kind: str):
+    """kill -9 at random moments, of the first version and of one that replaces it under files of the job."""
+    rng = random.Random(3)
+    for version in ("v1", "v2"):
+        expected = {f"{i}.py": version for i in range(300)}
+        if kind == "archive":
+            where = f"{tmp_path}/code.tgz"
+            Path(where).write_bytes(a_tgz(**{name.replace(".", "_"): text for name, text in expected.items()}))
+        else:
+            where = f"{rclone.url}/code"
+            for name, text in expected.items():
+                store.open_(where).put(name, text.encode())
+        code.submitted_again(worker.shared)
+        for kills in range(7):
+            argv = [sys.executable, "-c", PLACE, where, str(worker.into), str(worker.shared)]
+            with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+                assert process.stdout
+                process.stdout.readline()
+                if kills < 6:
+                    time.sleep(rng.uniform(0, 0.1 if kind == "archive" else 0.7))
+                    process.send_signal(signal.SIGKILL)
+                rest = process.stdout.read()
+        assert rest == b"done\n"
+        found = contents(worker.into)
+        assert found.pop("snapshot.pt", "the job's") == "the job's"
+        assert found == expected
+        (worker.into / "snapshot.pt").write_text("the job's")
+
+
+def test_a_first_version_that_was_killed_on_its_way_leaves_nothing(worker: Worker, place: Store):
+    put(place, train_py="v1")
+    worker.into.mkdir()
+    (worker.into / "old.py").write_text("half of something")
+    code._Note(place.url, "", 0.0, False).write(worker.shared / "code.json")  # as the kill left it
+    assert worker.place(place.url) == {"train.py": "v1"}
+
+
+@pytest.mark.parametrize(
+    ("runs", "files", "expected"),
+    [
+        ("train.py", {"repo-1__train_py": "v1", "repo-1__lib__a_py": "a"}, {"train.py", "lib/a.py"}),
+        ("src/train.py", {"src__train_py": "v1"}, {"src/train.py"}),
+        ("pkg", {"pkg__main_py": "v1"}, {"pkg/main.py"}),
+        ("pkg", {"repo__pkg__main_py": "v1"}, {"pkg/main.py"}),
+        ("train.py", {"a__train_py": "v1", "b__c": ""}, {"a/train.py", "b/c"}),
+        ("numpy", {"repo__data_py": "v1"}, {"repo/data.py"}),
+    ],
+)
+def test_the_only_directory_of_an_archive_is_the_code_if_what_runs_is_in_there(worker, place, runs, files, expected):
+    place.put("code.tgz", a_tgz(**files))
+    assert worker.place(f"{place.url}/code.tgz", runs=runs).keys() == expected
+
+
+def test_code_that_is_not_there_is_said(worker: Worker, place: Store):
+    with pytest.raises(OutlastError) as caught:
+        worker.place(f"{place.url}/code.tgz")
+    assert str(caught.value) == f"code ({place.url}/code.tgz) does not exist; correct the URL"
+    with pytest.raises(OutlastError, match=r"code \(memory://.*\) holds nothing; put something there, or correct the URL"):
+        worker.place(place.url)
+
+
+def test_links_of_the_job_are_not_followed_by_new_code(worker: Worker, place: Store, tmp_path: Path):
+    put(place, train_py="v1", lib__a_py="v1")
+    worker.place(place.url)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (worker.into / "lib" / "a.py").unlink()
+    (worker.into / "lib").rmdir()
+    (worker.into / "lib").symlink_to(elsewhere)
+    code.submitted_again(worker.shared)
+    put(place, lib__a_py="v2")
+    assert worker.place(place.url) == {"train.py": "v1", "lib/a.py": "v2"}
+    assert list(elsewhere.iterdir()) == []
+
+
+# What training sees
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Prepares data and models of a job; the environment that training gets."""
+
+    def prepared(environ: dict[str, str] | None = None, **fields: Any) -> dict[str, str]:
+        document = {
+            "apiVersion": contract.API_VERSION,
+            "kind": contract.KIND,
+            "metadata": {"name": "a"},
+            "spec": {"module": "json", **fields},
+        }
+        job = spec.anchor(spec.Job.model_validate(document), tmp_path)
+        state = tmp_path / "state"
+        state.mkdir(exist_ok=True)
+        seen = {
+            **job.spec.env,
+            contract.Env.STATE: str(state),
+            contract.Env.CODE: str(tmp_path),
+            contract.Env.CACHE: str(tmp_path / "c"),
+        }
+        Preparation(job, seen, say=lambda _: None).prepare()
+        return seen
+
+    return prepared
+
+
+def test_one_directory_of_data_is_used_where_it_lies(tmp_path: Path, prepared):
+    (tmp_path / "digits").mkdir()
+    assert prepared(data=[{"from": "digits"}])["OUTLAST_DATA"] == str(tmp_path / "digits")
+    assert "OUTLAST_DATA" not in prepared()
+
+
+def test_several_are_linked_as_they_lie_in_a_pod(tmp_path: Path, prepared, place: Store):
+    (tmp_path / "here").mkdir()
+    put(place, a="from the store")
+    data = [{"from": "here", "to": "/d/x/images"}, {"from": place.url, "to": "/d/y/images"}]
+    for _ in range(2):
+        root = Path(prepared(data=data)["OUTLAST_DATA"])
+        assert (root / "x" / "images").resolve() == tmp_path / "here"
+        assert contents((root / "y" / "images").resolve()) == {"a": "from the store"}
+
+
+def test_models_are_below_one_directory_by_name_and_hugging_face_stays_offline(tmp_path: Path, prepared, place: Store):
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text("{}")
+    put(place, config_json="from the store")
+    models = [{"from": "bert", "name": "bert"}, {"from": place.url, "name": "gpt-2"}]
+    seen = prepared(models=models)
+    root = Path(seen["OUTLAST_MODELS"])
+    assert (root / "bert" / "config.json").read_text() == "{}"
+    assert (root / "gpt-2" / "config.json").read_text() == "from the store"
+    assert (seen["HF_HUB_OFFLINE"], seen["TRANSFORMERS_OFFLINE"]) == ("1", "1")
+    assert prepared(models=models, env={"HF_HUB_OFFLINE": "0"})["HF_HUB_OFFLINE"] == "0"
+    assert "HF_HUB_OFFLINE" not in prepared()

@@ -1,0 +1,793 @@
+"""Checkpoints in a store: the rules, what is pushed and fetched, what goes, and who owns the place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast import checkpoints, contract, multipart, remote, store
+from outlast.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
+from outlast.remote import commits, register
+from outlast.remote.commits import Latest, Names, Place
+from outlast.store import Store
+from servers import Place as Bucket
+from watched import WRITES, Killed, Watched
+
+RUN = "run-1"
+PARTS = multipart.AT_ONCE + 3
+"""More than are on their way at a time."""
+FILES = {"__0_0.distcp": b"weights " * 100, "__1_0.distcp": b"momenta " * 100, ".metadata": b"{}", "empty": b""}
+
+
+def at(step: int, generation: int = 1) -> Place:
+    """A place."""
+    return Place(step, generation, f"{RUN}-g{generation}-{step:08x}")
+
+
+def latest(*places: Place, generation: int = 1) -> Latest:
+    return Latest(RUN, generation, tuple(sorted(places)))
+
+
+def written(
+    directory: Path, step: int, *, generation: int = 1, run: str = RUN, files: dict[str, bytes] = FILES
+) -> checkpoints.Checkpoint:
+    """A local checkpoint."""
+    checkpoints.take(directory, run, generation)
+    draft = checkpoints.saving(directory, step, generation)
+    draft.mkdir(parents=True)
+    for name, content in files.items():
+        (draft / name).write_bytes(content)
+    said = {name: {"size": len(content), "crc32": checkpoints.checksum(draft / name)} for name, content in files.items()}
+    new = checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), run, generation, world_size=2, time=5.0)
+    return checkpoints.commit(draft, new, said)
+
+
+def keys(place: Store, below: str = "") -> list[str]:
+    return [entry.key for entry in place.entries(below)]
+
+
+# The rules
+
+
+@st.composite
+def registers(draw: st.DrawFn) -> Latest:
+    steps = draw(st.lists(st.integers(1, 9), unique=True, max_size=7))
+    generations = draw(st.lists(st.integers(1, 4), min_size=len(steps), max_size=len(steps)))
+    return latest(*map(at, steps, generations), generation=4)
+
+
+places = st.builds(at, st.integers(1, 9), st.integers(1, 4))
+
+
+@given(registers(), st.integers(-1, 5), st.sets(st.integers(1, 9)))
+def test_the_last_two_stay_and_what_is_protected(now: Latest, keep: int, protected: set[int]):
+    gone = commits.expired(now, keep, protected)
+    left = now.without(gone)
+    assert set(now.places[-2:]) <= set(left.places)
+    assert set(commits.counted(now)[-max(2, keep) :]) <= set(left.places)
+    assert not protected & {place.step for place in gone}
+    assert all(commits.outlived(now, place) for place in gone)
+
+
+@given(registers(), places, st.lists(st.tuples(places, st.integers(0, 4)), max_size=8))
+def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, happens: list[tuple[Place, int]]):
+    """So its files may be deleted however late one comes to it."""
+    outlived = commits.outlived(now, old)
+    for place, keep in happens:
+        if not commits.refused(now, place):
+            now = now.added(place)
+        now = now.without(commits.expired(now, keep))
+        assert commits.outlived(now, old) or not outlived
+        outlived = commits.outlived(now, old)
+
+
+@given(registers(), st.lists(places, max_size=5))
+def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zombies(now: Latest, finished: list[Place]):
+    now = dataclasses.replace(now, generation=3)
+    new = commits.taken(now, 4, finished)
+    assert new.generation == 4
+    assert new.step >= now.step
+    assert all(place.generation == 3 and place in finished for place in new.places if place not in now.places)
+
+
+def test_a_checkpoint_that_a_later_generation_went_back_before_does_not_count():
+    now = latest(at(8), at(10, 2), at(12), at(13))  # 12 and 13 were damaged when generation 2 began
+    assert commits.counted(now) == [at(8), at(10, 2)]
+    assert commits.expired(now, 2) == []
+    now = now.added(at(14, 2))
+    assert commits.expired(now, 2) == [at(8)]
+    assert commits.expired(now.added(at(15, 2)), 2) == [at(8), at(10, 2), at(12), at(13)]
+
+
+def test_what_may_not_be_added_is_told_why():
+    now = latest(at(10), at(20, 2), at(30, 3))
+    assert commits.refused(now, at(5)) == "step 5 is older than what the store keeps (steps 10, 20, 30)"
+    assert commits.refused(now, at(30, 2)) == "step 30 is in the store as generation 3 wrote it"
+    assert commits.refused(now, at(25)) == ""
+    assert commits.refused(now, at(5, 4)) == ""  # the run has gone back before all of them
+
+
+def test_who_may_not_commit_is_told_why():
+    assert commits.superseded(None, RUN, 1) == commits.superseded(latest(generation=2), RUN, 2) == ""
+    assert commits.superseded(latest(generation=2), RUN, 1) == (
+        "generation 1 of run run-1 has been replaced by generation 2; this process must stop"
+    )
+    assert commits.superseded(latest(), "other", 9) == "run other no longer owns its output in the store: run run-1 does"
+
+
+@given(registers())
+def test_a_register_is_read_as_it_was_written(now: Latest):
+    assert Latest.parse(now.text(5.0)) == now
+    named = [commits.ownership(4), *(commits.commitment(4, place) for place in now.places)]
+    assert Names.read([*named, commits.commitment(3, at(9)), commits.announcement(5), "odd"], RUN) == Names(5, now)
+
+
+def test_the_register_says_the_newest_to_people_and_scripts():
+    said = json.loads(latest(at(10), at(20)).text(5.0))
+    assert (said["run"], said["step"], said["name"], said["time"]) == (RUN, 20, f"step-00000020/{at(20).parts}", 5.0)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"{}", b'{"version": 1, "run": "r", "generation": 1, "checkpoints": [{}]}'])
+def test_a_damaged_register_is_recognised(text: bytes):
+    with pytest.raises(ValueError, match=r"Expecting|it is damaged"):
+        Latest.parse(text)
+
+
+def test_a_register_of_a_later_version_is_left_alone():
+    with pytest.raises(OutlastError, match="saved by a later Outlast"):
+        Latest.parse(b'{"version": 2, "run": "r"}')
+
+
+@given(st.integers(0, 10**9), st.integers(0, 99), st.sampled_from(["r", "20251120-101010-abcdef", "", "a.b", "x-g4-00000000"]))
+def test_a_place_is_found_in_a_key(step: int, generation: int, run: str):
+    said = checkpoints.Commit(run, step, generation, 2, 5.0, {"a": {"size": 1, "crc32": 2}})
+    place = Place.of(said)
+    assert Place.parse(f"{place.key}/some/file", run) == place
+    assert Place.parse(place.key, run + "x") is None
+    named = Names.read([commits.ownership(9), commits.commitment(9, place)], run)
+    assert named.latest == Latest(run, 9, (place,))
+
+
+def test_other_contents_have_another_place():
+    said = checkpoints.Commit(RUN, 1, 1, 2, 5.0, {"a": {"size": 1, "crc32": 2}})
+    other = dataclasses.replace(said, files={"a": {"size": 1, "crc32": 3}})
+    assert Place.of(said) != Place.of(other)
+    assert Place.of(said) == Place.of(dataclasses.replace(said, time=6.0))
+
+
+# Pushing and fetching, against stores of each kind
+
+
+@pytest.fixture(params=["memory", "file", "moto", "rclone"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A job's place in a store."""
+    if request.param == "memory":
+        return store.open_(f"memory://{tmp_path.name}-{id(request)}/runs/job")
+    if request.param == "file":
+        return store.open_(f"file://{tmp_path}/store/runs/job")
+    bucket: Bucket = request.getfixturevalue(request.param)
+    return store.open_(f"{bucket.url}/runs/job")
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Store:
+    return store.open_(f"memory://{tmp_path.name}-{time.monotonic_ns()}/runs/job")
+
+
+def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):
+    ours = remote.Checkpoints(place, RUN)
+    assert (ours.latest(), ours.list_()) == (None, [])
+    assert ours.take(1).step == 0
+    for step in (10, 20):
+        local = written(tmp_path / "here", step)
+        assert ours.push(local, journals=tmp_path) == remote.Outcome("committed", f"step {step} is in the store")
+        assert ours.push(local, journals=tmp_path).kind == "there"
+    theirs = remote.Checkpoints(place, RUN)
+    assert [(c.step, c.generation, c.bytes, c.problem) for c in theirs.list_()] == [(10, 1, 1602, ""), (20, 1, 1602, "")]
+    newest = theirs.latest()
+    assert newest == theirs.list_()[-1]
+    assert theirs.verify(newest, deep=True) is None
+    told: list[str] = []
+    restored = theirs.restore(tmp_path / "there", say=told.append)
+    assert restored == dataclasses.replace(local, path=tmp_path / "there" / "step-00000020")
+    assert told == [f"fetching the checkpoint of step 20 (1.6 KiB) from {place.url}"]
+    assert {path.name: path.read_bytes() for path in restored.path.iterdir()} == {
+        path.name: path.read_bytes() for path in local.path.iterdir()
+    }
+    assert theirs.restore(tmp_path / "there", say=told.append, above=20) is None
+    assert not [key for key in keys(place) if "READING" in key]
+
+
+def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
+    zombie, owner = remote.Checkpoints(place, RUN), remote.Checkpoints(place, RUN)
+    zombie.take(1)
+    zombie.push(written(tmp_path / "zombie", 10), journals=tmp_path)
+    assert owner.take(2).step == 10
+    with pytest.raises(Superseded, match="generation 1 of run run-1 has been replaced by generation 2"):
+        zombie.push(written(tmp_path / "zombie", 20), journals=tmp_path)
+    with pytest.raises(Superseded):
+        zombie.take(1)
+    assert owner.push(written(tmp_path / "owner", 20, generation=2), journals=tmp_path).kind == "committed"
+    assert [(c.step, c.generation) for c in owner.list_()] == [(10, 1), (20, 2)]
+
+
+def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place(place: Store, tmp_path: Path):
+    old, new = remote.Checkpoints(place, "old"), remote.Checkpoints(place, "new")
+    remote.claim(place, remote.Run("old", "job", 1.0))
+    old.take(7)
+    old.push(written(tmp_path / "old", 10, run="old", generation=7), journals=tmp_path)
+    with pytest.raises(Superseded, match=r"run new no longer owns .*: run old does"):
+        new.take(1)
+    remote.claim(place, remote.Run("new", "job", 2.0), replace=True)
+    remote.set_aside(place, "new")
+    assert new.take(1).step == 0
+    with pytest.raises(Superseded):
+        old.push(written(tmp_path / "old", 20, run="old", generation=7), journals=tmp_path)
+    with pytest.raises(Superseded):
+        old.take(8)
+    assert new.list_() == []
+    assert [c.step for c in remote.Checkpoints(place.child("previous/old"), "old").list_()] == [10]
+
+
+def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path: Path):
+    local = written(tmp_path / "here", 10)
+    sent: list[str] = []
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request in ("put", "upload") and not key.endswith("READING"):
+            sent.append(key.rpartition("/")[2])
+            if len(sent) == 3:
+                raise Unreachable("gone")
+        return act()
+
+    ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours.take(1)
+    with pytest.raises(Unreachable):
+        ours.push(local, journals=tmp_path)
+    arrived = {key.rpartition("/")[2] for key in keys(memory, "checkpoints/step-00000010")}
+    assert 0 < len(arrived) < len(FILES)
+    sent[:] = ["", "", "", ""]
+    ours.take(2)  # a new generation goes on with the same files
+    assert ours.push(local, journals=tmp_path).kind == "committed"
+    assert set(sent[4:]) == FILES.keys() - arrived
+
+
+def half_pushed(ours: remote.Checkpoints, local: checkpoints.Checkpoint, journals: Path) -> None:
+    """Push until some parts of the file have arrived, and not all."""
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        ours.push(local, journals=journals, progress=lambda count: stop.set() if count else None, stop=stop)
+
+
+def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Bucket, tmp_path: Path):
+    place = store.open_(f"{moto.url}/job")
+    local = written(tmp_path / "here", 10, files={"large": bytes(PARTS * multipart.PART)})
+    ours = remote.Checkpoints(place, RUN)
+    arrived = 0
+    for generation in (1, 2):
+        ours.take(generation)
+        half_pushed(ours, local, tmp_path / "journals")
+        (upload,) = moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
+        key = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+        parts = moto.server.client.list_parts(Bucket=moto.bucket, **key)["Parts"]
+        assert len(parts) >= arrived
+        arrived = len(parts)
+    assert arrived > 0
+    assert ours.latest() is None
+    assert ours.push(local, journals=tmp_path / "journals").kind == "committed"
+    assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)
+    newest = ours.latest()
+    assert newest
+    assert ours.verify(newest, deep=True) is None
+
+
+def test_uploads_that_nobody_goes_on_with_are_aborted(moto: Bucket, tmp_path: Path):
+    ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
+    ours.take(1)
+    half_pushed(ours, written(tmp_path / "here", 10, files={"large": bytes(PARTS * multipart.PART)}), tmp_path / "journals")
+    assert moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
+    ours.forget(tmp_path / "journals")
+    assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)
+    assert not list((tmp_path / "journals").iterdir())
+
+
+def test_a_checkpoint_that_is_spread_over_machines_is_committed_by_the_last(place: Store, tmp_path: Path):
+    whole = written(tmp_path / "one", 10)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    (whole.path / "__1_0.distcp").unlink()
+    for name in FILES.keys() - {"__1_0.distcp"}:
+        (tmp_path / "two" / "step-00000010" / name).unlink()
+    one, two = remote.Checkpoints(place, RUN), remote.Checkpoints(place, RUN)
+    one.take(1)
+    two.take(1)
+    waits = one.push(whole, journals=tmp_path)
+    assert (waits.kind, waits.there, waits.missing) == ("waiting", False, ("__1_0.distcp",))
+    assert waits.reason == "step-00000010 waits for __1_0.distcp, which another machine has"
+    assert one.latest() is None
+    other = checkpoints.list_(tmp_path / "two")[0]
+    assert two.push(other, journals=tmp_path).kind == "committed"
+    assert one.push(whole, journals=tmp_path).kind == "there"
+    restored = one.restore(tmp_path / "three", say=lambda _: None)
+    assert restored
+    assert checkpoints.verify(restored.path) is None
+
+
+# Damage
+
+
+def commit_key(place: Store, step: int) -> str:
+    return next(key for key in keys(place, f"checkpoints/{contract.checkpoint_name(step)}") if key.endswith("/COMMIT"))
+
+
+def garble(place: Store, key: str) -> None:
+    place.put(key, b"\0" * len(place.get(key)))
+
+
+def truncate(place: Store, key: str) -> None:
+    place.put(key, place.get(key)[:-1])
+
+
+def remove(place: Store, key: str) -> None:
+    place.delete([key])
+
+
+def three(place: Store, tmp_path: Path) -> remote.Checkpoints:
+    """Steps 10, 20 and 30 in a store."""
+    ours = remote.Checkpoints(place, RUN)
+    ours.take(1)
+    for step in (10, 20, 30):
+        ours.push(written(tmp_path / "here", step), journals=tmp_path)
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "problem"),
+    [
+        ("COMMIT", truncate, "COMMIT cannot be read: Expecting ',' delimiter"),
+        ("COMMIT", garble, "COMMIT cannot be read: Expecting value"),
+        ("COMMIT", remove, "COMMIT cannot be read: it is gone"),
+        ("__0_0.distcp", truncate, "__0_0.distcp has 799 bytes instead of 800"),
+        ("__0_0.distcp", garble, "__0_0.distcp has crc32 "),
+        (".metadata", remove, ".metadata is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_skipped(
+    memory: Store, tmp_path: Path, name: str, harm: Callable[[Store, str], None], problem: str
+):
+    ours = three(memory, tmp_path)
+    newest = ours.latest()
+    assert newest
+    harm(memory, commit_key(memory, 30).replace("COMMIT", name))
+    assert (ours.verify(newest, deep=True) or "").startswith(problem)
+    told: list[str] = []
+    restored = ours.restore(tmp_path / "there", say=told.append)
+    assert restored
+    assert restored.step == 20
+    assert any(f"the checkpoint of step 30 is skipped: {memory.url}/checkpoints/{newest.place.key}: {problem}" in t for t in told)
+    assert not list((tmp_path / "there").glob("step-00000030"))
+    # The machine that has it mends it; rot in a file that kept its size shows only when somebody reads it.
+    rotten = harm is garble and name != "COMMIT"
+    mended = ours.push(checkpoints.list_(tmp_path / "here")[-1], journals=tmp_path)
+    assert mended.kind == ("there" if rotten else "committed")
+    assert (ours.verify(newest, deep=True) is None) is not rotten
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(memory: Store, tmp_path: Path):
+    ours = three(memory, tmp_path)
+    garble(memory, commit_key(memory, 30).replace("COMMIT", "__0_0.distcp"))
+    ours.take(2)
+    again = written(tmp_path / "again", 30, generation=2, files={**FILES, "__0_0.distcp": b"changed " * 100})
+    assert ours.push(again, journals=tmp_path).kind == "committed"
+    assert [(c.step, c.generation) for c in ours.list_()] == [(10, 1), (20, 1), (30, 2)]
+    again = written(tmp_path / "again", 20, generation=2, files={**FILES, "__0_0.distcp": b"changed " * 100})
+    assert ours.push(again, journals=tmp_path).kind == "there", "a whole one stays"
+    assert [(c.step, c.generation) for c in ours.list_()] == [(10, 1), (20, 1), (30, 2)]
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "", "COMMIT"])
+def test_a_commit_that_names_files_elsewhere_is_damaged(memory: Store, tmp_path: Path, name: str):
+    ours = three(memory, tmp_path)
+    said = json.loads(memory.get(commit_key(memory, 30)))
+    said["files"][name] = {"size": 1, "crc32": 1}
+    memory.put(commit_key(memory, 30), json.dumps(said).encode())
+    assert ours.list_()[-1].problem == f"COMMIT cannot be read: {name!r} is no name for a file of a checkpoint"
+
+
+@pytest.mark.parametrize("harm", [truncate, garble, remove])
+def test_a_lost_register_is_told_from_the_checkpoints_and_written_anew(memory: Store, tmp_path: Path, harm: Callable[..., None]):
+    ours = three(memory, tmp_path)
+    harm(memory, register.LATEST)
+    assert [c.step for c in remote.Checkpoints(memory, RUN).list_()] == [10, 20, 30]
+    assert ours.push(written(tmp_path / "here", 40), journals=tmp_path).kind == "committed"
+    assert json.loads(memory.get(register.LATEST))["generation"] == 1
+    assert [c.step for c in ours.list_()] == [10, 20, 30, 40]
+    harm(memory, register.LATEST)
+    assert ours.take(2).step == 40
+
+
+def test_what_is_damaged_here_is_never_committed(memory: Store, tmp_path: Path):
+    ours = remote.Checkpoints(memory, RUN)
+    ours.take(1)
+    rotten, cut, torn = (written(tmp_path / "here", step) for step in (10, 20, 30))
+    (rotten.path / ".metadata").write_bytes(b"[]")
+    (cut.path / ".metadata").write_bytes(b"{")
+    (torn.path / "COMMIT").write_bytes(b"{")
+    for local, problem in (
+        (rotten, ".metadata has crc32 "),
+        (cut, ".metadata has 1 bytes instead of 2"),
+        (torn, "COMMIT cannot be read: "),
+    ):
+        for _ in range(2):
+            outcome = ours.push(local, journals=tmp_path)
+            assert (outcome.kind, outcome.there) == ("damaged", False)
+            assert outcome.reason.startswith(f"{local.path.name} is damaged here: {problem}")
+    assert ours.latest() is None
+    assert not [key for key in keys(memory) if key.endswith(("COMMIT", ".metadata"))]
+
+
+# Going on after a kill
+
+
+def test_a_fetch_goes_on_with_what_has_arrived(memory: Store, tmp_path: Path):
+    three(memory, tmp_path)
+    directory = tmp_path / "there"
+    begun = directory / "step-00000030.fetching"
+    begun.mkdir(parents=True)
+    (begun / "__0_0.distcp").write_bytes(FILES["__0_0.distcp"])
+    (begun / "__1_0.distcp").write_bytes(FILES["__1_0.distcp"][:-1] + b"!")
+    (begun / "foreign").write_bytes(b"of another writer")
+    read: list[str] = []
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request in ("read", "range") and "/step-" in key:
+            read.append(key.rpartition("/")[2])
+        return act()
+
+    ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    restored = ours.restore(directory, say=lambda _: None)
+    assert restored
+    assert checkpoints.verify(restored.path) is None
+    assert {path.name for path in restored.path.iterdir()} == {*FILES, "COMMIT"}
+    assert "__0_0.distcp" not in read
+    assert {path.name for path in directory.iterdir()} == {".lock", "step-00000030"}
+
+
+def test_a_valid_checkpoint_here_is_never_replaced_and_a_damaged_one_is(memory: Store, tmp_path: Path):
+    ours = three(memory, tmp_path)
+    here = tmp_path / "there"
+    mine = written(here, 30, files={**FILES, ".metadata": b"[]"})
+    newest = ours.latest()
+    assert newest
+    assert ours.fetch(newest, here) == mine
+    assert (mine.path / ".metadata").read_bytes() == b"[]"
+    (mine.path / ".metadata").write_bytes(b"()")
+    assert (ours.fetch(newest, here).path / ".metadata").read_bytes() == b"{}"
+    assert checkpoints.verify(mine.path) is None
+    assert (here / "step-00000030.replaced-0").is_dir()
+
+
+def hand_over(request: str, key: str, act: Callable[[], Any]) -> Any:
+    """A hand that lets everything happen."""
+    return act()
+
+
+class Last:
+    """A hand in which the n-th request is the last of a process, or fails, after it was carried out or before."""
+
+    def __init__(self, n: int, *, lost: bool, carried_out: bool) -> None:
+        self._left, self._lost, self._carried_out = n, lost, carried_out
+        self.reached = False
+
+    def __call__(self, request: str, key: str, act: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left > 0 or (self._lost and self.reached):
+            return act()
+        if self._carried_out and not self.reached:
+            act()
+        self.reached = True
+        raise Unreachable("the answer is lost") if self._lost else Killed
+
+
+every_moment = pytest.mark.parametrize(
+    ("lost", "carried_out"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["killed before", "killed after", "failed", "answer lost"],
+)
+each_register = pytest.mark.parametrize("conditional", [True, False], ids=["swapped", "named"])
+
+
+@every_moment
+@each_register
+def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, conditional: bool, lost: bool, carried_out: bool):
+    """Take, fetch, push, prune: for every n the n-th request is the last of a process, or fails."""
+    raw = store.open_(f"memory://last-{conditional}-{carried_out}-{lost}")
+    local = {}
+    for generation in (1, 2):
+        for step in range(1, 12):
+            content = {"a": b"%d of %d" % (step, generation), "b": b""}
+            local[generation, step] = written(tmp_path / str(generation), step, generation=generation, files=content)
+
+    def process(place: Any, generation: int) -> Iterator[int]:
+        """Go on for three steps; those that are in the store, as soon as they are."""
+        ours = remote.Checkpoints(place, RUN)
+        newest = ours.take(generation).step
+        if newest:
+            restored = ours.restore(tmp_path / f"{place.url.rpartition('/')[2]}-{generation}", say=lambda _: None)
+            assert restored
+            assert restored.step == newest
+            assert (restored.path / "a").read_bytes() == b"%d of %d" % (newest, restored.generation)
+        for step in range(newest + 1, newest + 4):
+            assert ours.push(local[generation, step], journals=tmp_path).there
+            yield step
+            ours.prune(2)
+
+    for n in range(1, 1000):
+        place = raw.child(str(n))
+        calm: Any = Watched(place, hand_over, conditional=conditional)
+        last = Last(n, lost=lost, carried_out=carried_out)
+        there = [0]
+        try:
+            there += process(Watched(place, last, conditional=conditional), 1)
+        except Killed:
+            pass
+        except Unreachable:
+            there += process(calm, 1)  # tries again
+        newest = remote.Checkpoints(calm, RUN).latest()
+        assert (newest.step if newest else 0) >= max(there)
+        there += process(calm, 2)
+        ours = remote.Checkpoints(calm, RUN)
+        found = ours.list_()
+        assert [(c.step, ours.verify(c, deep=True)) for c in found] == [(max(there) - 1, None), (max(there), None)]
+        if not last.reached:
+            break
+    assert n > 40
+
+
+def test_a_checkpoint_whose_writer_died_before_the_register_counts_for_the_next(memory: Store, tmp_path: Path):
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request == "replace":
+            raise Killed
+        return act()
+
+    ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours.take(1)
+    with pytest.raises(Killed):
+        ours.push(written(tmp_path, 10), journals=tmp_path)
+    assert remote.Checkpoints(memory, RUN).latest() is None
+    assert remote.Checkpoints(memory, RUN).take(2).step == 10
+
+
+# What goes
+
+
+def test_as_many_are_kept_as_are_wanted_and_never_fewer_than_two(place: Store, tmp_path: Path):
+    ours = three(place, tmp_path)
+    assert [p.step for p in ours.prune(2, dry_run=True)] == [10]
+    assert [c.step for c in ours.list_()] == [10, 20, 30]
+    assert [p.step for p in ours.prune(0)] == [10]
+    assert ours.prune(0) == []
+    assert [c.step for c in ours.list_()] == [20, 30]
+    assert keys(place, "checkpoints/step-00000010") == []
+    ours.push(written(tmp_path / "here", 40), journals=tmp_path)
+    old = checkpoints.list_(tmp_path / "here")[0]
+    outcome = ours.push(old, journals=tmp_path)
+    assert (outcome.kind, outcome.there) == ("expired", True)
+    assert outcome.reason == "step 10 is older than what the store keeps (steps 20, 30, 40)"
+
+
+def test_one_that_is_being_read_stays_until_its_reader_has_ended(place: Store, tmp_path: Path):
+    ours = three(place, tmp_path)
+    oldest = ours.list_()[0]
+    with ours.reading(oldest.place):
+        assert ours.prune(2) == []
+        assert [c.step for c in ours.list_()] == [10, 20, 30]
+        assert ours.verify(oldest, deep=True) is None
+    assert [p.step for p in ours.prune(2)] == [10]
+    with pytest.raises(remote.Damaged, match="is no longer kept"), ours.reading(oldest.place):
+        pass
+    assert keys(place, "checkpoints/step-00000010") == []
+
+
+def test_a_reader_that_comes_while_its_checkpoint_is_taken_off_keeps_the_files(memory: Store, tmp_path: Path):
+    """It says so, and looks into the register before that is changed; whoever changes it looks for readers after that."""
+    ours = three(memory, tmp_path)
+    oldest = ours.list_()[0]
+    reader = ours.reading(oldest.place)
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request == "replace":
+            reader.__enter__()  # in between
+        return act()
+
+    assert [p.step for p in remote.Checkpoints(Watched(memory, hand), RUN).prune(2)] == [10]  # type: ignore[arg-type]
+    assert ours.verify(oldest, deep=True) is None
+    reader.__exit__(None, None, None)
+    assert ours.prune(2) == []
+    assert keys(memory, "checkpoints/step-00000010") == []
+
+
+def test_a_reader_that_has_died_is_forgotten(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours = three(memory, tmp_path)
+    memory.put("checkpoints/step-00000010/READING-1-dead", b"")
+    assert ours.prune(2) == []
+    monkeypatch.setattr(commits, "LEASE_S", 0.0)  # by the store's clock it has said nothing for so long
+    assert [p.step for p in ours.prune(2)] == [10]
+    assert keys(memory, "checkpoints/step-00000010") == []
+
+
+def test_a_reader_says_again_and_again_that_it_reads(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ours = three(memory, tmp_path)
+    monkeypatch.setattr(commits, "RENEW_S", 0.001)
+    said = threading.Semaphore(0)
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if "READING-" in key and request == "put":
+            said.release()
+        return act()
+
+    theirs = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    with theirs.reading(ours.list_()[0].place):
+        assert all(said.acquire(timeout=30) for _ in range(3))
+    assert not [key for key in keys(memory) if "READING" in key]
+
+
+def test_who_may_not_write_can_still_read(memory: Store, tmp_path: Path):
+    three(memory, tmp_path)
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request in WRITES:
+            raise Denied("you may only read")
+        return act()
+
+    theirs = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    restored = theirs.restore(tmp_path / "there", say=lambda _: None)
+    assert restored
+    assert restored.step == 30
+
+
+def test_what_dead_generations_left_is_swept_when_two_newer_are_there(place: Store, tmp_path: Path):
+    ours = remote.Checkpoints(place, RUN)
+    for key in ("step-00000005/run-1-g1-00000001/a", "step-00000015/run-1-g2-00000002/a", "step-00000025/run-1-g1-00000003/a"):
+        place.put(f"checkpoints/{key}", b"left")
+    place.put("checkpoints/step-00000005/other-run-g1-00000001/a", b"another run's")
+    place.put("checkpoints/step-00000005/notes.txt", b"somebody's")
+    ours.take(3)
+    for step in (10, 20):
+        ours.push(written(tmp_path, step, generation=3), journals=tmp_path)
+        ours.prune(2)
+    left = [key for key in keys(place, "checkpoints") if key.rpartition("/")[2] not in (*FILES, "COMMIT") and "latest" not in key]
+    assert left == [
+        "checkpoints/step-00000005/notes.txt",
+        "checkpoints/step-00000005/other-run-g1-00000001/a",
+        "checkpoints/step-00000015/run-1-g2-00000002/a",  # not yet two newer ones
+        "checkpoints/step-00000025/run-1-g1-00000003/a",
+    ]
+
+
+# Who owns the place
+
+
+def a_run(run: str, **fields: Any) -> remote.Run:
+    return remote.Run(run, "job", 1.0, **fields)
+
+
+def test_a_run_claims_its_place_once(place: Store):
+    assert remote.read(place) is None
+    assert remote.claim(place, a_run("one")) == a_run("one")
+    assert remote.claim(place, a_run("one", reason="again")) == a_run("one")
+    remote.check(place, "one")
+    with pytest.raises(Superseded, match=r"run two no longer owns .*: run one does"):
+        remote.check(place, "two")
+    assert remote.update(place, "one", state="Running").state == "Running"
+    assert remote.end(place, "one", "Succeeded", "all steps are done", 0) == remote.read(place)
+    assert remote.read(place) == a_run("one", state="Succeeded", reason="all steps are done", exit_code=0)
+
+
+def test_a_run_that_has_not_ended_keeps_its_place(place: Store):
+    remote.claim(place, a_run("one", state="Running"))
+    with pytest.raises(AlreadyRunning, match=r"run one of job job in .* has not ended \(it was Running when it last said so\)"):
+        remote.claim(place, a_run("two"))
+    assert remote.claim(place, a_run("two"), replace=True) == a_run("two")
+    with pytest.raises(Superseded, match=r"run one no longer owns .*: run two does"):
+        remote.end(place, "one", "Succeeded", "", 0)
+
+
+def test_what_earlier_runs_left_is_set_aside(place: Store):
+    remote.claim(place, a_run("one", state="Failed", reason="it broke"))
+    for key in ("metrics.jsonl", "logs/worker-0.log", "checkpoints/latest", "checkpoints/step-1/a b/ü#%.bin"):
+        place.put(key, key.encode())
+    before = {key: place.get(key) for key in keys(place)}
+    claimed = remote.claim(place, a_run("two"))
+    assert claimed == a_run("two", aside="one")
+    assert remote.set_aside(place, "two") == 4
+    assert remote.set_aside(place, "two") == 0
+    assert remote.read(place) == a_run("two")
+    assert {key: place.get(f"previous/one/{key}") for key in before} == before
+    assert set(keys(place)) == {"run.json", *(f"previous/one/{key}" for key in before)}
+
+
+def test_objects_of_nobody_are_set_aside_too(place: Store):
+    place.put("notes.txt", b"mine")
+    assert remote.claim(place, a_run("one")).aside == "before-one"
+    remote.set_aside(place, "one")
+    assert keys(place) == ["previous/before-one/notes.txt", "run.json"]
+
+
+def test_a_damaged_record_is_told_and_replaced(memory: Store):
+    memory.put("run.json", b'{"run": "o')
+    with pytest.raises(OutlastError, match=r"run.json cannot be read: Unterminated string"):
+        remote.read(memory)
+    assert remote.claim(memory, a_run("two")) == a_run("two")
+
+
+@every_moment
+@each_register
+def test_whoever_is_killed_while_setting_aside_loses_no_object(conditional: bool, lost: bool, carried_out: bool):
+    raw = store.open_(f"memory://aside-{conditional}-{carried_out}-{lost}")
+    objects = {f"{top}{i}": b"%d" % i for top in ("logs/", "checkpoints/step-1/", "x") for i in range(3)}
+    for n in range(1, 1000):
+        place = raw.child(str(n))
+        calm: Any = Watched(place, hand_over, conditional=conditional)
+        remote.claim(calm, a_run("one", state="Succeeded"))
+        for key, content in objects.items():
+            place.put(key, content)
+        last = Last(n, lost=lost, carried_out=carried_out)
+        dying: Any = Watched(place, last, conditional=conditional)
+        try:
+            remote.claim(dying, a_run("two"))
+            remote.set_aside(dying, "two")
+        except (Killed, Unreachable):
+            here = {key.removeprefix("previous/one/"): place.get(key) for key in keys(place)}
+            assert objects.items() <= here.items(), "an object is lost"
+        remote.claim(calm, a_run("two"))
+        remote.set_aside(calm, "two")
+        assert {key: place.get(key) for key in keys(place) if not key.endswith("run.json")} == {
+            f"previous/one/{key}": content for key, content in objects.items()
+        }
+        assert remote.read(place) == a_run("two")
+        assert remote.Run.parse(place.get("previous/one/run.json")) == a_run("one", state="Succeeded")
+        if not last.reached:
+            break
+    assert n > 20
+
+
+def test_who_sets_aside_much_too_late_touches_nothing_of_the_new_run(memory: Store):
+    memory.put("logs/worker-0.log", b"old")
+    remote.claim(memory, a_run("one"))
+    done = False
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        nonlocal done
+        answer = act()
+        if request == "copy" and not done:  # meanwhile another process has done it, and the run has begun
+            done = True
+            remote.set_aside(memory, "one")
+            memory.put("logs/worker-0.log", b"new")
+        return answer
+
+    remote.set_aside(Watched(memory, hand), "one")  # type: ignore[arg-type]
+    assert memory.get("logs/worker-0.log") == b"new"
+    assert memory.get("previous/before-one/logs/worker-0.log") == b"old"
+
+
+def test_two_that_claim_at_once_do_not_both_succeed(memory: Store):
+    claimed: list[str] = []
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request == "create" and not claimed:
+            claimed.append(remote.claim(memory, a_run("two", state="Running")).run)
+        return act()
+
+    with pytest.raises(AlreadyRunning):
+        remote.claim(Watched(memory, hand), a_run("one"))  # type: ignore[arg-type]
+    assert remote.read(memory) == a_run("two", state="Running")

@@ -1,0 +1,279 @@
+"""Real jobs whose code, data, models and packages come from elsewhere: stores, archives, requirements files."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import os
+import re
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast import store
+from outlast.errors import OutlastError
+from outlast.status import State
+from servers import Place
+from test_environment import a_micromamba, a_wheel
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+
+def tree(name):
+    root = os.environ.get(name)
+    paths = [Path(d, n) for d, _, names in os.walk(root, followlinks=True) for n in names] if root else []
+    return {str(p.relative_to(root)): p.read_text() for p in paths}
+
+try:
+    import tiny
+    version = tiny.VERSION
+except ImportError:
+    version = None
+seen = {"data": tree("OUTLAST_DATA"), "models": tree("OUTLAST_MODELS"), "tiny": version, "python": sys.executable}
+if "--evaluate" in sys.argv:
+    print(json.dumps(seen))
+    sys.exit()
+import time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+Path(os.environ["OUTLAST_OUTPUT"], f"seen-{dist.get_rank()}.json").write_text(json.dumps(seen))
+for _ in range(int(sys.argv[1])):
+    dist.barrier()
+    time.sleep(0.05)
+"""
+
+
+class Gate:
+    """Passes connections to a server on, counts the requests for each path, and can be closed."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.target = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.requests: collections.Counter[str] = collections.Counter()
+        self.open = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            if not self.open:
+                client.close()
+                continue
+            server = socket.create_connection(self.target)
+            threading.Thread(target=self._pass, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pass, args=(server, client, False), daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket, count: bool) -> None:
+        with source, target:
+            try:
+                while self.open and (data := source.recv(65536)):
+                    if count:
+                        self.requests.update(found.decode() for found in re.findall(rb"((?:GET|HEAD) [^ ?]+)\S* HTTP/1.1", data))
+                    target.sendall(data)
+            except OSError:
+                pass
+
+    def count(self, what: str) -> int:
+        """How many requests there were whose method and path contain this."""
+        return sum(number for request, number in self.requests.items() if re.search(what, request))
+
+
+@pytest.fixture
+def gate(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(rclone.server.endpoint)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", gate.endpoint)
+    yield gate
+    gate.listener.close()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def upload(place: Place, files: dict[str, str | bytes]) -> None:
+    there = store.open_(place.url)
+    for key, content in files.items():
+        there.put(key, content if isinstance(content, bytes) else content.encode())
+
+
+def a_tgz(files: dict[str, str]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text.encode())
+            archive.addfile(info, io.BytesIO(text.encode()))
+    return buffer.getvalue()
+
+
+def seen(machine, name: str = "job") -> list[dict[str, object]]:
+    """What each rank of a job has seen."""
+    return [json.loads(path.read_text()) for path in sorted(machine.backend.output(name).glob("seen-*.json"))]
+
+
+def logs(machine, name: str = "job") -> str:
+    return "".join(path.read_text() for path in machine.backend.output(name).glob("logs/worker-*.log"))
+
+
+DATA = {f"digits/part {i}/ä#{i}.txt": f"content {i}" for i in range(25)}
+
+
+def test_two_workers_and_a_second_job_fetch_everything_once(machine, rclone: Place, gate: Gate):
+    upload(rclone, {**DATA, "code.tgz": a_tgz({"repo/see.py": SCRIPT}), "bert/config.txt": "{}"})
+    fields = {
+        "script": "see.py",
+        "code": f"{rclone.url}/code.tgz",
+        "data": [{"from": f"{rclone.url}/digits", "to": "/data"}],
+        "models": [{"from": f"{rclone.url}/bert", "name": "bert"}],
+    }
+    status = machine.run(machine.job(args=("3",), **fields))
+    assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
+    expected = {key.removeprefix("digits/"): content for key, content in DATA.items()}
+    assert [(rank["data"], rank["models"]) for rank in seen(machine)] == [(expected, {"bert/config.txt": "{}"})] * 2
+    assert gate.count(r"GET /bucket-.*txt$") == len(DATA) + 1, gate.requests
+    assert gate.count(r"GET /bucket-.*code.tgz$") == 1
+    gate.requests.clear()
+    status = machine.run(machine.job("second", args=("3",), **fields))
+    assert status.state is State.SUCCEEDED, status
+    assert [rank["data"] for rank in seen(machine, "second")] == [expected] * 2
+    assert gate.count(r"txt$") == 0
+    assert sum(gate.requests.values()) <= 20, gate.requests
+    assert "is here already" in logs(machine, "second")
+
+
+def test_a_worker_that_starts_again_needs_no_store_and_sees_the_same(machine, rclone: Place, gate: Gate):
+    upload(rclone, {"digits/a.txt": "old", "code/see.py": SCRIPT})
+    job = machine.job(
+        args=("400",), script="see.py", code=f"{rclone.url}/code", data=[{"from": f"{rclone.url}/digits", "to": "/data"}]
+    )
+    name = machine.submit(job)
+    first = machine.wait(name, lambda s: len(seen(machine)) == 2 and all(w.ranks for w in s.workers))
+    for path in machine.backend.output(name).glob("seen-*.json"):
+        path.unlink()
+    upload(rclone, {"digits/a.txt": "new"})
+    gate.open = False
+    machine.backend.chaos(name, "kill-worker", worker=1, rng=machine.rng)
+    machine.wait(name, lambda s: s.generation > first.generation and len(seen(machine)) == 2)
+    assert [rank["data"] for rank in seen(machine)] == [{"a.txt": "old"}] * 2
+    machine.backend.cancel(name)
+
+
+def test_a_store_that_is_away_at_the_start_is_waited_for(machine, rclone: Place, gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
+    upload(rclone, {"digits/a.txt": "x", "code/see.py": SCRIPT})
+    gate.open = False
+    job = machine.job(
+        args=("3",), script="see.py", code=f"{rclone.url}/code", data=[{"from": f"{rclone.url}/digits", "to": "/data"}]
+    )
+    name = machine.submit(job)
+    machine.wait(name, lambda s: "exited with code 1" in (machine.directory / "state/jobs/job/launcher.log").read_text())
+    gate.open = True
+    status = machine.end(name)
+    assert status.state is State.SUCCEEDED, status
+    assert [rank["data"] for rank in seen(machine)] == [{"a.txt": "x"}] * 2
+
+
+def test_packages_of_the_job_are_there_in_training_and_in_evaluation(machine, capfd: pytest.CaptureFixture[str], own_cache: Path):
+    a_wheel(machine.directory, "tiny", "2.0")
+    (machine.directory / "requirements.txt").write_text("--no-index\n--find-links .\ntiny")
+    (machine.directory / "code").mkdir()
+    (machine.directory / "code" / "see.py").write_text(SCRIPT)
+    fields = {"script": "see.py", "code": str(machine.directory / "code"), "environment": {"requirements": "requirements.txt"}}
+    status = machine.run(machine.job(args=("3",), **fields))
+    assert status.state is State.SUCCEEDED, status
+    (python,) = own_cache.glob("environments/*/bin/python")
+    assert [(rank["tiny"], rank["python"]) for rank in seen(machine)] == [("2.0", str(python))] * 2
+    assert logs(machine).count("outlast | making environment.requirements") == 1
+    assert "Successfully installed tiny-2.0" in logs(machine) or "+ tiny==2.0" in logs(machine)
+    status = machine.run(machine.job("second", args=("3",), **fields))
+    assert status.state is State.SUCCEEDED, status
+    assert "making environment" not in logs(machine, "second")
+    assert machine.backend.evaluate("second", []) == 0
+    out = capfd.readouterr().out.strip().splitlines()
+    assert json.loads(out[-1])["tiny"] == "2.0"
+
+
+def test_an_environment_of_conda_trains_without_outlast_in_it(machine, monkeypatch: pytest.MonkeyPatch, own_cache: Path):
+    """Checkpoints, world and exact resume are Outlast's own; all of it runs in a Python that has only torch."""
+    monkeypatch.setenv("PATH", f"{a_micromamba(machine.directory / 'bin')}{os.pathsep}{os.environ['PATH']}")
+    (machine.directory / "environment.yml").write_text("dependencies: [python=3.11, pytorch]")
+    status = machine.run(machine.job(args=("--steps=20",), environment={"conda": "environment.yml"}))
+    assert status.state is State.SUCCEEDED, status
+    assert machine.final("job")["step"] == 20
+    assert "outlast | made environment.conda (environment.yml): Python 3.11" in logs(machine)
+
+
+def test_requirements_that_cannot_be_met_are_told_before_data_is_fetched(machine, rclone: Place, gate: Gate):
+    upload(rclone, {"digits/a.txt": "x"})
+    (machine.directory / "requirements.txt").write_text("--no-index\nnosuch==1")
+    fields = {"environment": {"requirements": "requirements.txt"}, "data": [{"from": f"{rclone.url}/digits", "to": "/data"}]}
+    status = machine.run(machine.job(**fields))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)
+    assert "environment.requirements (requirements.txt): " in status.reason
+    assert "nosuch==1" in status.reason
+    assert gate.count(r"a\.txt$") == 0
+
+
+def test_an_archive_with_another_checksum_ends_the_job_with_both(machine, rclone: Place):
+    upload(rclone, {"code.tgz": a_tgz({"see.py": SCRIPT})})
+    status = machine.run(machine.job(script="see.py", code=f"{rclone.url}/code.tgz#sha256={'0' * 64}"))
+    assert (status.state, status.exit_code) == (State.FAILED, 78)
+    assert re.search(r"has the checksum [0-9a-f]{64}, the job file says 0{64}; correct #sha256= there", status.reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"code": "{url}/nothing"}, r"code \(s3://.*/nothing\) does not exist; put it there, or correct the URL"),
+        ({"code": "{url}/no.tgz"}, r"code \(s3://.*/no.tgz\) does not exist; put it there, or correct the URL"),
+        ({"code": "{url}/code"}, r"code \(s3://.*/code/exact.py\) does not exist; put it there, or correct the URL"),
+        ({"code": "{here}/code.tgz"}, r"script \(exact.py\) is not in code \(/.*/code.tgz\); correct it, or the archive"),
+        (
+            {"code": "{here}/code.tgz#sha256=" + "0" * 64},
+            r"has the checksum [0-9a-f]{64}, the job file says 0{64}; correct #sha256",
+        ),
+        ({"code": "{here}/bad.tgz"}, r"code \(/.*/bad.tgz\) is no tar archive, or is damaged: .*; make it again"),
+        (
+            {"code": "{here}/code.rar"},
+            r"code \(/.*/code.rar\) is neither a directory nor an archive \(.tar.gz, .tgz, .tar, .zip\); give",
+        ),
+        (
+            {"data": [{"from": "s3://no-such-bucket-here/x"}]},
+            r"data\[0\].from: .*no bucket s3://no-such-bucket-here .*; create it, or correct its name",
+        ),
+        (
+            {"models": [{"from": "nowhere", "name": "a"}]},
+            r"models\[0\].from \(/.*/nowhere\) does not exist; get the data, or correct",
+        ),
+        (
+            {"environment": {"conda": "environment.yml"}},
+            r"environment.conda: this machine has neither micromamba, mamba nor conda;",
+        ),
+        (
+            {"environment": {"requirements": "no.txt"}},
+            r"environment.requirements \(/.*/no.txt\) does not exist; correct the path",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_at_submission(machine, rclone: Place, fields: dict[str, object], sentence: str):
+    (machine.directory / "bad.tgz").write_bytes(b"<html>")
+    (machine.directory / "code.rar").touch()
+    (machine.directory / "code.tgz").write_bytes(a_tgz({"see.py": ""}))
+    upload(rclone, {"code/see.py": ""})
+    (machine.directory / "environment.yml").write_text("dependencies: [python]")
+    whole = json.loads(json.dumps(fields).replace("{url}", rclone.url).replace("{here}", str(machine.directory)))
+    with pytest.raises(OutlastError, match=sentence):
+        machine.submit(machine.job(**whole))
+    assert not (machine.directory / "state" / "jobs" / "job" / "run.json").exists()

@@ -1,0 +1,263 @@
+"""Real jobs whose output is in a store, with real servers: whatever happens to the machine, the run goes on from the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults import Proxy, denied
+from outlast import checkpoints, cli, contract, store
+from outlast.backends.local import LocalBackend
+from outlast.cli import show
+from outlast.errors import OutlastError
+from outlast.status import JobStatus, State
+from servers import Place
+
+Final = Callable[..., dict[str, object]]
+ARGS = ("--steps=60", "--pause=0.04")
+LONG = ("--steps=150", "--pause=0.04")
+
+
+def objects(url: str) -> dict[str, int]:
+    return {entry.key: entry.size for entry in store.open_(url).entries()}
+
+
+def committed(url: str) -> set[int]:
+    """The steps whose checkpoints have a COMMIT."""
+    found = (re.fullmatch(r"checkpoints/step-(\d+)/.*COMMIT", key) for key in objects(url))
+    return {int(match[1]) for match in found if match}
+
+
+def there(url: str, name: str = "job") -> dict[str, object]:
+    return dict(json.loads(store.open_(f"{url}/{name}").get("run.json")))
+
+
+def pushed(step: int) -> Callable[[JobStatus], bool]:
+    return lambda status: status.store is not None and status.store.step >= step
+
+
+def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place, undisturbed: Final):
+    status = machine.run(machine.job(args=ARGS, output=f"{s3.url}/runs/"))
+    assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
+    output = machine.backend.output("job")
+    found = objects(f"{s3.url}/runs/job")
+    assert {"job.yaml", "run.json", "final.json", "metrics.jsonl", "logs/worker-0.log", "logs/worker-1.log"} <= found.keys()
+    for path in [*output.glob("logs/*"), *output.glob("ledger/*"), output / "final.json"]:
+        assert store.open_(f"{s3.url}/runs/job").get(str(path.relative_to(output))) == path.read_bytes()
+    for worker in (0, 1):
+        log = store.open_(f"{s3.url}/runs/job").get(f"logs/worker-{worker}.log").decode()
+        assert log.endswith(f"outlast | worker {worker}: training is done (exit 0)\n")
+    here = [checkpoint.step for checkpoint in checkpoints.list_(output / contract.CHECKPOINTS)]
+    assert committed(f"{s3.url}/runs/job") == set(here)
+    assert there(f"{s3.url}/runs")["state"] == "Succeeded"
+    assert not [key for key in found if "//" in key or key.startswith(".push/")]
+    assert status.store is not None
+    assert (status.store.step, status.store.error) == (60, "")
+
+
+def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
+    machine, machine_in, tmp_path: Path, s3: Place, undisturbed: Final
+):
+    job = machine.job(args=LONG, output=s3.url)
+    name = machine.submit(job)
+    step = machine.wait(name, pushed(20)).store.step
+    machine.kill_everything()
+    machine.kill_everything()
+    shutil.rmtree(machine.directory / "state")
+    elsewhere = machine_in(tmp_path / "elsewhere")
+    elsewhere.directory.mkdir()
+    try:
+        status = elsewhere.run(job)
+        assert status.state is State.SUCCEEDED, status
+        events = elsewhere.backend.events(name)
+        restored = [event["step"] for event in events if event["kind"] == "restored"]
+        assert restored[-1] >= step
+        assert len({event["run"] for event in events if event["kind"] == "submitted"}) == 1
+        log = "\n".join(line.text for line in elsewhere.backend.logs(name))
+        assert f"fetching the checkpoint of step {restored[-1]}" in log
+        final = elsewhere.final(name)
+    finally:
+        elsewhere.kill_everything()
+        elsewhere.kill_everything()
+    assert final == undisturbed(LONG, 2)
+
+
+def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
+    status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}), timeout_s=60)
+    assert status.state is State.FAILED
+    log = store.open_(f"{rclone.url}/job").get("logs/worker-1.log").decode()
+    assert "a bug at step 5" in log
+    assert there(rclone.url)["state"] == "Failed"
+
+
+def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
+    machine, rclone_proxy: Proxy, undisturbed: Final, monkeypatch
+):
+    monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
+    name = machine.submit(machine.job(args=LONG, output=rclone_proxy.url, sync={"every": "1s"}))
+    machine.wait(name, pushed(10))
+    rclone_proxy.down()
+    away = machine.wait(name, lambda s: s.store is not None and s.store.since is not None and s.store.backlog > 0)
+    assert away.state is State.RUNNING
+    assert away.store.error
+    probes = next(worker.probes for worker in away.workers if worker.probes)
+    assert urllib.request.urlopen(f"http://{probes}/healthz", timeout=5).status == 200
+    metrics = urllib.request.urlopen(f"http://{probes}/metrics", timeout=5).read().decode()
+    failing = re.search(r"^outlast_sync_failing_seconds\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
+    assert failing
+    assert float(failing[1]) > 0
+    assert "fails since" in show.in_store(away.store, time.time())
+    step = away.step
+    machine.wait(name, lambda s: s.step > step + 5)
+    rclone_proxy.up()
+    machine.wait(name, lambda s: s.store is not None and s.store.since is None)
+    status = machine.end(name)
+    assert status.state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(LONG, 2)
+    assert 150 in committed(f"{rclone_proxy.url}/job")
+
+
+def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, rclone_proxy: Proxy, monkeypatch):
+    monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
+    job = machine.job(args=ARGS, output=rclone_proxy.url)
+    name = machine.submit(job)
+    machine.wait(name, pushed(10))
+    machine.kill_everything()
+    machine.kill_everything()
+    here = checkpoints.list_(machine.backend.output(name) / contract.CHECKPOINTS)[-1].step
+    rclone_proxy.down()
+    with pytest.raises(OutlastError, match="cannot be reached|refused|unreachable"):
+        machine.submit(job)
+    rclone_proxy.up()
+    status = machine.run(job)
+    assert status.state is State.SUCCEEDED
+    restored = [event["step"] for event in machine.backend.events(name) if event["kind"] == "restored"]
+    assert restored[-1] >= here
+    assert 60 in committed(f"{rclone_proxy.url}/job")
+
+
+def test_a_new_run_sets_the_old_one_aside(machine, moto: Place):
+    job = machine.job(args=("--steps=20", "--pause=0"), output=moto.url)
+    first, second = machine.run(job), machine.run(job)
+    assert first.run != second.run
+    found = objects(f"{moto.url}/job")
+    assert {f"previous/{first.run}/final.json", "final.json"} <= found.keys()
+    assert there(moto.url)["run"] == second.run
+    commits = [key for key in found if key.endswith("/COMMIT")]
+    assert {key.startswith(f"previous/{first.run}/") for key in commits} == {True, False}
+
+
+def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, machine_in, tmp_path: Path, moto: Place):
+    name = machine.submit(machine.job(args=LONG, output=moto.url))
+    before = machine.wait(name, pushed(10))
+    machine.kill_everything()
+    machine.kill_everything()
+    elsewhere = machine_in(tmp_path / "elsewhere")
+    elsewhere.directory.mkdir()
+    job = elsewhere.job(args=("--steps=20",), output=moto.url)
+    from outlast import spec
+
+    try:
+        elsewhere.backend.submit(spec.load(job), source=job, fresh=True)
+        status = elsewhere.end(name)
+    finally:
+        elsewhere.kill_everything()
+        elsewhere.kill_everything()
+    assert (status.state, status.step) == (State.SUCCEEDED, 20)
+    assert status.run != before.run
+    assert f"previous/{before.run}/job.yaml" in objects(f"{moto.url}/job")
+
+
+def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_in, tmp_path: Path, moto: Place):
+    job = machine.job(args=("--steps=400", "--pause=0.05"), output=moto.url)
+    name = machine.submit(job)
+    machine.wait(name, pushed(10))
+    elsewhere = machine_in(tmp_path / "elsewhere")
+    elsewhere.directory.mkdir()
+    try:
+        elsewhere.submit(job)
+        elsewhere.wait(name, lambda s: s.generation > 1 and pushed(20)(s))
+        zombie = machine.end(name)
+        assert zombie.state is State.FAILED
+        assert "generation" in zombie.reason
+        step = elsewhere.backend.status(name).step
+        elsewhere.wait(name, lambda s: s.step > step)
+    finally:
+        elsewhere.kill_everything()
+        elsewhere.kill_everything()
+
+
+@pytest.mark.parametrize(
+    ("env", "output", "sentence"),
+    [
+        ({}, "s3://no-such-bucket-here/runs", "no-such-bucket-here"),
+        ({"AWS_ACCESS_KEY_ID": "AKIDWRONG"}, None, "AKIDWRONG|access key"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}, None, "credentials"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1", "OUTLAST_STORE_TIMEOUT": "1"}, None, "127.0.0.1:1"),
+    ],
+)
+def test_what_is_wrong_with_the_store_is_said_before_anything_starts(
+    machine, rclone: Place, monkeypatch, env: dict[str, str], output: str | None, sentence: str
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with pytest.raises(OutlastError, match=sentence) as raised:
+        machine.submit(machine.job(output=output or rclone.url))
+    assert "\n" not in str(raised.value)
+    assert not (machine.directory / "state" / "jobs" / "job").exists()
+
+
+def test_a_bucket_that_may_only_be_read_is_said_before_anything_starts(machine, moto_proxy: Proxy):
+    moto_proxy.fault = lambda request: denied if request.method == "PUT" else None
+    with pytest.raises(OutlastError, match="s3:PutObject") as raised:
+        machine.submit(machine.job(output=moto_proxy.url))
+    assert "\n" not in str(raised.value)
+    assert not (machine.directory / "state" / "jobs" / "job").exists()
+
+
+def test_the_logs_are_read_from_the_store_when_the_machine_has_lost_them(machine, rclone: Place):
+    machine.run(machine.job(args=("--steps=5", "--pause=0"), output=rclone.url))
+    here = [(line.worker, line.text) for line in machine.backend.logs("job")]
+    shutil.rmtree(machine.backend.output("job"))
+    assert [(line.worker, line.text) for line in machine.backend.logs("job")] == here
+    assert [line.worker for line in machine.backend.logs("job", worker=1, tail=1)] == [1]
+
+
+def test_logs_are_read_with_nothing_but_the_job_file_or_the_url(machine, rclone: Place, capsys: pytest.CaptureFixture[str]):
+    job = machine.job(args=("--steps=5", "--pause=0"), output=f"{rclone.url}/runs")
+    machine.run(job)
+    here = [line.text for line in machine.backend.logs("job", worker=1)]
+    for given in (f"{rclone.url}/runs/job", str(job)):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["logs", given, "--worker", "1"])
+        assert (ended.value.code, capsys.readouterr().out.splitlines()) == (0, here)
+
+
+def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rclone: Place, undisturbed: Final):
+    name = machine.submit(machine.job(args=LONG, output=rclone.url))
+    status = machine.wait(name, pushed(10))
+    for _ in range(2):
+        for worker in status.workers:
+            assert worker.pid
+            os.kill(worker.pid, signal.SIGKILL)
+        step = status.step
+        status = machine.wait(name, lambda s, step=step: s.step > step + 15 and bool(s.world))
+    assert machine.end(name).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(LONG, 2)
+    assert 150 in committed(f"{rclone.url}/job")
+
+
+def test_two_backends_of_one_machine_do_not_share_what_is_pushed(machine, rclone: Place):
+    machine.run(machine.job("one", args=("--steps=5", "--pause=0"), output=rclone.url))
+    machine.run(machine.job("two", args=("--steps=5", "--pause=0"), output=rclone.url))
+    assert isinstance(machine.backend, LocalBackend)
+    assert {key.split("/")[0] for key in objects(rclone.url)} == {"one", "two"}

@@ -1,0 +1,701 @@
+"""Objects come back as they went in, from every kind of store, and what cannot be is said in one sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from outlast import multipart, s3, store, urls
+from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError
+from servers import KEY, REGION, SECRET, Place
+
+KINDS = ["memory", "file", "rclone", "moto"]
+MIB = 1 << 20
+NAMES = [
+    "a b", "ü€漢/ñ", "e\u0301", "a#b", "#", "a%b", "a%20b", "%2F", "a+b", "a&b=c", "a?b", "q\"'b", ".leading", "..two", "...",
+    "~t", "a\\b", "a*b", "<a>|b", "{x}^`[y]", "a=b/c:d;e,f@g!$(h)", " edge ", "x.", "deep/er/and/deeper", "ends#x", "#1 in front",
+]  # fmt: skip
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind in turn."""
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    if request.param == "file":
+        return f"file://{tmp_path}/a store%20#ü"
+    place: Place = request.getfixturevalue(request.param)
+    return place.url
+
+
+@pytest.fixture(params=["memory", "moto"])
+def conditional(request: pytest.FixtureRequest) -> store.Store:
+    """A place that knows conditional writes."""
+    return store.open_(request.getfixturevalue("moto").url if request.param == "moto" else f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of several parts."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(os.urandom(multipart.PART + 5 * MIB + 1))
+    return path
+
+
+def contents(place: store.Store, below: str = "") -> dict[str, bytes]:
+    return {entry.key: place.get(entry.key) for entry in place.entries(below)}
+
+
+def keys(place: store.Store, below: str = "") -> list[str]:
+    return [entry.key for entry in place.entries(below)]
+
+
+# Names
+
+
+def test_every_name_comes_back(url: str) -> None:
+    place = store.open_(f"{url}/some prefix%20/é#")
+    for n, name in enumerate(NAMES):
+        place.put(name, str(n).encode())
+    assert contents(place) == {name: str(n).encode() for n, name in enumerate(NAMES)}
+    assert keys(place) == sorted(NAMES, key=str.encode)
+    assert place.names() == sorted({name.split("/")[0] for name in NAMES})
+    for name in NAMES:
+        assert place.head(name).key == name
+        assert bytes(place.range(name, 0, 1)) == place.get(name)[:1]
+        place.copy(name, "copies/" + name)
+    assert set(keys(place.child("copies"))) == set(NAMES)
+    place.delete(NAMES)
+    assert set(keys(place)) == {"copies/" + name for name in NAMES}
+    assert place.names() == ["copies"]
+    place.delete(entry.key for entry in place.entries("copies"))
+    assert keys(place) == []
+    assert place.names() == []
+
+
+def test_large_files_may_have_every_name(url: str, file: Path, tmp_path: Path) -> None:
+    place = store.open_(url)
+    for name in ("a b/ü#%+&?'\"", "%2F"):
+        place.upload(file, name, journal=tmp_path / "journal")
+        assert place.get(name) == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        ("", "it is empty"),
+        ("/a", "a segment is empty"),
+        ("a/", "a segment is empty"),
+        ("a//b", "a segment is empty"),
+        ("a/../b", "a segment is `.` or `..`"),
+        ("./a", "a segment is `.` or `..`"),
+        ("a\nb", "it has the control character '\\n'"),
+        ("a\x7f", "it has the control character '\\x7f'"),
+        ("\udcff", "it is not valid Unicode"),
+    ],
+)
+def test_what_cannot_be_a_name_is_said(url: str, key: str, why: str) -> None:
+    place = store.open_(url)
+    for attempt in (place.head, place.get, partial(place.put, data=b""), partial(place.copy, to="x"), partial(place.copy, "x")):
+        with pytest.raises(StoreError) as caught:
+            attempt(key)
+        assert f" cannot be the name of an object: {why}" in str(caught.value)
+        assert not caught.value.retry
+
+
+def test_names_that_only_some_stores_cannot_hold_are_said(tmp_path: Path, moto: Place) -> None:
+    with pytest.raises(StoreError, match="keeps names that end in # and digits"):
+        store.open_(f"file://{tmp_path}").put("plot#1", b"")
+    with pytest.raises(StoreError, match="a segment is longer than 255 bytes"):
+        store.open_(f"file://{tmp_path}").put("x" * 256, b"")
+    with pytest.raises(StoreError, match="it has 1,026 bytes, and 1,024 are allowed"):
+        store.open_(f"{moto.url}/p").put("ü" * 512, b"")
+    store.open_(moto.url).put("plot#1", b"")
+
+
+# URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("s3://bucket//a/", "s3://bucket/a"),
+        ("s3://bucket/./a/.//b///", "s3://bucket/a/b"),
+        ("s3://bucket/a b/%20#?+", "s3://bucket/a b/%20#?+"),
+        ("s3://My_Old.Bucket/x", "s3://My_Old.Bucket/x"),
+        ("gs://b-1_c.d/x", "gs://b-1_c.d/x"),
+        ("az://$root/x", "az://$root/x"),
+        ("memory://x", "memory://x"),
+        ("memory://any name/y", "memory://any name/y"),
+        ("file:///a//b/../c/", "file:///a/c"),
+        ("file:////a", "file:///a"),
+        ("file:///", "file:///"),
+        ("file://./runs", f"file://{os.getcwd()}/runs"),
+        ("file://runs", f"file://{os.getcwd()}/runs"),
+        ("file://../runs", f"file://{os.path.dirname(os.getcwd())}/runs"),
+    ],
+)
+def test_urls_lose_what_has_no_meaning(url: str, expected: str) -> None:
+    assert store.normalised(url) == expected
+    assert store.normalised(expected) == expected
+
+
+KNOWN = "s3://, gs://, az://, file://, memory://"
+NO_BUCKET = "cannot be the name of a bucket; that is 3 to 63 of a-z, 0-9, `-` and `.`"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("", f"'' is no URL of a store; those begin with {KNOWN}"),
+        ("/data", f"'/data' is no URL of a store; those begin with {KNOWN}"),
+        ("s3:bucket/x", "s3:bucket/x is no URL of a store; write s3://bucket/x"),
+        ("s3:/bucket/x", "s3:/bucket/x is no URL of a store; write s3://bucket/x"),
+        ("ftp://host/x", f"ftp://host/x: there is no store ftp:// here; use one of {KNOWN}"),
+        ("S3://bucket", f"S3://bucket: there is no store S3:// here; use one of {KNOWN}"),
+        ("s3://", "s3:// names no bucket; write s3://bucket/prefix"),
+        ("s3:///a", "s3:///a names no bucket; write s3://bucket/prefix"),
+        ("az:///a", "az:///a names no container; write az://container/prefix"),
+        ("memory://", "memory:// names no name; write memory://name/prefix"),
+        ("s3://b/x", f"s3://b/x: 'b' {NO_BUCKET}"),
+        ("s3://my bucket/x", f"s3://my bucket/x: 'my bucket' {NO_BUCKET}"),
+        ("s3://user:key@host/x", f"s3://user:key@host/x: 'user:key@host' {NO_BUCKET}"),
+        ("gs://Bucket", "gs://Bucket: 'Bucket' cannot be the name of a bucket; that is 3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
+        ("az://a--b", "az://a--b: 'a--b' cannot be the name of a container; that is 3 to 63 of a-z, 0-9 and single `-`"),
+        ("s3://bucket/a/../b", "'s3://bucket/a/../b' cannot be a place in a store: a segment is `.` or `..`"),
+        ("s3://bucket/a\n", "'s3://bucket/a\\n' cannot be a place in a store: it has the control character '\\n'"),
+    ],
+)  # fmt: skip
+def test_urls_that_name_no_place_are_said(url: str, expected: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        store.open_(url)
+    assert str(caught.value) == expected
+    assert not caught.value.retry
+
+
+def test_children_are_places(url: str) -> None:
+    place = store.open_(f"{url}//runs/")
+    assert place.url == f"{url}/runs"
+    child = place.child("digits").child("logs/")
+    assert child.url == f"{url}/runs/digits/logs"
+    child.put("worker-0.log", b"hello")
+    assert place.get("digits/logs/worker-0.log") == b"hello"
+    assert keys(store.open_(f"{url}/runs/digits")) == ["logs/worker-0.log"]
+    assert place.child("") is place
+
+
+def test_a_memory_is_one_within_a_process() -> None:
+    name = uuid.uuid4().hex
+    store.open_(f"memory://{name}/a").put("x", b"1")
+    assert store.open_(f"memory://{name}").get("a/x") == b"1"
+    assert keys(store.open_(f"memory://{name}-other")) == []
+
+
+# Contents
+
+
+def test_what_is_written_is_read(url: str, tmp_path: Path) -> None:
+    place = store.open_(url)
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(100_000))
+    for data in (b"", b"x", bytearray(b"array"), memoryview(b"view" * 1000), os.urandom(3 * MIB), file):
+        etag = place.put("x", data)
+        expected = file.read_bytes() if isinstance(data, Path) else bytes(data)
+        assert place.get("x") == expected
+        content, entry = place.read("x")
+        assert (content, entry.key, entry.size, entry.etag) == (expected, "x", len(expected), etag)
+        assert place.head("x") == entry
+        assert next(iter(place.entries())).etag == etag
+        assert abs(entry.modified - place.head("x").modified) < 1
+
+
+def test_an_etag_changes_with_the_content(url: str) -> None:
+    place = store.open_(url)
+    first = place.put("x", b"1")
+    assert place.put("x", b"22") != first
+    assert place.head("x").etag != first
+
+
+def test_a_range_is_exactly_that(url: str) -> None:
+    place = store.open_(url)
+    etag = place.put("x", b"0123456789")
+    assert bytes(place.range("x", 0, 10)) == b"0123456789"
+    assert bytes(place.range("x", 3, 7, etag=etag)) == b"3456"
+    assert bytes(place.range("x", 9, 10)) == b"9"
+    assert bytes(place.range("x", 4, 4)) == b""
+    for start, end in ((5, 11), (10, 12), (30, 40)):
+        with pytest.raises(Changed, match="has no such bytes") as caught:
+            place.range("x", start, end)
+        assert caught.value.retry
+    with pytest.raises(Missing):
+        place.range("y", 0, 1)
+
+
+def test_a_range_is_of_the_version_that_was_asked_for(url: str) -> None:
+    place = store.open_(url)
+    old = place.put("x", b"0123456789")
+    place.put("x", b"abcdefghijk")
+    if url.startswith("s3://") and not place.conditional():
+        pytest.skip("rclone takes no notice of If-Match")
+    with pytest.raises(Changed):
+        place.range("x", 0, 3, etag=old)
+
+
+def test_what_is_missing_is_missing(url: str) -> None:
+    place = store.open_(url)
+    for attempt in (place.head, place.get, place.read, partial(place.copy, to="y")):
+        with pytest.raises(Missing) as caught:
+            attempt("no/thing")
+        assert str(caught.value) == f"{url}/no/thing does not exist"
+        assert not caught.value.retry
+    place.delete(["no/thing", "nothing"])
+    assert keys(place) == keys(place, "no/thing") == place.names() == place.names("no") == []
+
+
+def test_a_listing_is_of_whole_segments(url: str) -> None:
+    place = store.open_(url)
+    for key in (
+        ("a/x", "a/y/z", "ab", "ab/c", "a.b", "b") if not url.startswith(("file", "s3")) else ("a/x", "a/y/z", "ab/c", "a.b", "b")
+    ):
+        place.put(key, b"1")
+    assert keys(place, "a") == ["a/x", "a/y/z"]
+    assert keys(place.child("a")) == ["x", "y/z"]
+    assert place.names("a") == ["x", "y"]
+    assert place.names() == ["a", "a.b", "ab", "b"]
+
+
+def test_long_listings_come_in_pages(url: str) -> None:
+    place = store.open_(url)
+    names = [f"d{n % 3}/{n:05}" for n in range(2_300 if "moto" not in url and not url.startswith("s3") else 1_150)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: place.put(name, b"x"), names))
+    assert keys(place) == sorted(names)
+    assert len(place.names("d1")) == len(keys(place, "d1"))
+    place.delete(names)
+    assert keys(place) == []
+
+
+def test_directories_that_consoles_make_are_no_objects(moto: Place) -> None:
+    for key in ("p/", "p/dir/", "p/dir/x", "p/empty", "p/dirx"):
+        moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"")
+    place = store.open_(f"{moto.url}/p")
+    assert keys(place) == ["dir/x", "dirx", "empty"]
+    assert keys(store.open_(moto.url), "p/dir") == ["p/dir/x"]
+    assert place.names() == ["dir", "dirx", "empty"]
+    assert place.names("dir") == ["x"]
+
+
+def test_an_object_that_cannot_be_a_file_is_named(moto: Place) -> None:
+    moto.server.client.put_object(Bucket=moto.bucket, Key="out//log", Body=b"")
+    with pytest.raises(StoreError, match="there is an object called 'out//log', which cannot be a file") as caught:
+        keys(store.open_(moto.url))
+    assert not caught.value.retry
+
+
+def test_a_local_store_leaves_no_empty_directories(tmp_path: Path) -> None:
+    place = store.open_(f"file://{tmp_path}/out")
+    place.put("a/b/c", b"1")
+    place.put("a/d", b"1")
+    place.delete(["a/b/c"])
+    assert [path.name for path in (tmp_path / "out" / "a").iterdir()] == ["d"]
+    place.delete(["a/d"])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_local_store_says_what_the_disk_says(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="/file/x cannot be written: Not a directory"):
+        store.open_(f"file://{tmp_path}/file").put("x", b"")
+    with pytest.raises(Denied, match="/sys/x cannot be written: permission denied"):
+        store.open_("file:///sys").put("x", b"")
+
+
+# Conditions
+
+
+def test_whether_writes_can_be_conditional_is_found_out(url: str, request: pytest.FixtureRequest) -> None:
+    place = store.open_(f"{url}/runs")
+    assert place.conditional() == (request.node.callspec.params["url"] in ("memory", "moto"))
+    assert place.child("digits").conditional() == place.conditional()
+    assert keys(store.open_(url)) == []
+
+
+def test_what_exists_is_not_created(conditional: store.Store) -> None:
+    etag = conditional.create("x", b"1")
+    assert conditional.head("x").etag == etag
+    with pytest.raises(Exists) as caught:
+        conditional.create("x", b"2")
+    assert str(caught.value) == f"{conditional.url}/x exists already"
+    assert conditional.get("x") == b"1"
+
+
+def test_only_the_version_that_is_known_is_replaced(conditional: store.Store) -> None:
+    first = conditional.put("x", b"1")
+    second = conditional.replace("x", b"2", first)
+    assert conditional.get("x") == b"2"
+    with pytest.raises(Changed):
+        conditional.replace("x", b"3", first)
+    conditional.delete(["x"])
+    with pytest.raises(Changed):
+        conditional.replace("x", b"3", second)
+    with pytest.raises(Missing):
+        conditional.head("x")
+
+
+def test_one_of_many_creates(conditional: store.Store) -> None:
+    def create(n: int) -> int:
+        try:
+            conditional.create("x", f"by {n}".encode())
+            return n
+        except Exists:
+            return -1
+
+    with ThreadPoolExecutor(16) as pool:
+        created = [n for n in pool.map(create, range(32)) if n >= 0]
+    assert len(created) == 1
+    assert conditional.get("x") == f"by {created[0]}".encode()
+
+
+def test_no_replacement_is_lost(conditional: store.Store) -> None:
+    conditional.put("count", b"[]")
+
+    def add(n: int) -> None:
+        while True:
+            data, entry = conditional.read("count")
+            try:
+                conditional.replace("count", json.dumps([*json.loads(data), n]).encode(), entry.etag)
+                return
+            except Changed:
+                continue
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(40)))
+    assert sorted(json.loads(conditional.get("count"))) == list(range(40))
+
+
+# Large files
+
+
+def test_a_large_file_arrives(url: str, file: Path, tmp_path: Path) -> None:
+    place, seen = store.open_(url), list[int]()
+    etag = place.upload(file, "dir/x", journal=tmp_path / "journal", progress=seen.append)
+    assert place.get("dir/x") == file.read_bytes()
+    assert place.head("dir/x").etag == etag
+    assert sum(seen) == file.stat().st_size
+    assert not (tmp_path / "journal").exists()
+
+
+@pytest.mark.parametrize("size", [0, 1, multipart.SMALL, multipart.SMALL + 1, multipart.PART, 2 * multipart.PART])
+def test_files_of_every_size_arrive(url: str, tmp_path: Path, size: int) -> None:
+    place, seen = store.open_(url), list[int]()
+    (tmp_path / "file").write_bytes(os.urandom(size))
+    place.upload(tmp_path / "file", "x", progress=seen.append)
+    assert (place.head("x").size, sum(seen)) == (size, size)
+    assert place.get("x") == (tmp_path / "file").read_bytes()
+
+
+def test_a_file_that_cannot_be_read_is_said(url: str, tmp_path: Path) -> None:
+    place = store.open_(url)
+    for attempt in (partial(place.upload, key="x"), lambda path: place.put("x", path)):
+        with pytest.raises(StoreError) as caught:
+            attempt(tmp_path / "gone")
+        assert str(caught.value) == f"{tmp_path}/gone cannot be read: No such file or directory"
+
+
+def test_an_upload_stops_when_it_is_asked_to(url: str, file: Path, tmp_path: Path) -> None:
+    place, stop = store.open_(url), threading.Event()
+    stop.set()
+    with pytest.raises(Stopped):
+        place.upload(file, "x", journal=tmp_path / "journal", stop=stop)
+    assert keys(place) == []
+    place.upload(file, "x", journal=tmp_path / "journal")
+    assert place.get("x") == file.read_bytes()
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(url: str, file: Path, tmp_path: Path) -> None:
+    place = store.open_(url)
+
+    def touch(_: int) -> None:
+        with file.open("r+b") as other:
+            other.write(os.urandom(8))
+
+    with pytest.raises(Changed, match="changed while it was sent") as caught:
+        place.upload(file, "x", journal=tmp_path / "journal", progress=touch)
+    assert caught.value.retry
+    assert not (tmp_path / "journal").exists()
+    place.upload(file, "x", journal=tmp_path / "journal")
+    assert place.get("x") == file.read_bytes()
+
+
+@pytest.mark.parametrize("size", [multipart.SMALL + 1, 100 << 30, 150 << 30, 1 << 40, 5 << 40])
+def test_parts_are_few_and_large_enough(size: int) -> None:
+    part = multipart.part_size(size)
+    assert part >= 8 * MIB
+    assert part % MIB == 0
+    assert -(-size // part) < 10_000
+    assert part == multipart.PART or -(-size // part) > 9_000
+
+
+# Who we are
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """An instance's metadata (IMDS), or a pod's identity: who asks gets credentials."""
+
+    def do_GET(self) -> None:
+        said: object = {
+            "AccessKeyId": KEY,
+            "SecretAccessKey": SECRET,
+            "Token": "t",
+            "Expiration": "2099-01-01T00:00:00Z",
+            "Code": "Success",
+        }
+        if self.path.rstrip("/").endswith("security-credentials"):
+            said = "role"
+        body = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_PUT(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "5")
+        self.end_headers()
+        self.wfile.write(b"token")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata() -> Iterator[str]:
+    """The address of an instance's metadata."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def nobody(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A bucket of a server that checks signatures, and no credentials."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    return rclone
+
+
+def works(place: Place) -> None:
+    """Both libraries are who they should be."""
+    there = store.open_(place.url)
+    there.put("x", b"1")
+    assert there._root.access is not None
+    assert there._root.access.client.get_object(Bucket=place.bucket, Key="x")["Body"].read() == b"1"
+
+
+def config(monkeypatch: pytest.MonkeyPatch, path: Path, text: str) -> None:
+    path.write_text(text)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
+
+
+def test_nobody_is_told_where_we_looked(nobody: Place) -> None:
+    with pytest.raises(Denied) as caught:
+        store.open_(nobody.url)
+    assert str(caught.value) == (
+        "no credentials for S3: neither AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, nor a profile in ~/.aws, nor a web"
+        " identity, nor the role of a pod, container or instance; AWS_SKIP_SIGNATURE=true reads public buckets"
+    )
+    assert not caught.value.retry
+
+
+def test_a_profile_says_who_and_where(nobody: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    config(
+        monkeypatch,
+        tmp_path / "config",
+        f"[profile lab]\nregion = {REGION}\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\nservices = here\n"
+        f"[services here]\ns3 =\n  endpoint_url = {nobody.server.endpoint}\n",
+    )
+    works(nobody)
+
+
+def test_a_profile_that_is_not_there_is_said(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    with pytest.raises(Denied, match="cannot be used: The config profile \\(lab\\) could not be found"):
+        store.open_(nobody.url)
+
+
+def test_credentials_may_come_from_a_process(nobody: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Expiration": "2099-01-01T00:00:00Z"}
+    (tmp_path / "said").write_text(json.dumps(said))
+    config(monkeypatch, tmp_path / "config", f"[default]\ncredential_process = cat {tmp_path}/said\n")
+    works(nobody)
+
+
+def test_credentials_may_come_from_the_instance(nobody: Place, metadata: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata)
+    assert s3.access().credentials.method == "iam-role"
+
+
+def test_credentials_may_come_from_a_pods_identity(
+    nobody: Place, metadata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("token")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{metadata}/v1/credentials")
+    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    assert s3.access().credentials.method == "container-role"
+
+
+def test_credentials_may_come_from_a_web_identity(moto: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    (tmp_path / "token").write_text("token")
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    works(moto)
+
+
+def test_wrong_keys_are_said(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    place = store.open_(rclone.url)
+    at = f" at {rclone.server.endpoint}"
+    secret = "the secret is not that of the access key (SignatureDoesNotMatch); correct AWS_SECRET_ACCESS_KEY"
+    for attempt, done in ((place.get, "read"), (place.head, "read"), (partial(place.put, data=b""), "written")):
+        with pytest.raises(Denied) as caught:
+            attempt("x")
+        assert str(caught.value) == f"{rclone.url}/x cannot be {done}: the store{at} says that {secret}"
+
+
+def test_a_bucket_that_does_not_exist_is_said(s3: Place, file: Path) -> None:
+    place = store.open_("s3://no-such-bucket/runs")
+    attempts: list[Callable[[], object]] = [
+        lambda: keys(place), place.names, place.conditional, lambda: place.get("x"), lambda: place.put("x", b""),
+        lambda: place.create("x", b""), lambda: place.delete(["x"]), lambda: place.upload(file, "x"),
+        lambda: place.range("x", 0, 1),
+    ]  # fmt: skip
+    for attempt in attempts:
+        with pytest.raises(NoBucket) as caught:
+            attempt()
+        assert str(caught.value) == (
+            f"there is no bucket s3://no-such-bucket at {s3.server.endpoint};"
+            " create it, or correct its name, the region or the endpoint"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("AWS_ENDPOINT_URL", "minio:9000", "AWS_ENDPOINT_URL is minio:9000; it must begin with https:// (or http://)"),
+        ("AWS_S3_ADDRESSING_STYLE", "dns", "AWS_S3_ADDRESSING_STYLE is dns; it must be path, virtual or auto"),
+        ("OUTLAST_STORE_TIMEOUT", "1m", "OUTLAST_STORE_TIMEOUT is 1m; it must be a number of seconds, above 0"),
+        ("OUTLAST_STORE_TIMEOUT", "-1", "OUTLAST_STORE_TIMEOUT is -1; it must be a number of seconds, above 0"),
+        ("OUTLAST_STORE_TIMEOUT", "inf", "OUTLAST_STORE_TIMEOUT is inf; it must be a number of seconds, above 0"),
+    ],
+)
+def test_wrong_settings_are_said(moto: Place, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StoreError) as caught:
+        store.open_(moto.url)
+    assert str(caught.value) == said
+
+
+def test_addresses_are_where_the_bucket_is() -> None:
+    keys = {
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_REGION": "eu-west-1",
+    }
+
+    def address(bucket: str, **more: str) -> tuple[object, object]:
+        options = s3.access({**keys, **more}).options(bucket)
+        return options["virtual_hosted_style_request"], options.get("aws_endpoint_url_s3")
+
+    assert address("b") == (True, None)
+    assert address("dotted.b") == (False, None)
+    assert address("b", AWS_REGION="cn-north-1") == (True, "https://b.s3.cn-north-1.amazonaws.com.cn")
+    assert address("b", AWS_ENDPOINT_URL="http://minio:9000/") == (False, "http://minio:9000")
+    assert address("b", AWS_ENDPOINT_URL="https://all", AWS_ENDPOINT_URL_S3="https://s3") == (False, "https://s3")
+    assert address("b", AWS_ENDPOINT_URL="https://h:1", AWS_S3_ADDRESSING_STYLE="virtual") == (True, "https://b.h:1")
+    assert address("b", AWS_S3_ADDRESSING_STYLE="path") == (False, None)
+
+
+def test_a_public_bucket_needs_no_credentials(moto: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.open_(moto.url).put("x", b"1")
+    moto.server.client.put_bucket_acl(Bucket=moto.bucket, ACL="public-read")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    works(moto)
+    assert store.open_(moto.url).link("x") is None
+
+
+def test_without_its_libraries_a_store_says_what_to_install(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    with pytest.raises(Denied) as caught:
+        store.open_(nobody.url)
+    assert str(caught.value) == (
+        "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; profiles and roles need botocore: pip install 'outlast[store]'"
+    )
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(StoreError) as missing:
+        store.open_(nobody.url)
+    assert str(missing.value) == f"{nobody.url}: stores need obstore; pip install 'outlast[store]'"
+
+
+def test_what_the_environment_says_completely_needs_no_botocore(moto: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    place = store.open_(moto.url)
+    place.put("x", b"1")
+    assert place.get("x") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("az://container", "az://container cannot be opened: no account for Azure; set AZURE_STORAGE_ACCOUNT_NAME"),
+        ("gs://bucket", "gs://bucket cannot be opened: Generic GCS error: Unable to open service account file from /gone.json"),
+    ],
+)
+def test_other_stores_say_what_they_lack(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/gone.json")
+    for name in list(os.environ):
+        if name.startswith("AZURE_"):
+            monkeypatch.delenv(name)
+    with pytest.raises(StoreError) as caught:
+        store.open_(url)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_link_reads_an_object(url: str) -> None:
+    import urllib.request
+
+    place = store.open_(url)
+    place.put("a b#%", b"hello")
+    link = place.link("a b#%")
+    assert (link is None) == (not url.startswith("s3://"))
+    if link:
+        with contextlib.closing(urllib.request.urlopen(link)) as answer:
+            assert answer.read() == b"hello"
+
+
+def test_impossible_names_are_impossible_everywhere() -> None:
+    assert [urls.impossible(name, "s3") for name in NAMES] == [""] * len(NAMES)

@@ -1,0 +1,582 @@
+"""On a bad day, what is done is right, what is not done is said, and neither takes for ever: real servers behind a proxy with
+faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import faults
+from faults import Proxy, Request, always, first
+from outlast import multipart, store
+from outlast.errors import Changed, Denied, Exists, Missing, Stopped, Unreachable
+from servers import Place
+
+MIB = 1 << 20
+OLD, NEW = os.urandom(100_000), os.urandom(120_000)
+Operation = Callable[[store.Store, Path], object]
+
+
+def uploaded(place: store.Store, file: Path) -> bool:
+    place.upload(file, "large")
+    return place.get("large") == file.read_bytes()
+
+
+def created(place: store.Store, _: Path) -> bytes:
+    place.create("new", NEW)
+    return place.get("new")
+
+
+def replaced(place: store.Store, _: Path) -> bytes:
+    place.replace("b/x", NEW, place.head("b/x").etag)
+    return place.get("b/x")
+
+
+def written(place: store.Store, _: Path) -> bytes:
+    place.put("new", NEW)
+    return place.get("new")
+
+
+def copied(place: store.Store, _: Path) -> bytes:
+    place.copy("b/x", "new")
+    return place.get("new")
+
+
+def deleted(place: store.Store, _: Path) -> list[str]:
+    place.delete(["a", "gone", "b/x"])
+    return [entry.key for entry in place.entries()]
+
+
+OPERATIONS: dict[str, tuple[Operation, object]] = {
+    "head": (lambda place, _: place.head("b/x").size, len(OLD)),
+    "get": (lambda place, _: place.get("b/x"), OLD),
+    "range": (lambda place, _: bytes(place.range("b/x", 10, 90_000)), OLD[10:90_000]),
+    "entries": (lambda place, _: [entry.key for entry in place.entries()], ["a", "b/x"]),
+    "names": (lambda place, _: place.names(), ["a", "b"]),
+    "put": (written, NEW),
+    "create": (created, NEW),
+    "replace": (replaced, NEW),
+    "copy": (copied, OLD),
+    "delete": (deleted, []),
+    "upload": (uploaded, True),
+}
+
+VERBS = {
+    "head": ("b/x cannot be read", "s3:GetObject"),
+    "get": ("b/x cannot be read", "s3:GetObject"),
+    "range": ("b/x cannot be read", "s3:GetObject"),
+    "entries": (" cannot be listed", "s3:ListBucket"),
+    "names": (" cannot be listed", "s3:ListBucket"),
+    "put": ("new cannot be written", "s3:PutObject"),
+    "create": ("new cannot be written", "s3:PutObject"),
+    "replace": ("b/x cannot be read", "s3:GetObject"),  # of its first step here
+    "copy": ("b/x cannot be copied", "s3:GetObject and s3:PutObject"),
+    "delete": ("a cannot be deleted", "s3:DeleteObject"),
+    "upload": ("large cannot be written", "s3:PutObject"),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of two parts."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(os.urandom(multipart.PART + MIB))
+    return path
+
+
+def filled(proxy: Proxy, patience_s: float = 20) -> store.Store:
+    """A store with two objects, and no faults or counts so far."""
+    place = store.open_(f"{proxy.url}/p", patience_s=patience_s)
+    place.put("a", b"")
+    place.put("b/x", OLD)
+    proxy.forget()
+    return place
+
+
+def bodies(proxy: Proxy, path: str = "partNumber") -> int:
+    """How many parts were sent."""
+    return sum(request.method == "PUT" and path in request.path for request in proxy.requests)
+
+
+# What passes
+
+
+@pytest.mark.parametrize(
+    "fault", [faults.unavailable, faults.broken, faults.reset, faults.lost], ids=lambda fault: fault.__name__
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_passes_is_not_even_noticed(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault) -> None:
+    place = filled(moto_proxy)
+    operation, expected = OPERATIONS[name]
+    moto_proxy.fault = first(2, fault)
+    assert operation(place, file) == expected
+    assert len(moto_proxy.requests) <= 14
+
+
+@pytest.mark.parametrize("fault", [faults.truncated, faults.stalled], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("name", ["get", "range", "entries", "names", "upload"])
+def test_half_an_answer_is_no_answer(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault) -> None:
+    place = filled(moto_proxy, patience_s=4)
+    operation, expected = OPERATIONS[name]
+    moto_proxy.fault = first(1, fault)
+    assert operation(place, file) == expected
+
+
+def test_who_does_not_answer_is_asked_again(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy, patience_s=4)  # 2 s without a byte are too long, then
+    moto_proxy.fault = first(1, faults.hang)
+    assert place.get("b/x") == OLD
+    assert moto_proxy.counts == {"GET": 2}
+
+
+def test_a_conflict_of_writers_is_tried_again(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = first(2, faults.refused("ConditionalRequestConflict", 409), method="PUT")
+    assert place.get("b/x") == OLD
+    etag = place.replace("b/x", NEW, place.head("b/x").etag)
+    assert place.head("b/x").etag == etag
+    moto_proxy.fault = first(2, faults.refused("ConditionalRequestConflict", 409), method="PUT")
+    place.create("new", NEW)
+    assert place.get("new") == NEW
+
+
+def test_a_listing_goes_on_where_it_was(rclone_proxy: Proxy) -> None:
+    place = filled(rclone_proxy)
+    names = [f"many/{n:05}" for n in range(1_200)]
+    threads = [
+        threading.Thread(target=lambda some: [place.put(name, b"") for name in some], args=(names[n::8],)) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = []
+    for entry in place.entries("many"):
+        seen.append(entry.key)
+        if len(seen) == 10:
+            rclone_proxy.fault = first(1, faults.truncated)
+        if len(seen) == 999:
+            rclone_proxy.down()
+            rclone_proxy.fault = lambda _: None
+            threading.Timer(0.5, rclone_proxy.up).start()
+    assert seen == names
+
+
+# Writes whose answers are lost
+
+
+def test_a_creation_whose_answer_is_lost_is_ours(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = first(1, faults.lost, method="PUT")
+    etag = place.create("new", NEW)
+    assert (place.get("new"), place.head("new").etag) == (NEW, etag)
+
+
+def test_a_creation_that_another_makes_meanwhile_is_not(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    other = store.open_(place.url)
+
+    def overtaken(exchange: faults.Exchange) -> None:
+        moto_proxy.fault = lambda _: None
+        other.put("new", b"the other's")
+        exchange.reset()
+
+    moto_proxy.fault = first(1, overtaken, method="PUT")
+    with pytest.raises(Exists):
+        place.create("new", NEW)
+    assert place.get("new") == b"the other's"
+
+
+def test_a_replacement_whose_answer_is_lost_is_ours(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    etag = place.head("b/x").etag
+    moto_proxy.fault = first(1, faults.lost, method="PUT")
+    assert place.replace("b/x", NEW, etag) == place.head("b/x").etag
+    assert place.get("b/x") == NEW
+    with pytest.raises(Changed):
+        place.replace("b/x", b"another", etag)
+
+
+# What does not pass
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (faults.unavailable, "is not well (HTTP 503: SlowDown: Please reduce your request rate)"),
+        (faults.broken, "is not well (HTTP 500: InternalError: We encountered an internal error. Please try again)"),
+        (faults.reset, ": the connection was lost"),
+        (faults.hang, ": it does not answer in time"),
+        (None, ": the connection was refused"),
+    ],
+    ids=["unavailable", "broken", "reset", "hang", "down"],
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault | None, why: str) -> None:
+    place = filled(moto_proxy, patience_s=1)
+    if name == "upload":  # botocore is loaded before the time is taken
+        place._root.access.client  # type: ignore[union-attr]  # noqa: B018
+    if fault:
+        moto_proxy.fault = always(fault)
+    else:
+        moto_proxy.down()
+    began = time.monotonic()
+    with pytest.raises(Unreachable) as caught:
+        OPERATIONS[name][0](place, file)
+    assert time.monotonic() - began < 6
+    assert caught.value.retry
+    assert f"{VERBS[name][0]}:" in str(caught.value)
+    assert place.url in str(caught.value)
+    if name in ("head", "replace"):  # an answer to HEAD has no body
+        why = why[: why.find(":", 1)] if "HTTP" in why else why
+    assert why in str(caught.value)
+    assert moto_proxy.endpoint in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(moto_proxy.requests) < 40
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_refusal_says_what_is_needed(moto_proxy: Proxy, file: Path, name: str) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = always(faults.denied)
+    with pytest.raises(Denied) as caught:
+        OPERATIONS[name][0](place, file)
+    done, needed = VERBS[name]
+    assert not caught.value.retry
+    assert f"{done}: access is denied (HTTP 403: AccessDenied: for a test); needed is {needed}" in str(caught.value)
+    assert len(moto_proxy.requests) <= 2
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        (
+            "InvalidAccessKeyId",
+            403,
+            "the access key is unknown to it (InvalidAccessKeyId); correct AWS_ACCESS_KEY_ID or the profile",
+        ),
+        ("SignatureDoesNotMatch", 403, "the secret is not that of the access key (SignatureDoesNotMatch); correct"),
+        ("ExpiredToken", 400, "the credentials have expired (ExpiredToken); renew them"),
+        ("InvalidToken", 400, "the session token is not valid (InvalidToken); correct AWS_SESSION_TOKEN"),
+    ],
+)
+@pytest.mark.parametrize("name", ["head", "get", "put", "upload"])
+def test_a_wrong_key_is_told_from_a_missing_permission(
+    moto_proxy: Proxy, file: Path, name: str, code: str, status: int, said: str
+) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = always(faults.refused(code, status))
+    with pytest.raises(Denied) as caught:
+        OPERATIONS[name][0](place, file)
+    assert said in str(caught.value)
+    assert "needed is" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["head", "put", "entries"])
+def test_a_wrong_clock_is_said(moto_proxy: Proxy, file: Path, name: str) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = always(faults.skewed)
+    with pytest.raises(Denied, match=r"the clock of this machine is 1,0(19|20) s behind the store's; correct the clock"):
+        OPERATIONS[name][0](place, file)
+
+
+def test_a_bucket_in_another_region_is_said(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    region = lambda exchange: exchange.refuse(400, "AuthorizationHeaderMalformed", "it is wrong", "<Region>eu-west-1</Region>")  # noqa: E731
+    moto_proxy.fault = always(region)
+    with pytest.raises(Denied, match=f"{moto_proxy.url} is in the region eu-west-1; set AWS_REGION to it"):
+        place.get("a")
+
+
+def test_a_store_that_knows_no_conditions_may_say_so(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = lambda request: faults.refused("NotImplemented", 501) if "if-none-match" in request.headers else None
+    assert place.conditional() is False
+    assert [entry.key for entry in place.entries()] == ["a", "b/x"]
+
+
+def test_a_place_where_nobody_may_write_is_found_out_in_time(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = always(faults.denied, method="PUT")
+    with pytest.raises(Denied, match="needed is s3:PutObject"):
+        place.conditional()
+    moto_proxy.fault = always(faults.unavailable)
+    with pytest.raises(Unreachable):
+        store.open_(place.url, patience_s=1).conditional()
+
+
+# Slow lines
+
+
+def test_a_slow_answer_goes_on(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy, patience_s=1)  # 0.5 s without a byte are too long
+    moto_proxy.fault = always(faults.slow(50_000))
+    assert place.get("b/x") == OLD  # 2 s
+
+
+def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
+    place = filled(moto_proxy, patience_s=2)
+    data = os.urandom(6 * MIB)
+    moto_proxy.intake = 2 * MIB
+    place.put("x", data)  # 3 s
+    moto_proxy.forget()
+    place.put("y", data)
+    moto_proxy.intake = 0
+    assert place.get("x") == place.get("y") == data
+    assert moto_proxy.counts["PUT"] == 1  # having learnt, it does not give up half-way any more
+
+
+def test_slow_parts_go_on(moto_proxy: Proxy, file: Path) -> None:
+    place = filled(moto_proxy, patience_s=2)
+    moto_proxy.intake = 5 * MIB
+    place.upload(file, "x")  # more than 3 s a part
+    assert bodies(moto_proxy) == 2
+    moto_proxy.intake = 0
+    assert place.get("x") == file.read_bytes()
+
+
+# Uploads that are interrupted
+
+
+def large(tmp_path: Path, parts: int = 6) -> Path:
+    path = tmp_path / "large.bin"
+    path.write_bytes(os.urandom(parts * multipart.PART - 5))
+    return path
+
+
+def uploads(proxy: Proxy) -> list[str]:
+    """Keys of what the server holds unfinished."""
+    assert proxy.place
+    found = proxy.place.server.client.list_multipart_uploads(Bucket=proxy.place.bucket)
+    return [each["Key"] for each in found.get("Uploads", ())]
+
+
+@pytest.fixture(params=["moto", "rclone"])
+def proxy(request: pytest.FixtureRequest) -> Proxy:
+    """Each of the two servers, behind a proxy."""
+    found: Proxy = request.getfixturevalue(f"{request.param}_proxy")
+    return found
+
+
+def test_an_upload_that_failed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
+    place, path, journal = filled(proxy), large(tmp_path), tmp_path / "journal"
+    proxy.fault = lambda request: faults.denied if "partNumber=4" in request.path else None
+    with pytest.raises(Denied):
+        place.upload(path, "x", journal=journal)
+    sent = {number for number in range(1, 7) if any(f"partNumber={number}&" in request.path + "&" for request in proxy.requests)}
+    assert 4 in sent
+    assert uploads(proxy) == ["p/x"]
+    proxy.fault = lambda _: None
+    arrived = {
+        part["PartNumber"]
+        for part in proxy.place.server.client.list_parts(  # type: ignore[union-attr]
+            Bucket=proxy.place.bucket, Key="p/x", UploadId=multipart.noted(journal)["upload"]  # type: ignore[union-attr,index]
+        ).get("Parts", ())
+    }  # fmt: skip
+    proxy.forget()
+    seen: list[int] = []
+    place.upload(path, "x", journal=journal, progress=seen.append)
+    assert bodies(proxy) == 6 - len(arrived)
+    assert sum(seen) == path.stat().st_size
+    assert place.get("x") == path.read_bytes()
+    assert uploads(proxy) == []
+    assert not journal.exists()
+
+
+UPLOAD = """
+import sys
+from pathlib import Path
+from outlast import store
+store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]), progress=lambda n: print(n, flush=True))
+"""
+
+
+def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
+    place, path, journal = filled(proxy), large(tmp_path, 12), tmp_path / "journal"
+    proxy.intake = 30 * MIB
+    with subprocess.Popen([sys.executable, "-c", UPLOAD, place.url, path, journal], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        arrived = 0
+        while arrived < 3 * multipart.PART:
+            arrived += int(process.stdout.readline())
+        process.kill()
+    proxy.intake = 0
+    assert uploads(proxy) == ["p/x"]
+    with pytest.raises(Missing):
+        place.head("x")
+    proxy.forget()
+    place.upload(path, "x", journal=journal)
+    assert bodies(proxy) <= 12 - arrived // multipart.PART
+    assert place.get("x") == path.read_bytes()
+    assert uploads(proxy) == []
+
+
+def test_an_upload_of_what_has_changed_begins_anew(proxy: Proxy, tmp_path: Path) -> None:
+    place, path, journal = filled(proxy), large(tmp_path), tmp_path / "journal"
+    proxy.fault = lambda request: faults.denied if "partNumber=3" in request.path else None
+    with pytest.raises(Denied):
+        place.upload(path, "x", journal=journal)
+    path.write_bytes(os.urandom(path.stat().st_size))
+    proxy.fault = lambda _: None
+    proxy.forget()
+    place.upload(path, "x", journal=journal)
+    assert bodies(proxy) == 6
+    assert place.get("x") == path.read_bytes()
+    assert uploads(proxy) == []
+
+
+def test_an_upload_that_the_store_has_forgotten_begins_anew(proxy: Proxy, tmp_path: Path) -> None:
+    place, path, journal = filled(proxy), large(tmp_path), tmp_path / "journal"
+    proxy.fault = lambda request: faults.denied if "partNumber=3" in request.path else None
+    with pytest.raises(Denied):
+        place.upload(path, "x", journal=journal)
+    note = multipart.noted(journal)
+    assert proxy.place
+    assert note
+    proxy.place.server.client.abort_multipart_upload(Bucket=proxy.place.bucket, Key="p/x", UploadId=note["upload"])
+    proxy.fault = lambda _: None
+    place.upload(path, "x", journal=journal)
+    assert place.get("x") == path.read_bytes()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "p/x"}', "\0"])
+def test_a_journal_that_makes_no_sense_is_none(moto_proxy: Proxy, file: Path, tmp_path: Path, text: str) -> None:
+    place, journal = filled(moto_proxy), tmp_path / "journal"
+    journal.write_text(text)
+    place.upload(file, "x", journal=journal)
+    assert place.get("x") == file.read_bytes()
+
+
+def test_a_completion_whose_answer_is_lost_is_recognised(moto_proxy: Proxy, file: Path, tmp_path: Path) -> None:
+    place = filled(moto_proxy)
+    moto_proxy.fault = first(1, faults.lost, method="POST", path="uploadId")
+    place.upload(file, "x", journal=tmp_path / "journal")
+    assert bodies(moto_proxy) == 2
+    assert place.get("x") == file.read_bytes()
+
+
+def test_a_completion_before_the_kill_is_recognised(moto_proxy: Proxy, file: Path, tmp_path: Path) -> None:
+    place, journal, kept = filled(moto_proxy), tmp_path / "journal", b""
+
+    def keep(request: Request) -> None:
+        nonlocal kept
+        if request.method == "HEAD":  # after the completion
+            kept = journal.read_bytes()
+
+    moto_proxy.fault = keep
+    etag = place.upload(file, "x", journal=journal)
+    journal.write_bytes(kept)
+    moto_proxy.forget()
+    assert place.upload(file, "x", journal=journal) == etag
+    assert bodies(moto_proxy) == 0
+    assert not journal.exists()
+
+
+def test_a_stopped_upload_goes_on(proxy: Proxy, tmp_path: Path) -> None:
+    place, path, journal, stop = filled(proxy), large(tmp_path, 12), tmp_path / "journal", threading.Event()
+    proxy.intake = 30 * MIB
+    with pytest.raises(Stopped):
+        place.upload(path, "x", journal=journal, stop=stop, progress=lambda n: stop.set() if n else None)
+    proxy.intake = 0
+    proxy.forget()
+    place.upload(path, "x", journal=journal)
+    assert bodies(proxy) <= 11
+    assert place.get("x") == path.read_bytes()
+
+
+def test_a_forgotten_journal_leaves_nothing_in_the_store(proxy: Proxy, tmp_path: Path) -> None:
+    place, path, journal = filled(proxy), large(tmp_path), tmp_path / "journal"
+    proxy.fault = lambda request: faults.denied if "partNumber=3" in request.path else None
+    with pytest.raises(Denied):
+        place.upload(path, "x", journal=journal)
+    proxy.fault = lambda _: None
+    assert uploads(proxy) == ["p/x"]
+    place.forget(journal)
+    place.forget(journal)
+    assert uploads(proxy) == []
+    assert not journal.exists()
+
+
+def test_without_a_journal_a_failed_upload_leaves_nothing_in_the_store(proxy: Proxy, tmp_path: Path) -> None:
+    place, path = filled(proxy), large(tmp_path)
+    proxy.fault = lambda request: faults.denied if "partNumber=3" in request.path else None
+    with pytest.raises(Denied):
+        place.upload(path, "x")
+    assert uploads(proxy) == []
+
+
+def test_a_copy_too_large_for_one_request_is_made_of_parts(proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multipart, "COPIED", 6 * MIB)
+    place = filled(proxy)
+    place.upload(file, "x")
+    proxy.forget()
+    proxy.fault = lambda request: (
+        faults.refused("InvalidRequest", 400) if "x-amz-copy-source" in request.headers and "?" not in request.path else None
+    )
+    place.copy("x", "y")
+    assert place.get("y") == file.read_bytes()
+    assert uploads(proxy) == []
+
+
+def test_a_copy_the_server_cannot_make_goes_through_here(proxy: Proxy, file: Path) -> None:
+    place = filled(proxy)
+    place.upload(file, "x")
+    proxy.fault = lambda request: faults.refused("NotImplemented", 501) if "x-amz-copy-source" in request.headers else None
+    place.copy("x", "y")
+    assert place.get("y") == file.read_bytes()
+
+
+# Signals
+
+HANGING = {
+    "get": 'place.get("x")',
+    "put": 'place.put("x", b"1")',
+    "list": "list(place.entries())",
+    "upload": 'place.upload(Path(sys.argv[2]), "x")',
+    "thread": 'threading.Thread(target=place.get, args=("x",), daemon=True).start(); time.sleep(60)',
+}
+
+
+@pytest.mark.parametrize("what", HANGING)
+def test_a_signal_ends_what_hangs(moto_proxy: Proxy, file: Path, what: str) -> None:
+    asked = threading.Event()
+
+    def hang(exchange: faults.Exchange) -> None:
+        asked.set()
+        faults.hang(exchange)
+
+    moto_proxy.fault = always(hang)
+    program = f"""
+import sys, threading, time
+from pathlib import Path
+from outlast import store
+place = store.open_(sys.argv[1])
+{HANGING[what]}
+"""
+    with subprocess.Popen([sys.executable, "-c", program, moto_proxy.url, file], stderr=subprocess.PIPE) as process:
+        assert asked.wait(30)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        process.communicate(timeout=30)
+    assert time.monotonic() - began < 3
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.slow
+def test_two_gigabytes_take_little_memory(rclone: Place, tmp_path: Path) -> None:
+    path = tmp_path / "huge.bin"
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+    program = f"{UPLOAD}\nprint(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])"
+    command = [sys.executable, "-c", program, rclone.url, path, tmp_path / "journal"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 128 << 10  # KiB
+    assert store.open_(rclone.url).head("x").size == 2 << 30

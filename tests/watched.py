@@ -1,0 +1,149 @@
+"""A store whose every request passes through a hand that may hold it up, refuse it, or let it happen and lose the answer; and a
+scheduler that lets the requests of several writers happen one at a time, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from outlast.store import Entry, Store
+
+Hand = Callable[[str, str, Callable[[], Any]], Any]
+"""Is told the name of a request, its key, and how to make it; returns the answer."""
+
+WRITES = ("put", "upload", "create", "replace", "delete", "copy")
+
+
+class Killed(BaseException):
+    """The process has died: nothing of it runs any more."""
+
+
+class Watched:
+    """A `store.Store` in someone's hand. Without `conditional` it ignores conditions, as old S3 servers do."""
+
+    def __init__(self, store: Store, hand: Hand, *, conditional: bool = True) -> None:
+        self._store, self._hand, self._conditional = store, hand, conditional
+        self.url = store.url
+
+    def child(self, key: str) -> Watched:
+        return Watched(self._store.child(key), self._hand, conditional=self._conditional)
+
+    def conditional(self) -> bool:
+        return self._conditional
+
+    def entries(self, below: str = "") -> Iterator[Entry]:
+        return iter(self._hand("entries", below, lambda: list(self._store.entries(below))))
+
+    def names(self, below: str = "") -> list[str]:
+        return self._hand("names", below, lambda: self._store.names(below))
+
+    def head(self, key: str) -> Entry:
+        return self._hand("head", key, lambda: self._store.head(key))
+
+    def get(self, key: str) -> bytes:
+        return self.read(key)[0]
+
+    def read(self, key: str) -> tuple[bytes, Entry]:
+        return self._hand("read", key, lambda: self._store.read(key))
+
+    def range(self, key: str, start: int, end: int) -> Any:
+        return self._hand("range", key, lambda: self._store.range(key, start, end))
+
+    def put(self, key: str, data: Any) -> str:
+        return self._hand("put", key, lambda: self._store.put(key, data))
+
+    def upload(self, path: Any, key: str, **options: Any) -> str:
+        return self._hand("upload", key, lambda: self._store.upload(path, key, **options))
+
+    def forget(self, journal: Any) -> None:
+        self._store.forget(journal)
+
+    def create(self, key: str, data: bytes) -> str:
+        return self._hand("create", key, lambda: self._store.create(key, data))
+
+    def replace(self, key: str, data: bytes, etag: str) -> str:
+        return self._hand("replace", key, lambda: self._store.replace(key, data, etag))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:  # a store that is asked to delete many may have deleted some
+            self._hand("delete", key, lambda key=key: self._store.delete([key]))
+
+    def copy(self, key: str, to: str) -> None:
+        self._hand("copy", key, lambda: self._store.copy(key, to))
+
+
+class Turns:
+    """Writers, each in a thread of its own, of whose requests exactly one happens at a time.
+
+    Whenever all that live wait for a request to happen, `rng` chooses which one does. `after` is called when a write has
+    happened, while everybody waits.
+    """
+
+    def __init__(self, rng: random.Random, after: Callable[[], None] = lambda: None) -> None:
+        self._rng, self._after = rng, after
+        self._turn = threading.Condition()
+        self._waiting: dict[int, str] = {}
+        """Tickets of those who wait, and who they are."""
+        self._tickets = 0
+        self._granted: int | None = None
+        self._alive: set[str] = set()
+        self._problems: list[BaseException] = []
+
+    def hand(self, who: str) -> Hand:
+        """The hand through which a writer's requests pass."""
+
+        def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+            with self._turn:
+                self._tickets += 1
+                mine = self._tickets
+                self._waiting[mine] = who
+                self._next()
+                self._turn.wait_for(lambda: self._granted == mine)
+            try:
+                return act()
+            finally:
+                if request in WRITES:
+                    try:
+                        self._after()
+                    except BaseException as problem:
+                        self._problems.append(problem)
+                with self._turn:
+                    self._granted = None
+                    self._next()
+
+        return hand
+
+    def _next(self) -> None:
+        if self._granted is None and self._waiting and self._alive <= set(self._waiting.values()):
+            self._granted = self._rng.choice(sorted(self._waiting, key=lambda ticket: (self._waiting[ticket], ticket)))
+            del self._waiting[self._granted]
+            self._turn.notify_all()
+
+    def run(self, **writers: Callable[[], Any]) -> dict[str, Any]:
+        """Let the writers run to their ends; what they returned. Raises what went wrong in them."""
+        results: dict[str, Any] = {}
+        self._alive = set(writers)
+
+        def run(who: str, writer: Callable[[], Any]) -> None:
+            try:
+                results[who] = writer()
+            except Killed:
+                results[who] = None
+            except BaseException as problem:
+                self._problems.append(problem)
+            finally:
+                with self._turn:
+                    self._alive.discard(who)
+                    self._next()
+
+        threads = [threading.Thread(target=run, args=each, name=each[0], daemon=True) for each in writers.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), f"{thread.name} waits for ever"
+        if self._problems:
+            raise self._problems[0]
+        return results
