@@ -13,7 +13,7 @@ All of them talk to one `rclone serve s3` on this machine, with their defaults a
     none      100,000 files of 100 bytes, all of which the same tool has sent before
 
 Wall time and CPU seconds are those of the client alone, as the kernel counts them (wait4), and so is its peak memory. Every trial
-is looked at: the right number of files and bytes must be there. Programs are looked for beside this Python and on PATH, or are given
+is looked at: the right number of files and bytes must be there. Programs are looked for beside this Python and on PATH, or given
 (--rclone, --s5cmd, --aws); which ones are missing is said. Prints the table and appends it to bench/results/<date>-sync.md.
 """
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from outlast import spec
 from outlast.backends.local import LocalBackend
 from outlast.status import JobStatus
-from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
 
 PROGRAMS = Path(__file__).parent / "programs"

@@ -39,8 +39,9 @@ class Worker:
             contract.Env.OUTPUT: str(self.output),
             contract.Env.STORE: url,
             contract.Env.RUN: RUN,
+            contract.Env.OWNER: "",
         }
-        self.said = open(directory / "writer.out", "wb")
+        self.said = (directory / "writer.out").open("wb")
         argv = [sys.executable, str(WRITER), str(self.output), url, RUN, str(generation)]
         self.writer = subprocess.Popen(argv, stdout=self.said, stderr=self.said)
         push = [sys.executable, "-m", "outlast.runtime.push"]

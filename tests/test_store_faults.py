@@ -16,8 +16,8 @@ import pytest
 
 import faults
 from faults import Proxy, Request, always, first
-from outlast import multipart, store
-from outlast.errors import Changed, Denied, Exists, Missing, Stopped, Unreachable
+from outlast import multipart, refusals, store
+from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
 from servers import Place
 
 MIB = 1 << 20
@@ -221,7 +221,7 @@ def test_a_replacement_whose_answer_is_lost_is_ours(moto_proxy: Proxy) -> None:
 )
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault | None, why: str) -> None:
-    place = filled(moto_proxy, patience_s=1)
+    place = filled(moto_proxy, patience_s=0.5)
     if name == "upload":  # botocore is loaded before the time is taken
         place._root.access.client  # type: ignore[union-attr]  # noqa: B018
     if fault:
@@ -294,6 +294,83 @@ def test_a_bucket_in_another_region_is_said(moto_proxy: Proxy) -> None:
     moto_proxy.fault = always(region)
     with pytest.raises(Denied, match=f"{moto_proxy.url} is in the region eu-west-1; set AWS_REGION to it"):
         place.get("a")
+
+
+AZURE = """The answer: Error performing PUT http://127.0.0.1/box/x in 2ms - Server returned non-2xx status code: {status}: \
+<?xml version="1.0" encoding="UTF-8" standalone="yes"?>
+<Error>
+  <Code>{code}</Code>
+  <Message>The words.
+RequestId:b9ac1655-ad59-49f7-8a96-c5351bcaf2b9
+Time:2026-11-21T11:03:09.419Z</Message>
+</Error>
+
+Debug source:
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code", "expected"),
+    [
+        ("AlreadyExistsError", "409 Conflict", "BlobAlreadyExists", Exists("az://box/x exists already")),
+        ("PreconditionError", "412 Precondition Failed", "ConditionNotMet", Changed("az://box/x is no longer what it was")),
+        (
+            "GenericError",
+            "404 Not Found",
+            "ContainerNotFound",
+            NoBucket("there is no container az://box; create it, or correct its name, the region or the endpoint"),
+        ),
+        (
+            "PermissionDeniedError",
+            "403 Forbidden",
+            "AuthorizationPermissionMismatch",
+            Denied(
+                "az://box/x cannot be written: access is denied (HTTP 403: AuthorizationPermissionMismatch: The words); needed is"
+                " the role Storage Blob Data Contributor"
+            ),
+        ),
+        (
+            "PermissionDeniedError",
+            "403 Forbidden",
+            "AuthenticationFailed",
+            Denied(
+                "az://box/x cannot be written: the store says that the key or token is wrong (AuthenticationFailed); correct"
+                " AZURE_STORAGE_ACCOUNT_KEY"
+            ),
+        ),
+        (
+            "GenericError",
+            "503 Service Unavailable",
+            "ServerBusy",
+            Unreachable("az://box/x cannot be written: the store is not well (HTTP 503: ServerBusy: The words)"),
+        ),
+    ],
+)
+def test_azure_is_understood(kind: str, status: str, code: str, expected: StoreError) -> None:
+    """These are the texts of obstore for the answers of Azurite, Azure's emulator."""
+    import obstore.exceptions
+
+    error = getattr(obstore.exceptions, kind)(AZURE.format(status=status, code=code))
+    mistake = refusals.mistake(error, "write", "az://box/x")
+    assert (type(mistake), str(mistake)) == (type(expected), str(expected))
+
+
+TOKEN = "Generic GCS error: Error performing token request: Error performing GET http://169.254.169.254/x in 2ms - {}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "retry"),
+    [("Server returned non-2xx status code: 404 Not Found: ", False), ("HTTP error: error sending request", True)],
+)
+def test_google_without_credentials_says_where_it_looked(answer: str, retry: bool) -> None:
+    import obstore.exceptions
+
+    mistake = refusals.mistake(obstore.exceptions.GenericError(TOKEN.format(answer)), "read", "gs://bucket/x")
+    assert (type(mistake), mistake.retry) == (Denied, retry)
+    assert str(mistake).startswith(
+        "gs://bucket/x cannot be read: no credentials in GOOGLE_APPLICATION_CREDENTIALS, gcloud's default"
+    )
+    assert str(mistake).endswith("; gcloud auth application-default login")
 
 
 def test_a_store_that_knows_no_conditions_may_say_so(moto_proxy: Proxy) -> None:
@@ -414,7 +491,8 @@ def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
         place.head("x")
     proxy.forget()
     place.upload(path, "x", journal=journal)
-    assert bodies(proxy) <= 12 - arrived // multipart.PART
+    if proxy.place and proxy.place.server.name == "moto":  # rclone begins anew after a part that did not arrive whole
+        assert bodies(proxy) <= 12 - arrived // multipart.PART
     assert place.get("x") == path.read_bytes()
     assert uploads(proxy) == []
 
@@ -488,7 +566,8 @@ def test_a_stopped_upload_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     proxy.intake = 0
     proxy.forget()
     place.upload(path, "x", journal=journal)
-    assert bodies(proxy) <= 11
+    if proxy.place and proxy.place.server.name == "moto":
+        assert bodies(proxy) <= 11
     assert place.get("x") == path.read_bytes()
 
 

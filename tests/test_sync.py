@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -132,18 +132,17 @@ def test_a_file_that_was_just_written_is_looked_at_again() -> None:
 
 
 def test_a_listing_tells_what_others_replaced() -> None:
-    known = {key: Object(5, 1, 7, manifest.mark('"etag"')) for key in ("same", "replaced", "resized", "parts", "gone")}
+    known = {key: Object(5, 1, 7, manifest.mark('"etag"')) for key in ("same", "replaced", "resized", "gone")}
     entries = [
         ("same", 5, "etag", 200.0),
         ("replaced", 5, "other", 200.0),
         ("resized", 6, "etag", 200.0),
-        ("parts", 5, "etag-2", 50.0),  # older than the manifest, so it is ours, whatever it is called now
         ("new", 5, "etag", 200.0),
         ("directory/", 0, "etag", 200.0),
         (".m", 5, "etag", 200.0),
     ]
-    found = manifest.found(entries, known, written=100.0, own=".m")
-    assert {key for key, there in found.items() if there == known.get(key)} == {"same", "parts"}
+    found = manifest.found(entries, known, own=".m")
+    assert {key for key, there in found.items() if there == known.get(key)} == {"same"}
     assert {key for key, there in found.items() if there.crc32 == -1} == {"replaced", "resized", "new"}
     assert found["new"].mtime == 200_000_000_000
 
@@ -169,7 +168,7 @@ def test_a_manifest_is_read_as_it_was_written(there: dict[str, Object], settled:
 
 @given(OBJECTS, some.dictionaries(some.text(min_size=1), some.builds(Seen, INTS.filter(lambda n: n >= 0), INTS, INTS, INTS)))
 def test_a_state_is_read_as_it_was_written(there: dict[str, Object], here: dict[str, Seen]) -> None:
-    state = manifest.State("s3://b", '"etag"', 1.5, 2, 3.5, there, here)
+    state = manifest.State("s3://b", '"etag"', 2, 3.5, there, here)
     assert manifest.State.decode(state.encode()) == state
 
 
@@ -249,22 +248,24 @@ def test_a_file_written_twice_at_the_same_moment_is_sent_twice(away: Store, tmp_
     assert counts(sync.push(source, away, tmp_path / "push")) == (0, 1, 0)
 
 
-def test_an_unchanged_tree_costs_one_request(moto_proxy: Proxy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["moto", "rclone"])
+def test_an_unchanged_tree_costs_one_request(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    proxy: Proxy = request.getfixturevalue(f"{kind}_proxy")
     source, target = a_tree(tmp_path / "source", {f"{n}/file": b"%d" % n for n in range(200)}), tmp_path / "target"
-    place = store.open_(moto_proxy.url)
+    place = store.open_(proxy.url)
     sync.push(source, place, tmp_path / "push")
     sync.pull(place, target, tmp_path / "pull")
     for again in (lambda: sync.push(source, place, tmp_path / "push"), lambda: sync.pull(place, target, tmp_path / "pull")):
-        moto_proxy.forget()
+        proxy.forget()
         assert counts(again()) == (0, 200, 0)
-        assert moto_proxy.counts == {"HEAD": 1}
+        assert proxy.counts == {"HEAD": 1}
     (source / "7" / "file").write_bytes(b"another")
-    moto_proxy.forget()
+    proxy.forget()
     assert counts(sync.push(source, place, tmp_path / "push")) == (1, 199, 0)
-    assert moto_proxy.counts.total() <= 5
-    moto_proxy.forget()
+    assert proxy.counts.total() <= 5
+    proxy.forget()
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (1, 199, 0)
-    assert moto_proxy.counts.total() <= 3
+    assert proxy.counts.total() <= 3
 
 
 def test_nothing_is_transferred_again_when_the_state_was_lost(place: Store, tmp_path: Path) -> None:
@@ -304,6 +305,16 @@ def test_what_others_did_is_noticed_by_a_check(place: Store, tmp_path: Path) -> 
     target = tmp_path / "target"
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (5, 0, 0), "what was added is in the manifest now"
     assert contents(target) == objects(place)
+
+
+def test_a_manifest_written_since_does_not_hide_what_others_did(place: Store, tmp_path: Path) -> None:
+    source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"})
+    sync.push(source, place, tmp_path / "push")
+    place.put("a", b"!")
+    a_tree(source, {"b": b"two"}, age_s=50)
+    assert counts(sync.push(source, place, tmp_path / "push")) == (1, 1, 0)
+    assert counts(sync.push(source, place, tmp_path / "push", check=True)) == (1, 1, 0)
+    assert objects(place) == contents(source)
 
 
 def test_a_pull_notices_what_others_did(place: Store, tmp_path: Path) -> None:
@@ -553,17 +564,38 @@ def test_names_that_a_store_cannot_have_fail_and_the_rest_goes_on(away: Store, t
     assert "cannot be the name of an object" in report.failed[1][1]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {"good": b"1", "bad": b"2", "large": bytes(9 << 20), "dir/inner": b"3"})
-    sync.push(source, away, tmp_path / "push")
+@pytest.fixture
+def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is not root, who may read everything, and is in a directory that it may write."""
+    tmp_path.chmod(0o777)
+    monkeypatch.chdir(tmp_path)  # from here paths need no permission further up
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+@pytest.mark.usefixtures("nobody")
+def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
+    source = a_tree(Path("source"), {"good": b"1", "bad": b"2", "large": bytes(9 << 20), "dir/inner": b"3"})
+    sync.push(source, away, Path("push"))
     a_tree(source, {"good": b"one", "bad": b"two", "large": bytes(10 << 20), "dir/inner": b"three"}, age_s=50)
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0)
-    report = sync.push(source, away, tmp_path / "push", delete=True)
+    report = sync.push(source, away, Path("push"), delete=True)
     assert (report.sent, report.deleted) == (1, 0), "what cannot be listed may still exist"
-    assert [path for path, _ in report.failed] == ["bad", "dir/", "large"]
-    assert all("Permission denied" in reason for _, reason in report.failed)
+    assert report.failed == [
+        ("bad", "it cannot be read: Permission denied"),
+        ("dir/", "it cannot be listed: Permission denied"),
+        ("large", "it cannot be read: Permission denied"),
+    ]
+    for name in ("bad", "large", "dir"):
+        (source / name).chmod(0o700)
+    (source / "dir").chmod(0o500)
+    report = sync.pull(away, source, Path("pull"))
+    assert report.failed == [("dir/inner", "it cannot be written: Permission denied")]
+    assert (source / "bad").read_bytes() == b"2"
 
 
 def test_a_pull_never_writes_outside_of_its_directory(tmp_path: Path) -> None:

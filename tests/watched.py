@@ -51,6 +51,9 @@ class Watched:
     def range(self, key: str, start: int, end: int) -> Any:
         return self._hand("range", key, lambda: self._store.range(key, start, end))
 
+    def link(self, key: str) -> None:
+        """None: whatever is read is read through the hand."""
+
     def put(self, key: str, data: Any) -> str:
         return self._hand("put", key, lambda: self._store.put(key, data))
 

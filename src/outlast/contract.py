@@ -74,6 +74,8 @@ class Env:
     """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine worker i serves on this plus i."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
+    OWNER = "OUTLAST_OWNER"
+    """With which word this machine has taken up the run in its store; who finds another there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """JSON list: the command that starts the decider again when it cannot be reached."""
 

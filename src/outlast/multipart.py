@@ -98,6 +98,28 @@ class Upload:
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
         """Send a file, or what of it is not there yet; the object's etag. Raises StoreError, Changed when the file changes
         meanwhile, Stopped, and OSError when it cannot be read."""
+        told = 0
+        for again in (False, True):
+            arrived = 0
+
+            def tell(count: int) -> None:
+                nonlocal told, arrived
+                arrived += count
+                progress(max(0, arrived - told))
+                told = max(told, arrived)
+
+            try:
+                return self._send(path, journal, tell)
+            except StoreError as error:
+                if again or type(error) is not StoreError:
+                    raise
+                # Some servers cannot take a part once more that did not arrive whole (rclone): from the beginning, then.
+                if note := noted(journal):
+                    self.abort(note["upload"])
+                self._end(journal)
+        raise AssertionError
+
+    def _send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
         with path.open("rb") as file:
             before = _identity(os.fstat(file.fileno()))
             if not before["size"]:

@@ -103,7 +103,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
         return Denied(f"{undone}: access is denied{f' ({quoted})' if quoted else ''}; needed is {needed}")
     if kind == "FileNotFoundError" or status == 404:
         return Missing(f"{url} does not exist")
-    if kind == "AlreadyExistsError" and status != 409:
+    if kind == "AlreadyExistsError":
         return Exists(f"{url} exists already")
     if kind == "PreconditionError" or status == 412:
         return Changed(f"{url} is no longer what it was")
@@ -134,7 +134,8 @@ def _said(error: Exception) -> tuple[int, str, str, str]:
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>(\w+)</Code>", text)
     message = re.search(r"<Message>\s*([^<]*?)\.?\s*</Message>", text)
-    return int(status[1]) if status else 0, code[1] if code else "", message[1] if message else "", text
+    said = message[1].splitlines()[0].rstrip(".") if message and message[1] else ""  # Azure adds the request and the time
+    return int(status[1]) if status else 0, code[1] if code else "", said, text
 
 
 def _nobody(scheme: str, undone: str, status: int, text: str) -> StoreError:

@@ -62,6 +62,8 @@ def impossible(key: str, scheme: str) -> str:
         length = len(key.encode())
     except UnicodeEncodeError:
         return "it is not valid Unicode"
+    if scheme == "az" and "\\" in key:
+        return "Azure takes a backslash for a slash"
     if scheme == "file" and re.search(r"#\d+$", key):
         return "file:// keeps names that end in # and digits for files that are being written"
     if scheme == "file" and any(len(segment.encode()) > 255 for segment in segments):

@@ -62,8 +62,10 @@ class Launcher:
         record = Run.read(places)
         self.run_id = record.run
         self.output = Path(record.output)
-        self.store = record.store
-        self.staff = Staff(places, self.job, run=self.run_id, output=self.output, code=Path(record.code), store=self.store)
+        self.record, self.store = record, record.store
+        self.staff = Staff(
+            places, self.job, run=self.run_id, output=self.output, code=Path(record.code), store=self.store, owner=record.owner
+        )
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
         self.policy = restarts.Policy(self.job.spec.restarts.limit, self.job.spec.restarts.window)
@@ -152,7 +154,7 @@ class Launcher:
         with contextlib.suppress(OSError, ValueError):
             before = JobStatus.model_validate_json(self.places.status.read_text())
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
-        generation = memory["generation"]
+        generation = max(memory["generation"], self.record.generation)
         if generation:
             self.known = _after(generation)
         self.judged = memory["judged"]
@@ -239,7 +241,9 @@ class Launcher:
         for end in self.staff.ended():
             worker = end.worker
             self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.said, interrupted=end.interrupted)
-            if self.closing is None and not worker.told:
+            if end.displaced and self.closing is None:
+                self._close(State.INTERRUPTED, end.said, contract.Exit.INTERRUPTED)
+            elif self.closing is None and not worker.told:
                 if end.interrupted:
                     self.status.interruptions += 1
                 else:
@@ -364,7 +368,7 @@ class Launcher:
         before, self.wanted = self.wanted, wanted
         if self.closing is not None:
             if wanted.end in ("kill", "cancel") and before.end != wanted.end:
-                self.closing = (_END_STATES[wanted.end], _ENDS[wanted.end], self.closing[2])
+                self.closing = (_END_STATES[wanted.end], _ENDS[wanted.end], contract.Exit.FAILED)
                 self.close_by = 0.0
         elif wanted.end:
             code = contract.Exit.INTERRUPTED if wanted.end in ("interrupt", "suspend") else contract.Exit.FAILED
@@ -427,13 +431,18 @@ class Launcher:
 
         self._say(self.status.state, f"pushing what is left to {self.store}")
         self._show()
-        failed, problem = pusher.Pusher(self.staff.environ(0)).rest(HAND_IN_S)
+        last = pusher.Pusher(self.staff.pushing())
+        failed, problem = last.rest(HAND_IN_S)
+        if self.status.store is not None and last.said:
+            self.status.store = StoreStatus(url=self.store, **last.said)
+        if failed == pusher.SUPERSEDED:
+            return State.INTERRUPTED, f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
-            problem = stored.end(self.store, self.run_id, state, reason, code)
+            problem = stored.end(self.record, state, reason, code)
         if not problem:
             return state, reason, code
         problem = f"the output is not all in {self.store}: {problem}; it is kept in {self.output}"
-        if code == contract.Exit.DONE:
+        if state is State.SUCCEEDED:
             return State.INTERRUPTED, f"{reason}; {problem}, and `outlast run` pushes it", contract.Exit.INTERRUPTED
         return state, f"{reason}; {problem}", code
 

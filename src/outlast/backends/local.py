@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -71,13 +72,15 @@ class LocalBackend:
             if places.state.exists():
                 shutil.rmtree(places.state)
         generation = before.generation if before else 0
+        owner = secrets.token_hex(8)
         if place:
-            generation = max(generation, stored.take_over(place, output, runs.Run(run_id, job.metadata.name, submitted)))
+            new = runs.Run(run_id, job.metadata.name, submitted, owner=owner)
+            generation = stored.take_over(place, output, new, before=before)
         places.state.mkdir(parents=True, exist_ok=True)
         code = _snapshot(placed, source, places.code, (self._state, output), submitted)
         placed = _frozen(placed, places.state)
-        for path in (places.job, output / "job.yaml"):
-            files.replace(path, spec.dump(placed), durable=True)
+        files.replace(places.job, spec.dump(placed), durable=True)
+        files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
@@ -85,7 +88,7 @@ class LocalBackend:
         if elsewhere and not before:
             going_on = f"goes on with the run in {url}"
         _show_pending(places, status, going_on, workers.replicas)
-        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation).write(places)
+        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation, owner).write(places)
         book = ledger.Ledger(output / contract.LEDGER, "cli")
         if before is None and elsewhere is None:
             book.write(
@@ -226,9 +229,16 @@ class LocalBackend:
         self._not_running(places)
         if status.state.final:
             raise OutlastError(f"job {name} has ended ({status.state}); `outlast run` starts it anew")
+        run = Run.read(places)
+        if run.store:
+            place, owner = stored.reach(run.store), secrets.token_hex(8)
+            stored.unfinished(place, run, ended=None)
+            new = runs.Run(run.run, name, run.submitted, owner=owner)
+            generation = stored.take_over(place, Path(run.output), new, before=run)
+            run = dataclasses.replace(run, generation=generation, owner=owner)
         self._wish(places, end="")
         _show_pending(places, status, "resumed", status.replicas)
-        os.utime(places.run)
+        run.write(places)
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "cli")
         book.write("resumed")
         book.close()
@@ -253,8 +263,6 @@ class LocalBackend:
             with contextlib.suppress(ProcessLookupError):
                 if worker.pid and places.owns(worker.index, worker.pid):
                     os.killpg(worker.pid, signal.SIGKILL)
-        if url := Run.read(places).store:
-            stored.end(url, Run.read(places).run, state, reason, contract.Exit.FAILED)
         update: dict[str, object] = {
             "state": state,
             "reason": reason,
@@ -267,6 +275,9 @@ class LocalBackend:
         book = ledger.Ledger(self.output(name) / contract.LEDGER, "cli")
         book.write("finished", state=str(state), reason=reason, step=self._read(places).step, code=contract.Exit.FAILED)
         book.close()
+        run = Run.read(places)
+        if run.store and state.final and (problem := stored.end(run, state, reason, contract.Exit.FAILED)):
+            raise OutlastError(f"job {name} is {str(state).lower()} here, but {run.store} does not say so: {problem}")
 
     def _wish(self, places: Places, **changes: object) -> None:
         dataclasses.replace(Wanted.read(places), **changes).write(places)  # type: ignore[arg-type]
@@ -361,9 +372,9 @@ class LocalBackend:
             remedy = "remove it and `outlast run` goes on from the newest checkpoint"
             raise OutlastError(f"{places.status} is empty, damaged or may not be read; {remedy}") from problem
 
-    def _ended(self, places: Places) -> str:
+    def _ended(self, places: Places) -> Run | None:
         """The run that has ended here, if one has: its store may not know that yet."""
-        return Run.read(places).run if places.run.exists() and self._read(places).state.final else ""
+        return Run.read(places) if places.run.exists() and self._read(places).state.final else None
 
     def _unfinished(self, places: Places) -> JobStatus | None:
         if not places.run.exists():
@@ -437,6 +448,15 @@ def _frozen(job: spec.Job, state: Path) -> spec.Job:
     """The job with a copy of its requirements in `state`, so that editing them does not change a run on its way."""
     environment_ = environment.frozen(job.spec.environment, state)
     return job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment_})})
+
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+
+
+def _without_secrets(job: spec.Job) -> spec.Job:
+    """The job as it may be read by whoever reads the output."""
+    env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
 
 def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int) -> None:

@@ -123,7 +123,9 @@ class Run:
     store: str = ""
     """URL of the job's output in its store; empty when the output is that directory alone."""
     generation: int = 0
-    """The newest generation that the run had elsewhere, before it came to this machine."""
+    """The newest generation that the run had when it was taken up."""
+    owner: str = ""
+    """See `remote.Run.owner`."""
 
     @classmethod
     def read(cls, places: Places) -> Run:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from outlast import contract, store
+from outlast import checkpoints, contract, remote, store
 from outlast.backends import LogLine
 from outlast.backends.places import Run
-from outlast.errors import OutlastError
+from outlast.errors import NotFound, OutlastError
 from outlast.remote import register
 from outlast.remote import run as runs
 from outlast.runtime import push, sync
@@ -25,7 +27,7 @@ def reach(url: str) -> store.Store:
     return place
 
 
-def unfinished(place: store.Store, ours: Run | None, *, ended: str) -> runs.Run | None:
+def unfinished(place: store.Store, ours: Run | None, *, ended: Run | None) -> runs.Run | None:
     """The run that owns the place and has not ended; None when there is none, or it is the one that has `ended` here.
 
     Raises OutlastError when `ours`, the unfinished run of this machine, owns it no longer.
@@ -36,23 +38,50 @@ def unfinished(place: store.Store, ours: Run | None, *, ended: str) -> runs.Run 
             f"run {ours.run} of this machine no longer owns {place.url}: run {record.run} does ({record.state}); "
             "--fresh begins anew and keeps what is there in previous/"
         )
-    return None if record is None or record.run == ended or (record.ended and not ours) else record
+    if record is None or (record.ended and not ours):
+        return None
+    known = ended and (record.run, record.owner) == (ended.run, ended.owner)  # only the store does not know yet that it has ended
+    return None if known else record
 
 
-def take_over(place: store.Store, output: Path, new: runs.Run) -> int:
-    """Have a run own the place, and bring what it has left there and is not here, but for checkpoints; its newest generation."""
-    runs.claim(place, new, replace=True)
+def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None) -> int:
+    """Take a run up: from now on others add nothing to it. What it has left there and is not here is brought, but for
+    checkpoints. The generation that is fenced off; the next one is ours.
+
+    `before` is the run as this machine has had it. If somebody else has had it since, what lies here is older and goes aside.
+    """
+    old = runs.claim(place, new, replace=True)
     runs.set_aside(place, new.run)
-    runs.update(place, new.run, state=str(State.RUNNING), reason="", exit_code=None)
-    sync.pull(place, output, output / push.OWN / "pulled", skip=push.skipped, only_missing=True)
-    latest = register.read(place, new.run)
-    return latest.generation if latest else 0
+    runs.update(place, new.run, owner=new.owner, state=str(State.RUNNING), reason="", exit_code=None)
+    latest, directory = register.read(place, new.run), output / contract.CHECKPOINTS
+    generation = 1 + max(latest.generation if latest else 0, checkpoints.generation(directory, new.run))
+    remote.Checkpoints(place, new.run).take(generation)
+    if before is None or old.owner != before.owner:
+        _put_aside(output)
+    report = sync.pull(place, output, output / push.OWN / "pulled", skip=push.skipped, only_missing=True)
+    if report.failed:
+        path, reason = report.failed[0]
+        raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
+    checkpoints.take(directory, new.run, generation)
+    return generation
 
 
-def end(url: str, run: str, state: State, reason: str, code: int | None) -> str:
+def _put_aside(output: Path) -> None:
+    """Move what lies in an output directory, but for checkpoints, to `previous/`."""
+    kept = (contract.CHECKPOINTS, push.OWN, runs.PREVIOUS)
+    found = [entry for entry in output.iterdir() if entry.name not in kept] if output.is_dir() else []
+    stale = [entry for entry in found if entry.is_file() or any(entry.iterdir())]
+    if stale:
+        aside = output / runs.PREVIOUS / time.strftime("%Y%m%d-%H%M%S-before", time.gmtime())
+        aside.mkdir(parents=True, exist_ok=True)
+        for entry in stale:
+            shutil.move(entry, aside / entry.name)
+
+
+def end(run: Run, state: State, reason: str, code: int | None) -> str:
     """Record how a run has ended; why that could not be, or an empty text."""
     try:
-        runs.end(store.open_(url), run, state, reason, code)
+        runs.end(store.open_(run.store), run.run, state, reason, code, by=run.owner)
     except OutlastError as problem:
         return str(problem)
     return ""
@@ -66,6 +95,8 @@ def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Ite
         index = name.removeprefix("worker-").removesuffix(".log")
         if index.isdecimal() and name == contract.worker_log(int(index)) and worker in (None, int(index)):
             found[int(index)] = f"{contract.LOGS}/{name}"
+    if not found and runs.read(place) is None:
+        raise NotFound(f"{url} holds no job; give <output>/<name of the job>")
     for number, key in sorted(found.items()):
         lines = place.get(key).decode(errors="replace").splitlines()
         yield from (LogLine(number, text) for text in (lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]))

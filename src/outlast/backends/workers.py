@@ -51,6 +51,8 @@ class Ended:
     code: int
     said: str
     """What its agent said last."""
+    displaced: bool = False
+    """Whether it ended because its run goes on elsewhere."""
 
     @property
     def interrupted(self) -> bool:
@@ -68,9 +70,11 @@ class Ended:
 class Staff:
     """The workers there are."""
 
-    def __init__(self, places: Places, job: spec.Job, *, run: str, output: Path, code: Path, store: str = "") -> None:
+    def __init__(
+        self, places: Places, job: spec.Job, *, run: str, output: Path, code: Path, store: str = "", owner: str = ""
+    ) -> None:
         self._places, self._job, self._run, self._output, self._code = places, job, run, output, code
-        self._store = store
+        self._store, self._owner = store, owner
         self.gpus = gpus()
         self.processes = processes_per_worker(job)
         self.present: dict[int, Worker] = {}
@@ -107,7 +111,7 @@ class Staff:
         self._vain[index] += 1
         if not self._code.is_dir():
             raise OutlastError(f"the job's code in {self._code} is gone; submit the job again")
-        environ = self.environ(index)
+        environ = self._environ(index)
         state.mkdir(parents=True, exist_ok=True)
         for name in [contract.WORKER, *(contract.PROGRESS.format(local_rank=rank) for rank in range(self.processes))]:
             (state / name).unlink(missing_ok=True)
@@ -145,7 +149,7 @@ class Staff:
             said = self.said(worker)
             if worker.child is None and said.get("code") is not None:
                 status = int(said["code"])
-            yield Ended(worker, contract.exit_code(status), said.get("reason") or "")
+            yield Ended(worker, contract.exit_code(status), said.get("reason") or "", bool(said.get("displaced")))
 
     def said(self, worker: Worker) -> dict[str, Any]:
         """What its agent says of it (`contract.WORKER`); empty before the first word."""
@@ -184,7 +188,19 @@ class Staff:
             with contextlib.suppress(OSError):
                 print(f"worker {index} {why}; killed it", flush=True)
 
-    def environ(self, index: int) -> dict[str, str]:
+    def pushing(self) -> dict[str, str]:
+        """The environment of a pusher that is no worker's."""
+        return {
+            **os.environ,
+            **self._job.spec.env,
+            contract.Env.RUN: self._run,
+            contract.Env.OUTPUT: str(self._output),
+            contract.Env.JOB_FILE: str(self._places.job),
+            contract.Env.STORE: self._store,
+            contract.Env.OWNER: self._owner,
+        }
+
+    def _environ(self, index: int) -> dict[str, str]:
         """The environment contract of a worker, the same as a pod's."""
         state = self._places.worker(index)
         fields = self._job.spec
@@ -211,7 +227,7 @@ class Staff:
             contract.Env.JOB_FILE: str(self._places.job),
             contract.Env.CODE: str(self._code),
             contract.Env.SHARED: str(self._places.state),
-            **({contract.Env.STORE: self._store} if self._store else {}),
+            **({contract.Env.STORE: self._store, contract.Env.OWNER: self._owner} if self._store else {}),
             contract.Env.PROBE_PORT: str(base + index if base else 0),
             contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self._places.state)]),
         }

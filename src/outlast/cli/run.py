@@ -67,10 +67,9 @@ def run(
         return
     from outlast.cli import view
 
-    with view.Signals() as signals:
-        place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
-        with view.screen() as screen:
-            status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
+    place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
+    with view.Signals() as signals, view.screen() as screen:
+        status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
     for sentence in view.summary(status, time.time()):
         print(f"outlast | {sentence}", file=sys.stderr)
     raise typer.Exit(code)

@@ -43,6 +43,8 @@ class Run:
     """A `status.State`."""
     reason: str = ""
     exit_code: int | None = None
+    owner: str = ""
+    """Of the machine that has taken the run up last: a word that only it knows. Others are zombies."""
     aside: str = ""
     """The run before, for as long as its objects are being moved to `previous/`."""
     version: int = _VERSION
@@ -75,11 +77,17 @@ def read(store: Store) -> Run | None:
     return record
 
 
-def check(store: Store, run: str) -> None:
-    """Raise Superseded when another run owns the place."""
+def check(store: Store, run: str, owner: str = "") -> None:
+    """Raise Superseded when another run owns the place, or another machine than `owner` has taken the run up."""
     record, _, _ = _load(store)
     if record and record.run != run:
         raise Superseded(f"run {run} no longer owns {store.url}: run {record.run} does")
+    if record and owner and record.owner != owner:
+        raise Superseded(_elsewhere(store, run))
+
+
+def _elsewhere(store: Store, run: str) -> str:
+    return f"run {run} in {store.url} has been taken up elsewhere; what is here adds nothing to it any more"
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
@@ -109,23 +117,25 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
     raise _restless(store)
 
 
-def update(store: Store, run: str, **changes: Any) -> Run:
-    """Change the record of a run; as it is now. Raises Superseded when another run owns the place."""
+def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
+    """Change the record of a run; as it is now. Raises Superseded when another run owns the place, or another owner than `by`."""
     conditional = store.conditional()
     for _ in range(_ATTEMPTS):
         record, etag, problem = _load(store)
         if record is None or record.run != run:
             owner = f"run {record.run} does" if record else f"its {RUN} is {'damaged' if problem else 'gone'}"
             raise Superseded(f"run {run} no longer owns {store.url}: {owner}")
+        if by and record.owner != by:
+            raise Superseded(_elsewhere(store, run))
         new = dataclasses.replace(record, **changes)
         if new == record or _write(store, new, etag, conditional):
             return new
     raise _restless(store)
 
 
-def end(store: Store, run: str, state: str, reason: str, exit_code: int | None) -> Run:
-    """Record how a run has ended."""
-    return update(store, run, state=str(state), reason=reason, exit_code=exit_code)
+def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:
+    """Record how a run has ended, if `by` still owns it."""
+    return update(store, run, by=by, state=str(state), reason=reason, exit_code=exit_code)
 
 
 def set_aside(

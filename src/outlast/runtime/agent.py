@@ -80,6 +80,8 @@ class Agent:
         self._log = log
         self._store = environ.get(contract.Env.STORE, "")
         self._pusher = pusher.Pusher(environ)
+        self.displaced = False
+        """Whether another machine has taken up our run."""
         self._said: tuple[int | None, str] = (None, "")
         """The end that the log speaks of already."""
         self._leave_by: float | None = None
@@ -183,10 +185,24 @@ class Agent:
     def _push_rest(self) -> None:
         """Push what is left, this worker's log to its last line included."""
         self._log.drain()
-        seconds = max(LAST_PUSH_S, self._leave_by - time.time()) if self._leave_by else PUSH_S if self._launched else LAST_PUSH_S
-        code, problem = self._pusher.rest(seconds)
+        # Only who is done may wait: who failed is to be started again, and the next start pushes what is left.
+        seconds = max(LAST_PUSH_S, self._leave_by - time.time()) if self._leave_by else LAST_PUSH_S
+        if self.worker.code == contract.Exit.DONE:
+            seconds = PUSH_S
+        try:
+            code, problem = self._pusher.rest(seconds)
+        except OSError as error:  # no process to be had
+            code, problem = 1, str(error)
+        if code == pusher.SUPERSEDED:
+            self._displaced(problem)
+            os.write(self._wake_w, b"\0")
+            return
         kept = f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
         self._put(lifecycle.Pushed(kept if code else ""))
+
+    def _displaced(self, reason: str) -> None:
+        self.displaced = True
+        self._events.put(lifecycle.Displaced(reason or "the run goes on elsewhere"))
 
     def _launch(self) -> None:
         """Have the elastic agent forked; the warm process listens a moment after its start and answers when torch is imported."""
@@ -254,7 +270,7 @@ class Agent:
                 self._end_hang(hang, found)
             self._revive()
             if self._store and self._pusher.look():
-                self._events.put(lifecycle.Displaced(self._pusher.said["error"]))
+                self._displaced(self._pusher.said.get("error", ""))
         self._report(found, now)
         if not self.state.is_dir():  # somebody removed the job under us
             self._kill_training()
@@ -336,6 +352,7 @@ class Agent:
             "ranks": ranks or [],
             "probes": self.probes,
             "pushed": self._pusher.said,
+            "displaced": self.displaced,
         }
         if record == self._written or not self.state.is_dir():
             if now - self._touched > TOUCH_S:

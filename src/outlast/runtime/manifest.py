@@ -88,18 +88,12 @@ def mark(etag: str) -> int:
     return zlib.crc32(etag.strip('"').encode())
 
 
-def as_left(known: Object, size: int, etag: str, modified: float, written: float) -> bool:
-    """Whether an object is still the one we know.
-
-    `modified` is when it was written, `written` when its manifest was, after it, both by the clock of the store. Some servers
-    tell another etag of an upload by parts later on than when it ended; hence the times.
-    """
-    return known.size == size and (known.mark == mark(etag) or modified < written)
+def as_left(known: Object, size: int, etag: str) -> bool:
+    """Whether an object is still the one we know."""
+    return known.size == size and known.mark == mark(etag)
 
 
-def found(
-    entries: Iterable[tuple[str, int, str, float]], known: Mapping[str, Object], written: float, own: str
-) -> dict[str, Object]:
+def found(entries: Iterable[tuple[str, int, str, float]], known: Mapping[str, Object], own: str) -> dict[str, Object]:
     """The objects of a listing (key, size, etag, modified), with what we know of those that nobody has replaced. `own` is the
     manifest's key. Keys that end in a slash stand for directories, and are left out."""
     objects = {}
@@ -107,7 +101,7 @@ def found(
         if key == own or not key or key.endswith("/"):
             continue
         old = known.get(key)
-        if old is not None and as_left(old, size, etag, modified, written):
+        if old is not None and as_left(old, size, etag):
             objects[key] = old
         else:
             objects[key] = unknown(size, etag, modified)
@@ -174,8 +168,6 @@ class State:
     """The manifest's URL: what is known of one store is of no use for another."""
     etag: str = ""
     """Of the manifest whose content `objects` is; empty when there is none."""
-    written: float = 0.0
-    """When that was written, by the store's clock."""
     settled: int = 0
     """As in the manifest."""
     checked: float = 0.0
@@ -186,7 +178,7 @@ class State:
     def encode(self) -> bytes:
         """As a document."""
         paths = sorted(self.objects.keys() | self.seen.keys())
-        head = {"place": self.place, "etag": self.etag, "written": self.written, "settled": self.settled, "checked": self.checked}
+        head = {"place": self.place, "etag": self.etag, "settled": self.settled, "checked": self.checked}
         there = _columns(Object, [self.objects.get(path, _UNKNOWN) for path in paths])
         here = _columns(Seen, [self.seen.get(path, _UNSEEN) for path in paths], "seen_")
         return _text({**head, "path": paths, **there, **here})
@@ -196,7 +188,7 @@ class State:
         """From a document; raises ValueError."""
         try:
             said = _document(data)
-            head = (str(said["place"]), str(said["etag"]), float(said["written"]), int(said["settled"]), float(said["checked"]))
+            head = (str(said["place"]), str(said["etag"]), int(said["settled"]), float(said["checked"]))
             with _uncollected():
                 objects = dict(zip(said["path"], _rows(Object, said), strict=True))
                 seen = dict(zip(said["path"], _rows(Seen, said, "seen_"), strict=True))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,10 @@ from outlast.runtime import sync
 
 LOOK_S = 1.0
 """How often to look for a new checkpoint."""
+OTHERS_S = 3.0
+"""How long the end of a worker waits for another one that pushes the same directory; that one pushes the rest, too."""
+PASSES = 3
+"""How often files that cannot be pushed are tried at the end; what is wrong with them is for the user to mend."""
 AGAIN_S = (2.0, 60.0)
 """First and longest pause before a store that failed is tried again."""
 NICENESS = 10
@@ -60,16 +65,21 @@ class Said:
     """What is being pushed now."""
 
 
+class Unpushed(store.StoreError):
+    """Single files could not be pushed; everything else is in the store."""
+
+
 class Pusher:
     """Pushes one output directory. `tell` is called with every change of what there is to say."""
 
-    def __init__(self, output: Path, place: store.Store, run: str, keep: int, tell: Callable[[Said], None]) -> None:
-        self._output, self._place = output, place
+    def __init__(self, output: Path, place: store.Store, run: str, owner: str, keep: int, tell: Callable[[Said], None]) -> None:
+        self._output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._keep, self._tell = run, keep, tell
         self._taken = 0
-        self._there: set[int] = set()
-        """Steps that are in the store."""
+        self._settled: set[tuple[int, int]] = set()
+        """Step and generation of the checkpoints that are in the store, or need not be."""
+        self._journals = output / OWN / "checkpoints"
         self._checked = False
         self.said = Said()
 
@@ -83,10 +93,13 @@ class Pusher:
     def waiting(self) -> list[checkpoints.Checkpoint]:
         """The committed checkpoints that are not in the store yet, the newest first."""
         found = checkpoints.list_(self._output / contract.CHECKPOINTS)
-        return [c for c in reversed(found) if c.run == self._run and not c.problem and c.step not in self._there]
+        return [
+            c for c in reversed(found) if c.run == self._run and not c.problem and (c.step, c.generation) not in self._settled
+        ]
 
     def push(self, stop: threading.Event) -> None:
         """Push all that there is. Raises StoreError, Stopped, Superseded, OSError; what has arrived stays."""
+        runs.check(self._place, self._run, self._owner)
         self.push_checkpoints(stop)
         self.say(doing="output")
         report = sync.push(
@@ -95,7 +108,7 @@ class Pusher:
         if report.failed:
             path, reason = report.failed[0]
             more = f" (and {len(report.failed) - 1} more)" if len(report.failed) > 1 else ""
-            raise store.StoreError(f"{path} could not be pushed: {reason}{more}", retry=True)
+            raise Unpushed(f"{path} could not be pushed: {reason}{more}")
         self._checked = True
         self.say(pushed=time.time(), since=None, error="", doing="", backlog=0)
 
@@ -105,19 +118,26 @@ class Pusher:
         if generation > self._taken:
             newest = self._checkpoints.take(generation)
             self._taken = generation
-            self._there |= {c.step for c in self._checkpoints.list_() if not c.problem}
+            self._settled |= {(c.step, c.generation) for c in self._checkpoints.list_() if not c.problem}
             self.say(step=newest.step)
         if not self._taken:
             return  # nobody has trained here yet: what there is was fetched
         while waiting := self.waiting():
             checkpoint = waiting[0]
             self.say(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
-            outcome = self._checkpoints.push(checkpoint, journals=self._output / OWN, stop=stop)
-            if not outcome.there:
+            outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
+            if outcome.kind == "waiting":
                 raise store.StoreError(outcome.reason, retry=True)
-            self._there.add(checkpoint.step)
+            self._settled.add((checkpoint.step, checkpoint.generation))
+            if outcome.kind == "damaged":  # it would be skipped on restore, too
+                print(f"outlast | not pushed: {outcome.reason}", file=sys.stderr, flush=True)
+                continue
             self.say(step=max(self.said.step, checkpoint.step))
-            self._checkpoints.prune(self._keep)
+            try:
+                self._checkpoints.prune(self._keep)
+            except store.StoreError as problem:  # room is wasted, nothing else
+                print(f"outlast | old checkpoints stay in the store: {problem}", file=sys.stderr, flush=True)
+        self._checkpoints.forget(self._journals)
         self.say(doing="", backlog=0)
 
 
@@ -145,17 +165,15 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
 
 
 def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
-    """Push until `stop`: checkpoints as they come, the rest every `every_s`. Raises Superseded, and OutlastError for a mistake
+    """Push until `stop`: when a checkpoint is committed, and every `every_s`. Raises Superseded, and OutlastError for a mistake
     that no repetition mends."""
     due = 0.0
     pause = AGAIN_S[0]
     while not stop.is_set():
         try:
-            if time.monotonic() >= due:
+            if time.monotonic() >= due or pusher.waiting():
                 pusher.push(stop)
                 due = time.monotonic() + every_s
-            elif pusher.waiting():
-                pusher.push_checkpoints(stop)
             pusher.say(since=None, error="")
             pause = AGAIN_S[0]
         except store.Stopped:
@@ -177,19 +195,25 @@ def rest(pusher: Pusher, deadline: float) -> str:
     timer.daemon = True
     timer.start()
     pause = AGAIN_S[0]
-    while True:
+    for passes in itertools.count(1):
         try:
             pusher.push(stop)
             return ""
         except store.Stopped:
             return pusher.said.error or "the time was over before it was pushed"
+        except Superseded:
+            raise
         except (OutlastError, OSError) as problem:
             failed(pusher, problem)
-            retry = isinstance(problem, OSError) or getattr(problem, "retry", False)
+            if isinstance(problem, Unpushed) and passes >= PASSES:
+                print(f"outlast | {problem}", file=sys.stderr, flush=True)
+                return ""
+            retry = isinstance(problem, OSError | Unpushed) or getattr(problem, "retry", False)
             if not retry or time.monotonic() + pause > deadline:
                 return pusher.said.error
             time.sleep(pause * random.uniform(0.5, 1))
             pause = min(AGAIN_S[1], 2 * pause)
+    raise AssertionError
 
 
 def failed(pusher: Pusher, problem: Exception) -> None:
@@ -211,12 +235,15 @@ def main(argv: list[str]) -> int:
         os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
         threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
     deadline = time.monotonic() + (float(argv[1]) if final else 0.0)
-    with locked(output, lambda: stop.is_set() or (final and time.monotonic() > deadline)) as ours:
+    patience = min(deadline, time.monotonic() + OTHERS_S)
+    with locked(output, lambda: stop.is_set() or (final and time.monotonic() > patience)) as ours:
         if not ours:
-            return 1 if final else 0
+            return 0
         try:
             place = store.open_(environ[contract.Env.STORE])
-            pusher = Pusher(output, place, environ[contract.Env.RUN], job.spec.checkpoint.keep, _tell)
+            pusher = Pusher(
+                output, place, environ[contract.Env.RUN], environ[contract.Env.OWNER], job.spec.checkpoint.keep, _tell
+            )
             if not final:
                 run(pusher, job.spec.sync.every.total_seconds(), stop)
                 return 0

@@ -26,6 +26,7 @@ class Pusher:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = dict(environ)
         self._child: subprocess.Popen[bytes] | None = None
+        self._hearing = threading.Thread()
         self._start_at = 0.0
         self.said: dict[str, Any] = {}
         """What it said last (`push.Said`); empty while another worker of this machine pushes."""
@@ -39,6 +40,7 @@ class Pusher:
             self._child = None
             self._start_at = time.monotonic() + AGAIN_S
             if code == SUPERSEDED:
+                self._hearing.join(STOP_S)
                 return True
             self.said = {}
             print(f"outlast | the pusher ended with exit code {code}; starting it again", flush=True)
@@ -69,6 +71,7 @@ class Pusher:
         except subprocess.TimeoutExpired:
             child.kill()
             code = child.wait()
+        self._hearing.join(STOP_S)
         return code, "" if code == 0 else self.said.get("error") or f"the pusher ended with exit code {code}"
 
     def _start(self, *args: str) -> subprocess.Popen[bytes]:
@@ -78,7 +81,8 @@ class Pusher:
             stdout=subprocess.PIPE,
             env=self._environ,
         )
-        threading.Thread(target=self._hear, args=(child,), daemon=True).start()
+        self._hearing = threading.Thread(target=self._hear, args=(child,), daemon=True)
+        self._hearing.start()
         return child
 
     def _hear(self, child: subprocess.Popen[bytes]) -> None:

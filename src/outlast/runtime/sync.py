@@ -194,6 +194,7 @@ class _Run:
         self._listed = False
         self._learned = False
         """Whether we know more than the state on the disk."""
+        self._done = "read"
         self._refused = 0
         self._refusal: StoreError = StoreError("")
 
@@ -204,15 +205,15 @@ class _Run:
             if not state.etag or store.head(self._key).etag != state.etag:
                 data, entry = store.read(self._key)
                 state.objects, state.settled = manifest.decode(data)
-                state.etag, state.written = entry.etag, entry.modified
+                state.etag = entry.etag
                 self._memory.fresh.clear()  # whoever wrote this may have replaced it since
                 self._learned = True
         except (Missing, ValueError):  # a manifest that cannot be read is none
-            state.etag, state.written, state.settled = "", 0.0, 0
+            state.etag, state.settled = "", 0
             check = self.changed = True
         if check or not 0 <= time.time() - state.checked < CHECK_EVERY_S:
             entries = ((e.key, e.size, e.etag, e.modified) for e in store.entries() if not self._skip(e.key))
-            objects = manifest.found(entries, state.objects, state.written, self._key)
+            objects = manifest.found(entries, state.objects, self._key)
             self.changed |= objects != state.objects
             state.objects, state.checked = objects, time.time()
             self._listed = self._learned = True
@@ -301,7 +302,7 @@ class _Run:
 
     def receive(self, paths: list[str]) -> None:
         """Receive objects, and remember what has arrived. Of those that are not what they should be, we ask what they are now."""
-        objects = self._state.objects
+        self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
         if replaced:
@@ -311,7 +312,7 @@ class _Run:
                 for path, entry, error in outcomes:
                     if entry is None:
                         self._failed(path, error)
-                    elif manifest.as_left(objects[path], entry.size, entry.etag, entry.modified, 0.0):
+                    elif manifest.as_left(objects[path], entry.size, entry.etag):
                         self._failed(path, replaced[path])
                     else:
                         again.append(path)
@@ -362,7 +363,7 @@ class _Run:
             case OSError(errno=number) if number in _DISK:
                 raise OutlastError(f"{self._root} cannot be written: {_DISK[number]}") from error
             case OSError():
-                self.report.failed.append((path, f"{error.strerror} ({os.path.basename(error.filename or path)})"))
+                self.report.failed.append((path, f"it cannot be {self._done}: {error.strerror}"))
             case OutlastError():
                 self.report.failed.append((path, str(error)))
             case None:
@@ -387,12 +388,7 @@ class _Run:
             pass
         for path in gone:
             state.objects.pop(path, None)
-        data = manifest.encode(state.objects, settled)
-        etag, entry = store.put(self._key, data), store.head(self._key)
-        if entry.etag != etag:  # some servers tell another one later on; or somebody was faster
-            there, entry = store.read(self._key)
-            etag = entry.etag if there == data else ""
-        state.etag, state.written, state.settled = etag, entry.modified, settled
+        state.etag, state.settled = store.put(self._key, manifest.encode(state.objects, settled)), settled
         self._learned = True
 
     def save(self) -> None:
