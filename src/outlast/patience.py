@@ -35,8 +35,8 @@ def from_environment() -> float:
 
 
 def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreError], seconds: float) -> T:
-    """The result of an attempt, which is repeated while `mistake` calls what it raised Unreachable: for up to `seconds`, and once
-    more when the first has taken longer (it may have met a connection over which nothing came)."""
+    """The result of an attempt, which is repeated while `mistake` calls what it raised Unreachable: for up to `seconds`. A second
+    one may begin somewhat later: the first may have waited on a connection over which nothing came."""
     begun = time.monotonic()
     for n in count():
         try:
@@ -44,7 +44,7 @@ def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreErro
         except Exception as error:
             wrong = mistake(error)
             pause = random.uniform(0.5, 1) * min(0.1 * 2**n, 8)
-            late = time.monotonic() - begun + pause > seconds and (n > 0 or seconds == 0)
+            late = time.monotonic() - begun + pause > (seconds if n else 1.5 * seconds)
             if late or not isinstance(wrong, Unreachable):
                 raise wrong from (None if wrong is error else error)
             time.sleep(pause)

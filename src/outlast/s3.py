@@ -92,7 +92,7 @@ class Access:
             response_checksum_validation="when_required",
             retries={"total_max_attempts": 1},
             connect_timeout=min(10, self.timeout_s),
-            read_timeout=2 * self.timeout_s,  # what was sent may still be on its way
+            read_timeout=self.timeout_s,
             max_pool_connections=64,
         )
         key, secret, token = self.keys or (None, None, None)

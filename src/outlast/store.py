@@ -442,7 +442,8 @@ class Store:
         try:
             yield
         except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+            other = error.filename not in (None, str(path), path)  # the journal
+            raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
 
     def _path(self, key: str) -> str:
         path = f"{self._prefix}/{key}" if self._prefix else key

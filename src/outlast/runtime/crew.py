@@ -1,0 +1,159 @@
+"""Threads that work on many small things at once, in bounded memory: requests to a store, files to be read.
+
+Few threads at first, and more for as long as that gets more done: a loopback needs 8, a distant store 100. Whoever gives them
+work hears of every job how it ended, in one thread, so that nothing else needs a lock. Called by `transfer` and `sync`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from outlast.errors import Stopped
+
+T = TypeVar("T")
+
+MEMORY = 64 << 20
+"""Bytes of file contents held at a time."""
+FEW, MANY = 8, 128
+"""Threads at first, and at most."""
+_WINDOW_S = 0.5
+"""How long a number of threads is watched before there are more."""
+_LEAVE_S = 5.0
+"""How long what was begun may take when we were asked to stop."""
+
+
+class Job(NamedTuple, Generic[T]):
+    """Something to be done."""
+
+    of: Any
+    cost: int
+    """Bytes of memory that it needs."""
+    do: Callable[[], T]
+
+
+class Outcome(NamedTuple, Generic[T]):
+    """How something ended."""
+
+    of: Any
+    result: T | None
+    error: BaseException | None
+
+
+def work(
+    jobs: Iterable[Job[T]],
+    enough: threading.Event,
+    *,
+    stop: threading.Event | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> Generator[Outcome[T], None, None]:
+    """Do jobs with threads, and tell of each how it ended, in that order. No more memory is in use than MEMORY, or one job's.
+
+    `tick` is called ten times a second or more. When `stop` is set, or nobody wants to hear more, `enough` is set, for jobs to
+    see, and what has not begun is left; in the first case Stopped is raised, after what was on its way has been told of.
+    """
+    source, out, cost = iter(jobs), 0, 0
+    waiting = next(source, None)
+    if waiting is None:
+        return
+    crew = _Crew()
+    begun, moved, before = time.monotonic(), 0.0, 0.0
+    deadline: float | None = None
+    try:
+        while True:
+            while deadline is None and out < 2 * crew.width:
+                waiting = waiting or next(source, None)
+                if waiting is None or (out and cost + waiting.cost > MEMORY):
+                    break
+                out, cost = out + 1, cost + waiting.cost
+                crew.todo.put(waiting)
+                waiting = None
+            if not out:
+                break
+            tick()
+            if stop is not None and stop.is_set() and deadline is None:
+                deadline = time.monotonic() + _LEAVE_S
+                enough.set()
+                dropped = crew.drop()
+                out, cost = out - len(dropped), cost - sum(job.cost for job in dropped)
+            if deadline is not None and (not out or time.monotonic() > deadline):
+                break
+            try:
+                job, result, error = crew.done.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            out, cost = out - 1, cost - job.cost
+            if not isinstance(error, Stopped):
+                yield Outcome(job.of, result, error)
+            moved += 1 + job.cost / (1 << 20)
+            if (lasted := time.monotonic() - begun) > _WINDOW_S:
+                crew.width, before = widened(crew.width, before, moved / lasted)
+                begun, moved = time.monotonic(), 0.0
+        if deadline is not None:
+            raise Stopped("stopped; the same again goes on from here")
+    finally:
+        enough.set()
+        crew.leave()
+
+
+def widened(width: int, before: float, now: float) -> tuple[int, float]:
+    """How many threads there should be after `width` have moved so much a second; and what they are to be compared with.
+
+    Twice as many, if the last doubling moved a quarter more than `before`; 0 stands for the first look.
+    """
+    if now < 1.25 * before or width >= MANY:
+        return width, float("inf")
+    return min(2 * width, MANY), now
+
+
+class _Crew:
+    """Threads that do what is in `todo`, and put into `done` how it ended. They start when they are needed."""
+
+    def __init__(self) -> None:
+        self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._width = 0
+        self.width = FEW
+
+    @property
+    def width(self) -> int:
+        """How many threads there are."""
+        return self._width
+
+    @width.setter
+    def width(self, width: int) -> None:
+        self._width = width
+        while len(self._threads) < width:
+            # Daemons: a stalled connection does not keep a process from its end.
+            thread = threading.Thread(target=self._work, name="transfer", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while (job := self.todo.get()) is not None:
+            try:
+                self.done.put((job, job.do(), None))
+            except BaseException as error:
+                self.done.put((job, None, error))
+
+    def drop(self) -> list[Any]:
+        """Take back what nobody has begun."""
+        dropped = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                dropped.append(self.todo.get_nowait())
+        return dropped
+
+    def leave(self) -> None:
+        """Have all threads end after what they do now, and wait for that as long as seems sensible."""
+        self.drop()
+        for _ in self._threads:
+            self.todo.put(None)
+        deadline = time.monotonic() + _LEAVE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
