@@ -156,6 +156,7 @@ def test_a_new_run_sets_the_old_one_aside(machine, moto: Place):
     assert {key.startswith(f"previous/{first.run}/") for key in commits} == {True, False}
 
 
+@pytest.mark.slow
 def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, machine_in, tmp_path: Path, moto: Place):
     name = machine.submit(machine.job(args=LONG, output=moto.url))
     before = machine.wait(name, pushed(10))
@@ -239,6 +240,7 @@ def test_the_logs_are_read_from_the_store_when_the_machine_has_lost_them(machine
     assert [line.worker for line in machine.backend.logs("job", worker=1, tail=1)] == [1]
 
 
+@pytest.mark.slow
 def test_logs_are_read_with_nothing_but_the_job_file_or_the_url(machine, rclone: Place, capsys: pytest.CaptureFixture[str]):
     job = machine.job(args=("--steps=5", "--pause=0"), output=f"{rclone.url}/runs")
     machine.run(job)
@@ -249,6 +251,7 @@ def test_logs_are_read_with_nothing_but_the_job_file_or_the_url(machine, rclone:
         assert (ended.value.code, capsys.readouterr().out.splitlines()) == (0, here)
 
 
+@pytest.mark.slow
 def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rclone: Place, undisturbed: Final):
     name = machine.submit(machine.job(args=LONG, output=rclone.url))
     status = machine.wait(name, pushed(10))
@@ -263,6 +266,7 @@ def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rcl
     assert 150 in committed(f"{rclone.url}/job")
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_does_not_wait_for_the_one_that_pushes(machine, rclone: Place):
     job = machine.job(args=("--steps=400",), output=rclone.url, workers={"replicas": 2, "min": 1}, interruption={"grace": "20s"})
     name = machine.submit(job)
@@ -274,6 +278,7 @@ def test_a_worker_that_leaves_does_not_wait_for_the_one_that_pushes(machine, rcl
     machine.backend.cancel(name)
 
 
+@pytest.mark.slow
 def test_two_jobs_of_one_machine_do_not_share_what_is_pushed(machine, rclone: Place):
     machine.run(machine.job("one", args=("--steps=5", "--pause=0"), output=rclone.url))
     machine.run(machine.job("two", args=("--steps=5", "--pause=0"), output=rclone.url))
