@@ -178,7 +178,7 @@ class LocalBackend:
         """The workers' log lines, see the Protocol."""
         run = Run.read(self._known(name))
         directory = Path(run.output) / contract.LOGS
-        if run.store and not directory.is_dir():
+        if run.store and not directory.is_dir() and self._over(name):
             yield from stored.logs(run.store, worker=worker, tail=tail)
             return
         files: dict[int, _Tail] = {}
