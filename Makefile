@@ -20,7 +20,8 @@ demo: $(READY)  ## Train on real images, kill a worker on the way, evaluate, rep
 	$(OUTLAST) report digits
 
 test: $(READY)  ## Run the tests, but not those that take minutes
-	$(BIN)/pytest -m "not slow and not cluster and not gpu"
+	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
 
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(BIN)/pytest -m "slow and not cluster and not gpu"

@@ -23,6 +23,17 @@ from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (
 PROGRAMS = Path(__file__).parent / "programs"
 
 
+JOBS = ("test_examples", "test_push_killed", "test_recipes", "test_run_", "test_torchrun")
+"""Modules whose tests run whole jobs."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them, so that the others may run in parallel."""
+    for item in items:
+        if item.path.name.startswith(JOBS):
+            item.add_marker("jobs")
+
+
 class Machine:
     """A local backend of its own, and the means to wait for what jobs on it do."""
 

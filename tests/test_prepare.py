@@ -561,3 +561,10 @@ def test_models_are_below_one_directory_by_name_and_hugging_face_stays_offline(t
     assert (seen["HF_HUB_OFFLINE"], seen["TRANSFORMERS_OFFLINE"]) == ("1", "1")
     assert prepared(models=models, env={"HF_HUB_OFFLINE": "0"})["HF_HUB_OFFLINE"] == "0"
     assert "HF_HUB_OFFLINE" not in prepared()
+
+
+def test_an_empty_object_that_only_shows_a_directory_is_no_data(moto: Place):
+    for key in ("data/empty/", "data/full/", "data/full-not/b", "data/full/a", "data/none"):
+        moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] in "ab" else b"")
+    listing = fetch.look(f"{moto.url}/data", "data[0].from")
+    assert [entry.key for entry in listing.entries] == ["full-not/b", "full/a", "none"]

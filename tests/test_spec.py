@@ -653,3 +653,10 @@ def test_the_schema_describes_every_field_and_refuses_unknown_ones() -> None:
 def test_the_vocabulary_imports_nothing_heavy() -> None:
     code = "import sys, outlast.spec; print([name for name in ('torch', 'numpy', 'typer', 'rich') if name in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
+
+
+@pytest.mark.parametrize("written", ["s3:/bucket/runs", "s3:bucket/runs"])
+def test_a_url_with_a_slash_too_few_is_no_path(written: str) -> None:
+    with pytest.raises(InvalidJob, match=r"write s3://bucket/runs, or \./s3:"):
+        document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "a"}}
+        spec.parse(json.dumps({**document, "spec": {"module": "m", "output": written}}))

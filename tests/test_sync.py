@@ -26,6 +26,7 @@ import faults
 from faults import Proxy
 from outlast import cli, store
 from outlast.cli import sync as command
+from outlast.cli import transfers
 from outlast.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
 from outlast.runtime import crc32, crew, manifest, memory, sync, transfer, tree
 from outlast.runtime.direct import Direct
@@ -97,7 +98,7 @@ def objects(place: Store) -> dict[str, bytes]:
 def counts(report: sync.Report) -> tuple[int, int, int]:
     """Sent, unchanged, deleted; nothing may have failed."""
     assert report.failed == []
-    return report.sent, report.unchanged, report.deleted
+    return report.transferred, report.unchanged, report.deleted
 
 
 # Rules
@@ -403,7 +404,7 @@ def test_an_object_that_is_replaced_during_a_pull_arrives_as_it_is_then(place: S
     place.put("b", b"two")
     place.delete(["c"])
     report = sync.pull(place, target, tmp_path / "pull")
-    assert (report.sent, [path for path, _ in report.failed]) == (2, ["c"])
+    assert (report.transferred, [path for path, _ in report.failed]) == (2, ["c"])
     assert report.failed[0][1].endswith("/c does not exist")
     assert contents(target) == {"a": b"one", "b": b"two"}
 
@@ -477,7 +478,7 @@ def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_pa
 
     report = sync.push(source, away, tmp_path / "push", progress=harm)
     assert report.failed == []
-    assert report.sent < 102
+    assert report.transferred < 102
     assert "last" in objects(away)
 
 
@@ -652,7 +653,7 @@ def test_names_that_a_store_cannot_have_fail_and_the_rest_goes_on(away: Store, t
     with open(os.fsencode(source) + b"/bad-\xff", "wb"):
         pass
     report = sync.push(source, away, tmp_path / "push")
-    assert report.sent == 1
+    assert report.transferred == 1
     assert [path for path, _ in report.failed] == ["bad-\\xff", "new\nline"]
     assert report.failed[0][1] == "its name is not UTF-8; rename it"
     assert "cannot be the name of an object" in report.failed[1][1]
@@ -678,7 +679,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0)
     report = sync.push(source, away, Path("push"), delete=True)
-    assert (report.sent, report.deleted) == (1, 0), "what cannot be listed may still exist"
+    assert (report.transferred, report.deleted) == (1, 0), "what cannot be listed may still exist"
     assert report.failed == [
         ("bad", "it cannot be read: Permission denied"),
         ("dir/", "it cannot be listed: Permission denied"),
@@ -705,7 +706,7 @@ def test_a_pull_never_writes_outside_of_its_directory(tmp_path: Path) -> None:
     lies = {key: Object(1, 0, -1, 0) for key in [*keys, "../up", "/abs", "a//b"]}
     away.put(sync.MANIFEST, manifest.encode(lies, 0))
     report = sync.pull(away, target, tmp_path / "pull")
-    assert report.sent == 2
+    assert report.transferred == 2
     assert dict(report.failed) == {
         "link/evil": f"link is a link that leads outside ({outside})",
         "link/deep/evil": f"link is a link that leads outside ({outside})",
@@ -914,10 +915,10 @@ def test_one_object_that_is_refused_fails_and_the_rest_goes_on(moto_proxy: Proxy
     place = store.open_(moto_proxy.url)
     moto_proxy.fault = faults.always(faults.denied, method="PUT", path="/7")
     report = sync.push(source, place, tmp_path / "push")
-    assert (report.sent, [path for path, _ in report.failed]) == (19, ["7"])
+    assert (report.transferred, [path for path, _ in report.failed]) == (19, ["7"])
     moto_proxy.fault = faults.always(faults.denied, method="GET", path="/8")
     report = sync.pull(place, target, tmp_path / "pull")
-    assert (report.sent, [path for path, _ in report.failed]) == (18, ["8"])
+    assert (report.transferred, [path for path, _ in report.failed]) == (18, ["8"])
     moto_proxy.fault = lambda _: None
     assert counts(sync.push(source, place, tmp_path / "push")) == (1, 19, 0)
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, 18, 0)
@@ -1017,7 +1018,7 @@ def test_sync_goes_there_and_back_and_says_what_it_did(outlast: Outlast, moto: P
     (target / "mine").write_bytes(b"3")
     assert outlast(f"{moto.url}/x", target, "--delete", "--dry-run") == (
         0,
-        "delete  mine\n0 files, 0 B would be received, 2 unchanged, 1 deleted\n",
+        "delete  mine\n0 files, 0 B would be received, 2 unchanged, 1 would be deleted\n",
         "",
     )
     code, out, _ = outlast(f"{moto.url}/x", target, "--delete", "-o", "json")
@@ -1091,10 +1092,37 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(rclone_proxy: Proxy, tmp_path
 
 
 def test_what_is_shown_meanwhile() -> None:
-    now = sync.Progress(files=412, bytes=412 << 20, files_total=1000, bytes_total=1 << 30)
-    assert command.line(now, "sent", 4.0) == "412 of 1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 5.9s left"
-    report = sync.Report(sent=1000, bytes=1 << 30, unchanged=3)
+    said = transfers.line(412 << 20, 1 << 30, "sent", 4.0, "412/1,000 files")
+    assert said == "412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 5.9s left"
+    report = sync.Report(transferred=1000, bytes=1 << 30, unchanged=3)
     assert (
         command.summary(report, "sent", 4.2, dry_run=False)
         == "1,000 files, 1.0 GiB sent in 4.2s (244 MiB/s), 3 unchanged, 0 deleted"
     )
+
+
+def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(tmp_path: Path) -> None:
+    source = a_tree(tmp_path / "source", {"one": b"1"})
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
+        environ = {**os.environ, **keys, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        command = [OUTLAST, "sync", str(source), "s3://bucket/x"]
+        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            connection, _ = silent.accept()  # its first request is on its way
+            with connection:
+                began = time.monotonic()
+                child.send_signal(signal.SIGINT)
+                out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "stopped; the same command goes on from here\n")
+    assert time.monotonic() - began < 5
+
+
+def test_an_empty_object_that_only_shows_a_directory_is_no_file(moto: Place, tmp_path: Path) -> None:
+    for key in ("empty/", "full/", "full-not/b", "full/a"):
+        moto.server.client.put_object(Bucket=moto.bucket, Key=key, Body=b"x" if key[-1] != "/" else b"")
+    report = sync.pull(store.open_(moto.url), tmp_path / "target", tmp_path / "state")
+    assert (report.failed, report.transferred) == ([], 2)
+    assert contents(tmp_path / "target") == {"full/a": b"x", "full-not/b": b"x"}

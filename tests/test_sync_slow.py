@@ -25,7 +25,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def counts(report: sync.Report) -> tuple[int, int, int]:
     assert report.failed == []
-    return report.sent, report.unchanged, report.deleted
+    return report.transferred, report.unchanged, report.deleted
 
 
 def edited(tree: Path, rng: random.Random) -> None:

@@ -16,7 +16,7 @@ remedy.
         ├── Changed           what was to be replaced, or is being uploaded, is no longer what it was
         ├── Denied            the credentials are wrong, or do not permit it
         ├── Stopped           we were asked to stop in the middle of it
-        └── Unreachable       the store does not answer, or is not well
+        └── Unreachable       the store does not answer, or is not well (exit 1: nothing was asked wrongly)
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Stopped(StoreError):
 
 class Unreachable(StoreError):
     """The store cannot be reached, or is not well; training goes on and we try again later."""
+
+    exit_code = 1
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry=True)

@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
-from outlast.errors import StoreError, Unreachable
+from outlast.errors import Stopped, StoreError, Unreachable
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreErro
             late = time.monotonic() - begun + pause > (seconds if n else 1.5 * seconds)
             if late or not isinstance(wrong, Unreachable):
                 raise wrong from (None if wrong is error else error)
-            time.sleep(pause)
+            interruptibly(partial(time.sleep, pause))
     raise AssertionError
 
 
@@ -63,5 +64,20 @@ def interruptibly(attempt: Callable[[], T]) -> T:
         except BaseException as error:
             result.set_exception(error)
 
+    global _waiting
     threading.Thread(target=work, name="store", daemon=True).start()
-    return result.result()
+    _waiting = True
+    try:
+        return result.result()
+    finally:
+        _waiting = False
+
+
+_waiting = False
+"""Whether the main thread waits for an attempt, or to make the next one."""
+
+
+def give_up(why: str) -> None:
+    """For a signal's handler: end the main thread's wait for a store, if it is in one, with Stopped."""
+    if _waiting:
+        raise Stopped(why)

@@ -120,7 +120,8 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
             " empty, `.` or `..` (scripts make such names by joining `dir/` and `/name`); rename or remove it"
         )
     if words := next((words for pattern, words in _CONNECTION if re.search(pattern, f"{kind} {text}")), ""):
-        return Unreachable(f"{undone}: {words}{where}")
+        remedy = "; correct AWS_ENDPOINT_URL if that is not its address" if endpoint else ""
+        return Unreachable(f"{undone}: {words}{where}{remedy}")
     if "Account must be specified" in text:
         return Denied(f"{undone}: no account for Azure; set AZURE_STORAGE_ACCOUNT_NAME")
     return StoreError(f"{undone}: {quoted or text.splitlines()[0]}")

@@ -93,6 +93,8 @@ def _location(value: str) -> str:
     scheme, separator, rest = value.partition("://")
     if separator and scheme not in STORES:
         raise ValueError(f"is in no store known here; use a path, or one of {', '.join(f'{s}://' for s in STORES)}")
+    if not separator and (almost := re.match(rf"({'|'.join(STORES)}):/?([^/].*)", value)):
+        raise ValueError(f"is no URL of a store; write {almost[1]}://{almost[2]}, or ./{value} for a path")
     if not (rest if separator else value):
         raise ValueError("must be a path or the URL of a store")
     return value

@@ -445,11 +445,17 @@ class Store:
             other = error.filename not in (None, str(path), path)  # the journal
             raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
 
+    def impossible(self, key: str) -> str:
+        """Why no object can be called so here; empty when one can."""
+        return urls.impossible(key, "") or urls.impossible(self._whole(key), self._root.scheme)
+
     def _path(self, key: str) -> str:
-        path = f"{self._prefix}/{key}" if self._prefix else key
-        if wrong := urls.impossible(key, "") or urls.impossible(path, self._root.scheme):
+        if wrong := self.impossible(key):
             raise StoreError(f"{self._name(key)!r} cannot be the name of an object: {wrong}; rename it")
-        return path
+        return self._whole(key)
+
+    def _whole(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
 
     def _name(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url

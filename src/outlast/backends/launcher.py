@@ -80,7 +80,7 @@ class Launcher:
         """The newest generation whose failure has been judged; what is reported of it later is known."""
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
-        self.close_by = 0.0
+        self.close_by = self.closed_at = 0.0
         self.joiners: dict[int, str] = {}
         """Workers outside a running world that did not manage to join it, and why."""
         self.stepped = False
@@ -386,6 +386,7 @@ class Launcher:
         self._remember()
         self._say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
+        self.closed_at = time.time()
         self.status.interruptions += leave
         self.close_by = time.time() + (self.patience.leave + CLOSING_S if leave else CLOSING_S)
         if leave:
@@ -401,6 +402,10 @@ class Launcher:
 
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
+        assert self.closing is not None
+        pushing = [w for w in self.staff.present.values() if self.staff.said(w).get("state") == Phase.PUSHING]
+        if self.store and pushing and time.time() - self.closed_at > WAITED_S:
+            self.status.reason = f"{self.closing[1]}; pushing what is left to {self.store}"
         if time.time() > self.close_by:
             for worker in list(self.staff.present.values()):
                 if not self.close_by or self.staff.said(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
@@ -436,7 +441,7 @@ class Launcher:
         if self.status.store is not None and last.said:
             self.status.store = StoreStatus(url=self.store, **last.said)
         if failed == pusher.SUPERSEDED:
-            return State.INTERRUPTED, f"{reason}; {problem}", contract.Exit.INTERRUPTED
+            return State.INTERRUPTED, reason if problem in reason else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
             problem = stored.end(self.record, state, reason, code)
         if not problem:
@@ -524,7 +529,10 @@ class Launcher:
         """What the pusher says, whichever worker's it is."""
         said = (self.staff.said(worker).get("pushed") for worker in self.staff.present.values())
         newest = max(filter(None, said), key=lambda record: record["pushed"] or 0.0, default=None)
-        return before if newest is None else StoreStatus(url=self.store, **newest)
+        if newest is None:
+            return before
+        pushed = newest["pushed"] or before.pushed  # a pusher that has just begun does not know what another did
+        return StoreStatus(url=self.store, **{**newest, "pushed": pushed, "step": max(newest["step"], before.step)})
 
     def _ledger_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.output / contract.LEDGER).glob("*.jsonl"))
@@ -548,8 +556,8 @@ _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "canc
 
 
 def _after(generation: int) -> world.State:
-    """The state of a run whose newest generation has been that."""
-    called = world.Call(generation + 1, "the run goes on", False, time.time())
+    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind."""
+    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, time.time())
     return world.State({}, called=called) if generation else world.State({})
 
 

@@ -287,6 +287,8 @@ def restore(
       outlast checkpoints restore cifar10 --step 1200
       outlast checkpoints restore s3://bucket/runs/cifar10 --to best
     """
+    from outlast import remote
+
     job = _job(ctx, name, store)
     if job.there is None:
         raise OutlastError(f"the job has no store, its checkpoints are in {job.directory}; name one with --store URL")
@@ -297,15 +299,23 @@ def restore(
         if not found:
             raise NotFound(f"no checkpoint of step {step} in the store; there are: {_steps(there)}")
         if found[0].problem:
-            raise OutlastError(f"the checkpoint of step {step} in {job.there.store.url} is damaged: {found[0].problem}")
-    with transfers.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
-        if step is not None:
-            restored = job.there.fetch(found[-1], directory, progress=progress, stop=stop)
-        else:
-            newest = job.there.restore(directory, say=_say, progress=progress, stop=stop)
-            if newest is None:
-                raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
-            restored = newest
+            raise OutlastError(
+                f"the checkpoint of step {step} in {job.there.store.url} is damaged: {found[0].problem}; "
+                "without --step the newest that is whole is brought"
+            )
+    try:
+        with transfers.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
+            if step is not None:
+                restored = job.there.fetch(found[-1], directory, progress=progress, stop=stop)
+            else:
+                newest = job.there.restore(directory, say=_say, progress=progress, stop=stop)
+                if newest is None:
+                    raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
+                restored = newest
+    except remote.Damaged as problem:
+        raise OutlastError(f"{problem}; without --step the newest that is whole is brought") from problem
+    except OSError as error:
+        raise OutlastError(f"{directory} cannot be written: {error.strerror}; name another directory with --to") from error
     print(f"step {restored.step}, {units.human_bytes(restored.bytes)}: {restored.path}")
 
 
@@ -344,7 +354,8 @@ def prune(
             print(f"would remove {line}")
     if dry_run:
         return
-    if sys.stdin.isatty() and not yes and not typer.confirm("Remove them?"):
+    if sys.stdin.isatty() and not yes and not _agreed("Remove them?"):
+        print("nothing was removed")
         raise typer.Exit(1)
     for checkpoint in here:
         did = "removed" if checkpoints.remove(checkpoint) else "kept, for it is being read:"
@@ -352,6 +363,14 @@ def prune(
     if job.there and there:
         for place in job.there.prune(keep):
             print(f"removed {contract.checkpoint_name(place.step)} in the store")
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return typer.confirm(question)
+    except typer.Abort:  # Ctrl-C
+        print("\nstopped, nothing was removed", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def _say(sentence: str) -> None:

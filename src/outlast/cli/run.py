@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from outlast.spec import Job
     from outlast.status import JobStatus
 
+_QUIET_S = 3.0
+"""How long a start may take without a word."""
 _CANCEL_S = 180.0
 """How long `--fresh` waits for the old run to be gone: longer than a worker's grace."""
 
@@ -61,18 +65,35 @@ def run(
         _end(place, name)
         before = None
     going_on = before is not None and not before.state.final
-    if detach:
+    with _patient(wanted):
         place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
+    if detach:
         print(f"{name} {'goes on' if going_on else 'runs'} in the background; look at it with: outlast logs -f {name}")
         return
     from outlast.cli import view
 
-    place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
     with view.Signals() as signals, view.screen() as screen:
         status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
     for sentence in view.summary(status, time.time()):
         print(f"outlast | {sentence}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _patient(job: Job) -> Iterator[None]:
+    """Say so when a start takes long: nearly always it is the store."""
+    from outlast import spec
+
+    there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""
+    waits = f"waiting for {there}: it does not answer yet, or what an earlier run has left there is being moved; Ctrl-C stops"
+    timer = threading.Timer(_QUIET_S, print, (f"outlast | {waits}",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if there:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def load(file: Path, *, workers: int | None = None, name: str | None = None, set_: Iterable[str] = ()) -> Job:

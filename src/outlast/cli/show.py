@@ -102,7 +102,8 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
 def in_store(there: StoreStatus, now: float) -> str:
     """`s3://bucket/runs/digits: step 800, all pushed 12s ago`, or since when it fails and why."""
     said = [f"step {there.step}"] if there.step else []
-    said += [f"all pushed {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing pushed yet"]
+    pushed = "pushed" if there.backlog else "all pushed"
+    said += [f"{pushed} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing pushed yet"]
     said += [f"now {there.doing}"] if there.doing else []
     said += [f"{units.human_bytes(there.backlog)} of checkpoints wait"] if there.backlog else []
     if there.since:

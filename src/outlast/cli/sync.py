@@ -6,28 +6,26 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-import signal
+import re
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import units
-from outlast.cli import show
+from outlast import units, urls
+from outlast.cli import show, transfers
 from outlast.cli.show import Output, OutputOption
-from outlast.errors import NotFound, OutlastError, Stopped
+from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
-    from outlast.runtime.sync import Progress, Report
+    from outlast.runtime.sync import Report
+    from outlast.store import Store
 
 _LISTED = 20
 """How many paths of a kind are named at the end."""
-_TELL_S = 5.0
-"""How often there is a line where there is no terminal."""
 
 
 def sync(
@@ -57,22 +55,16 @@ def sync(
 
     pushing, directory, url = sides(source, target)
     place, state = store.open_(url), _state(pushing, directory, url)
-    verb, began, stop = "sent" if pushing else "received", time.monotonic(), threading.Event()
-    with _interruptible(stop) as caught, _shown(verb, quiet=dry_run or output is not Output.TABLE) as progress:
-        try:
-            if pushing:
-                report = engine.push(
-                    directory, place, state, delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop
-                )
-            else:
-                report = engine.pull(
-                    place, directory, state, delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop
-                )
-        except Stopped:
-            print("stopped; the same command goes on from here", file=sys.stderr)
-            raise typer.Exit(128 + caught[0]) from None
-    if not pushing and report == engine.Report():
-        raise NotFound(f"there is nothing in {place.url}; correct the URL")
+    verb, began = "sent" if pushing else "received", time.monotonic()
+    with transfers.interruptible() as stop, transfers.shown(verb, quiet=dry_run or output is not Output.TABLE) as tell:
+
+        def progress(now: engine.Progress) -> None:
+            tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
+
+        how: Any = {"delete": delete, "check": check, "dry_run": dry_run, "progress": progress, "stop": stop}
+        report = engine.push(directory, place, state, **how) if pushing else engine.pull(place, directory, state, **how)
+        if not pushing and report == engine.Report():
+            raise _nothing(place)
     if output is Output.TABLE:
         for what, path in report.planned:
             print(f"{what}  {shown(path)}")
@@ -82,6 +74,17 @@ def sync(
         show.data({**dataclasses.asdict(report), "seconds": round(time.monotonic() - began, 3)}, output)
     if report.failed:
         raise typer.Exit(1)
+
+
+def _nothing(place: Store) -> NotFound:
+    """Why there was nothing to be received."""
+    from outlast import store
+
+    above, _, name = place.url.rpartition("/")
+    with contextlib.suppress(StoreError):
+        store.open_(above).head(name)
+        return NotFound(f"{place.url} is one object; give the place that it lies in, {above}, and a directory")
+    return NotFound(f"there is nothing in {place.url}; correct the URL")
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
@@ -98,6 +101,9 @@ def sides(source: str, target: str) -> tuple[bool, Path, str]:
 
 
 def _local(side: str) -> Path:
+    """The directory; raises StoreError for a URL with a slash too few."""
+    if re.match(rf"({'|'.join(urls.PLACES)}):", side) and not side.startswith("file://") and not os.path.exists(side):
+        urls.normalised(side)
     return Path(side.removeprefix("file://"))
 
 
@@ -110,8 +116,8 @@ def _state(pushing: bool, directory: Path, url: str) -> Path:
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
     """`1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
-    files, size = f"{report.sent:,} file{'' if report.sent == 1 else 's'}", units.human_bytes(report.bytes)
-    rest = f"{report.unchanged:,} unchanged, {report.deleted:,} deleted"
+    files, size = f"{report.transferred:,} file{'' if report.transferred == 1 else 's'}", units.human_bytes(report.bytes)
+    rest = f"{report.unchanged:,} unchanged, {report.deleted:,} {'would be ' if dry_run and report.deleted else ''}deleted"
     failed = f", {len(report.failed):,} failed" if report.failed else ""
     if dry_run:
         return f"{files}, {size} would be {verb}, {rest}{failed}"
@@ -137,72 +143,3 @@ def _list(word: str, lines: Iterable[str], count: int) -> None:
         print(f"{word}: {line}", file=sys.stderr)
     if count > _LISTED:
         print(f"{word}: and {count - _LISTED:,} more (all of them with -o json)", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _interruptible(stop: threading.Event) -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM asks to stop, the second kills; the list has the number of the first."""
-    caught: list[int] = []
-
-    def ask(number: int, _: object) -> None:
-        caught.append(number)
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _shown(verb: str, *, quiet: bool) -> Iterator[Callable[[Progress], None]]:
-    """Something to be told of progress: a bar on a terminal, else a line now and then."""
-    if quiet:
-        yield lambda _: None
-    elif not sys.stderr.isatty():
-        yield _Lines(verb).tell
-    else:
-        from rich import progress as rich
-        from rich.console import Console
-
-        columns = (
-            rich.TextColumn("{task.fields[files]}"),
-            rich.BarColumn(),
-            rich.DownloadColumn(binary_units=True),
-            rich.TransferSpeedColumn(),
-            rich.TimeRemainingColumn(),
-        )
-        with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(verb, visible=False, files="")
-
-            def tell(now: Progress) -> None:
-                files = f"{now.files:,}/{now.files_total:,} files"
-                bar.update(task, total=now.bytes_total, completed=now.bytes, files=files, visible=now.files_total > 0)
-
-            yield tell
-
-
-class _Lines:
-    """Says every few seconds how far it is."""
-
-    def __init__(self, verb: str) -> None:
-        self._verb = verb
-        self._began = self._told = time.monotonic()
-
-    def tell(self, now: Progress) -> None:
-        """Say it, if that is due."""
-        moment = time.monotonic()
-        if moment - self._told >= _TELL_S:
-            self._told = moment
-            print(line(now, self._verb, moment - self._began), file=sys.stderr, flush=True)
-
-
-def line(now: Progress, verb: str, seconds: float) -> str:
-    """`412 of 1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
-    done, total = units.human_bytes(now.bytes), units.human_bytes(now.bytes_total)
-    rate = now.bytes / seconds
-    left = f", {units.human_seconds((now.bytes_total - now.bytes) / rate)} left" if rate else ""
-    return f"{now.files:,} of {now.files_total:,} files, {done} of {total} {verb}, {units.human_bytes(rate)}/s{left}"

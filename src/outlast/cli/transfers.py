@@ -8,92 +8,107 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import typer
 
-from outlast import units
+from outlast import patience, units
 from outlast.errors import Stopped
 
 _TELL_S = 5.0
 """How often there is a line where there is no terminal."""
 
 
+class Tell(Protocol):
+    """To be told how far a transfer is."""
+
+    def __call__(self, done: int, total: int, files: str = "") -> None:
+        """`done` of `total` bytes; `files` in words, where they are counted."""
+
+
 @contextlib.contextmanager
 def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Callable[[int], None], threading.Event]]:
-    """Show a transfer of `size` bytes, such as `received`.
+    """Show a transfer of `size` bytes, such as `received`, that Ctrl-C may stop.
 
-    Gives what to call with the bytes moved since the last call, from any thread, and an event that Ctrl-C sets. `Stopped` ends
-    the command.
+    Gives what to call with the bytes moved since the last call, from any thread, and the event that `interruptible` sets.
     """
-    stop, lock = threading.Event(), threading.Lock()
+    lock = threading.Lock()
     done = 0
-    with _interruptible(stop) as caught, _shown(verb, size, quiet=quiet or not size) as show:
+    with interruptible() as stop, shown(verb, quiet=quiet or not size) as tell:
 
         def progress(count: int) -> None:
             nonlocal done
             with lock:
                 done += count
-                show(min(done, size))
+                tell(min(done, size), size)
 
-        try:
-            yield progress, stop
-        except Stopped:
-            print("stopped; the same command goes on from here", file=sys.stderr)
-            raise typer.Exit(128 + caught[0]) from None
+        yield progress, stop
 
 
 @contextlib.contextmanager
-def _interruptible(stop: threading.Event) -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM asks to stop, the second kills; the list has the number of the first."""
+def interruptible() -> Iterator[threading.Event]:
+    """The first SIGINT or SIGTERM sets the event, and ends a wait for a store; the second kills. `Stopped` ends the command."""
+    stop = threading.Event()
     caught: list[int] = []
 
     def ask(number: int, _: object) -> None:
         caught.append(number)
         stop.set()
         signal.signal(number, signal.SIG_DFL)
+        patience.give_up("stopped; the same command goes on from here")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield caught
+        yield stop
+    except Stopped:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(128 + caught[0] if caught else 1) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _shown(verb: str, size: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Something to be told how many bytes have been moved."""
+def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
+    """Something to be told of progress: a bar on a terminal, else a line now and then."""
+    began = told = time.monotonic()
+
+    def say(done: int, total: int, files: str = "") -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told >= _TELL_S:
+            told = now
+            print(line(done, total, verb, now - began, files), file=sys.stderr, flush=True)
+
     if quiet:
-        yield lambda _: None
+        yield lambda done, total, files="": None
         return
     if not sys.stderr.isatty():
-        began = told = time.monotonic()
-
-        def tell(done: int) -> None:
-            nonlocal told
-            now = time.monotonic()
-            if now - told >= _TELL_S:
-                told = now
-                print(line(done, size, verb, now - began), file=sys.stderr, flush=True)
-
-        yield tell
+        yield say
         return
     from rich import progress as rich
     from rich.console import Console
 
     columns = (
+        rich.TextColumn("{task.fields[files]}"),
         rich.BarColumn(),
         rich.DownloadColumn(binary_units=True),
-        rich.TransferSpeedColumn(),
+        rich.TextColumn("{task.fields[rate]}", style="progress.data.speed"),
         rich.TimeRemainingColumn(),
     )
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(verb, total=size)
-        yield lambda done: bar.update(task, completed=done)
+        task = bar.add_task(verb, visible=False, files="", rate="")
+
+        def draw(done: int, total: int, files: str = "") -> None:
+            rate = f"{units.human_bytes(bar.tasks[0].speed or 0)}/s"
+            bar.update(task, total=total, completed=done, files=files, rate=rate, visible=total > 0 or bool(files))
+
+        yield draw
 
 
-def line(done: int, size: int, verb: str, seconds: float) -> str:
-    """`412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
+def line(done: int, total: int, verb: str, seconds: float, files: str = "") -> str:
+    """`412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 6.0s left`."""
     rate = done / seconds if seconds else 0.0
-    left = f", {units.human_seconds((size - done) / rate)} left" if rate else ""
-    return f"{units.human_bytes(done)} of {units.human_bytes(size)} {verb}, {units.human_bytes(rate)}/s{left}"
+    left = f", {units.human_seconds((total - done) / rate)} left" if rate else ""
+    counted = f"{files}, " if files else ""
+    return f"{counted}{units.human_bytes(done)} of {units.human_bytes(total)} {verb}, {units.human_bytes(rate)}/s{left}"

@@ -23,7 +23,7 @@ FEW, MANY = 8, 128
 """Threads at first, and at most."""
 _WINDOW_S = 0.5
 """How long a number of threads is watched before there are more."""
-_LEAVE_S = 5.0
+_LEAVE_S = 3.0
 """How long what was begun may take when we were asked to stop."""
 
 
@@ -97,7 +97,7 @@ def work(
             raise Stopped("stopped; the same again goes on from here")
     finally:
         enough.set()
-        crew.leave()
+        crew.leave(time.monotonic() + _LEAVE_S if deadline is None else deadline)
 
 
 def widened(width: int, before: float, now: float) -> tuple[int, float]:
@@ -149,11 +149,10 @@ class _Crew:
                 dropped.append(self.todo.get_nowait())
         return dropped
 
-    def leave(self) -> None:
-        """Have all threads end after what they do now, and wait for that as long as seems sensible."""
+    def leave(self, deadline: float) -> None:
+        """Have all threads end after what they do now, and wait for that until `deadline` (monotonic)."""
         self.drop()
         for _ in self._threads:
             self.todo.put(None)
-        deadline = time.monotonic() + _LEAVE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

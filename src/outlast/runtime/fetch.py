@@ -8,20 +8,21 @@ Called by `cache` for data and models, by `code` for code. Files appear under th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from outlast import store, units
 from outlast.errors import Changed, Missing, OutlastError, StoreError
-from outlast.runtime import sync
+from outlast.runtime import crew, sync
 from outlast.store import Entry, Store
 
 TELL_S = 5.0
@@ -64,7 +65,7 @@ def look(url: str, field: str) -> Listing:
     """What is at `url` now; `field` is where the job file says so. Raises StoreError, and OutlastError when that is no tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # An object that is called as the prefix itself is how consoles make a directory.
-    entries = tuple(entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST)
+    entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
     if not entries and "/" in place.url.partition("://")[2]:
         above, _, key = place.url.rpartition("/")
         place = store.open_(above)
@@ -80,6 +81,19 @@ def look(url: str, field: str) -> Listing:
         if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
             raise OutlastError(f"{name} holds both {both} and {key}, which no directory can; rename one of them")
     return Listing(url, field, place, entries)
+
+
+def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
+    """Those that are files: consoles show a directory by an empty object `directory/`, which is listed without its slash."""
+    empty = (crew.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
+    absent = set()
+    with contextlib.closing(crew.work(empty, threading.Event())) as outcomes:
+        for entry, _, error in outcomes:
+            if isinstance(error, Missing):
+                absent.add(entry)
+            elif error:
+                raise error
+    return (entry for entry in entries if entry not in absent)
 
 
 def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:

@@ -19,7 +19,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -56,8 +56,8 @@ class Progress:
 class Report:
     """What a push or pull has done; with `dry_run`, what it would do."""
 
-    sent: int = 0
-    """Files transferred, in the one direction or the other."""
+    transferred: int = 0
+    """Files sent by a push, received by a pull."""
     bytes: int = 0
     unchanged: int = 0
     deleted: int = 0
@@ -102,7 +102,7 @@ def push(
         report = run.report
         report.failed, report.ignored = list(scan.failed.items()), sorted(scan.ignored.items())
         run.look(check)
-        todo = run.compared(scan.files, scan.files)
+        todo = run.nameable(run.compared(scan.files, scan.files))
         gone = [path for path in known.state.objects if path not in scan.files and not skip(path)] if delete else []
         if dry_run:
             return run.planned("send", todo, scan.files, gone)
@@ -112,10 +112,11 @@ def push(
             gone = []
         if run.changed or known.fresh or gone:
             run.write(began - GRANULARITY_NS, gone)
-        run.save()
         if gone:
-            store.delete(gone)
+            with run.doubting():  # until they are gone, the manifest does not say all there is
+                store.delete(gone)
             report.deleted = len(gone)
+        run.save()
         if not report.failed and known.uploads.is_dir():
             for journal in known.uploads.iterdir():  # of files that are no more
                 with contextlib.suppress(StoreError):
@@ -249,6 +250,14 @@ class _Run:
                     todo.append(path)
         return todo
 
+    def nameable(self, paths: list[str]) -> list[str]:
+        """Those of the paths that objects can be called by; of the others it is noted why not."""
+        wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
+        self.report.failed += [
+            (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
+        ]
+        return [path for path in paths if path not in wrong]
+
     def possible(self, paths: list[str]) -> list[str]:
         """Those of the paths that can be written here; of the others it is noted why not."""
         directories, inside = manifest.directories(self._state.objects), tree.Inside(self._root)
@@ -266,7 +275,7 @@ class _Run:
     def planned(self, verb: str, todo: list[str], sizes: Mapping[str, Stat | Object], gone: list[str]) -> Report:
         """What would be done."""
         report = self.report
-        report.sent, report.bytes = len(todo), sum(sizes[path].size for path in todo)
+        report.transferred, report.bytes = len(todo), sum(sizes[path].size for path in todo)
         gone = [] if report.failed else gone
         report.deleted = len(gone)
         report.planned = [*((verb, path) for path in sorted(todo)), *(("delete", path) for path in sorted(gone))]
@@ -310,7 +319,9 @@ class _Run:
             again = []
             with contextlib.closing(crew.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
                 for path, entry, error in outcomes:
-                    if entry is None:
+                    if isinstance(error, Missing) and objects[path].size == 0:
+                        del objects[path]  # `directory/`, with which consoles show one: the slash is lost in the listing
+                    elif entry is None:
                         self._failed(path, error)
                     elif manifest.as_left(objects[path], entry.size, entry.etag):
                         self._failed(path, replaced[path])
@@ -347,7 +358,7 @@ class _Run:
         self._memory.add(path, there, here)
         self._learned = True
         self._refused = 0
-        self.report.sent += 1
+        self.report.transferred += 1
         self.report.bytes += there.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
@@ -373,7 +384,7 @@ class _Run:
 
     def _settle(self) -> None:
         """Raises the store's refusal, if there was nothing else."""
-        if self._refused and not self.report.sent:
+        if self._refused and not self.report.transferred:
             raise self._refusal
 
     def write(self, settled: int, gone: list[str]) -> None:
@@ -390,6 +401,14 @@ class _Run:
             state.objects.pop(path, None)
         state.etag, state.settled = store.put(self._key, manifest.encode(state.objects, settled)), settled
         self._learned = True
+
+    @contextlib.contextmanager
+    def doubting(self) -> Iterator[None]:
+        """Something is done that leaves more in the store than its manifest says, unless it succeeds: then a listing tells."""
+        checked, self._state.checked = self._state.checked, 0.0
+        self.save()
+        yield
+        self._state.checked = checked
 
     def save(self) -> None:
         """Write the state, if we have learned something."""
