@@ -52,7 +52,12 @@ def render(
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
-    """A YAML stream of documents: keys in their order, texts of several lines as they are."""
+    """A YAML stream of documents: keys in their order, texts of several lines as they are.
+
+    What kubectl's YAML would read as a number or truth although ours does not (`5e-5`, `y`) is in quotes.
+    """
+    import re
+
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -60,7 +65,8 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
             return True
 
     def written(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+        style = "|" if "\n" in value else "'" if re.fullmatch(r"[-+.]?[0-9][0-9a-fA-F_.:xXoOtTzZ+-]*|[yYnN]", value) else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, written)
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)

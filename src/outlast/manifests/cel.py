@@ -25,6 +25,7 @@ TEXT_BOUNDS = {
     ("Weights", "from"): 1024,
     ("Weights", "name"): 128,
     ("Volume", "to"): 256,
+    ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
 """The most characters of texts in those lists."""
@@ -41,13 +42,10 @@ def _saying(holds: str, message: str, fallback: str, *, at: str = "") -> Rule:
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
-    """No two items of a list have the same field."""
-    return _rule(
-        f"!has(self.{lists}) || self.{lists}.all(x, !has(x.{field}) || "
-        f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field}))",
-        sentence,
-        at=f".{lists}",
-    )
+    """No two items of a list that have this field have the same."""
+    given = f"self.{lists}.filter(x, has(x.{field}))"
+    same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
+    return _rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
 def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:

@@ -21,7 +21,6 @@ _CLIENT, _PEER = 2379, 2380
 _LABELS = {
     "app.kubernetes.io/name": "outlast",
     "app.kubernetes.io/part-of": "outlast",
-    "app.kubernetes.io/managed-by": "kustomize",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -47,7 +48,8 @@ def settings(args: Sequence[str]) -> dict[str, str]:
 
     Those whose name or value cannot be in a label are left out.
     """
-    return {f"{Label.SETTING}{name}": value for name, value in _options(args) if _VALUE.fullmatch(value)}
+    found = {f"{Label.SETTING}{name}": value for name, value in _options(args)}
+    return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
 
 
 def metadata(request: Request, name: str) -> Document:
@@ -93,7 +95,7 @@ def _users(job: spec.Job) -> dict[str, str]:
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Names and values of arguments like `--batch=128` and `--batch 128`."""
-    for arg, following in zip(args, [*args[1:], "-"], strict=True):
+    for arg, following in itertools.pairwise([*args, "--"]):
         if found := _OPTION.fullmatch(arg):
             yield found[1], found[2]
         elif re.fullmatch(r"--[A-Za-z][A-Za-z0-9_-]*", arg) and not following.startswith("-"):

@@ -37,16 +37,15 @@ def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> 
     for key, value in patch.items():
         if key == "$patch":
             continue
-        here = f"{at}.{key}"
+        here, old = f"{at}.{key}", result.get(key)
+        if isinstance(old, list) and key in KEYS and not isinstance(value, list | None):
+            raise ValueError(f"{here} must be a list of mappings, each with its {KEYS[key]}")
         if value is None:
             result.pop(key, None)
         elif isinstance(value, dict):
-            old = result.get(key)
             result[key] = merge(old if isinstance(old, dict) else {}, value, here)
-        elif key in KEYS and not isinstance(value, list):
-            raise ValueError(f"{here} must be a list of mappings, each with its {KEYS[key]}")
-        elif key in KEYS:
-            result[key] = _items(result.get(key) or [], value, key, here)
+        elif isinstance(value, list) and key in KEYS:
+            result[key] = _items(old if isinstance(old, list) else [], value, key, here)
         else:
             result[key] = value
     return result

@@ -101,7 +101,7 @@ def failure_policy() -> Document:
 def job_limits(fields: spec.Spec) -> Document:
     """The fields of a `batch/v1` Job that are about its failures and its end."""
     found: Document = {
-        "suspend": fields.suspend,
+        **({"suspend": True} if fields.suspend else {}),  # false would be Kueue's to say: it holds jobs that wait
         "backoffLimit": fields.restarts.limit,
         "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still push
         "podFailurePolicy": failure_policy(),

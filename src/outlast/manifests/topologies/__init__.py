@@ -6,8 +6,8 @@
     statefulset    one pod a worker, a StatefulSet: for clusters where Jobs are not to be had
     volcano        one pod a worker, a Job of Volcano, all or none
 
-All but the first need no operator. They do not grow or shrink by themselves, and what counts as a failure is what Kubernetes
-knows of: its exit code.
+All but the first need no operator. They do not grow or shrink by themselves. What counts as a failure is what Kubernetes knows
+of, its exit code; progress refunds nothing, and `restarts.window` has no meaning.
 """
 
 from __future__ import annotations
