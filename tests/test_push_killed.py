@@ -115,9 +115,8 @@ def killed(place: Place, tmp_path: Path, kills: int, seed: int) -> None:
     assert (elsewhere / "state.json").read_bytes() == (worker.output / "state.json").read_bytes()
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_ten_kills_at_any_moment_lose_nothing_that_was_in_the_store(s3: Place, tmp_path: Path, seed: int):
-    killed(s3, tmp_path, 10, seed)
+def test_ten_kills_at_any_moment_lose_nothing_that_was_in_the_store(rclone: Place, tmp_path: Path):
+    killed(rclone, tmp_path, 10, seed=1)
 
 
 @pytest.mark.slow

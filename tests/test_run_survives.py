@@ -24,8 +24,15 @@ def kill(pid: int | None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("action", ["kill-process", "kill-worker"])
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(
+    ("action", "worker"),
+    [
+        ("kill-process", 1),
+        ("kill-worker", 0),
+        pytest.param("kill-process", 0, marks=pytest.mark.slow),
+        pytest.param("kill-worker", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_process_or_worker_changes_nothing_in_the_result(machine, undisturbed: Final, action: str, worker: int):
     name = machine.submit(machine.job(args=ARGS))
     machine.at_step(name, 25)
@@ -147,7 +154,7 @@ def test_probes_tell_the_truth(machine):
     assert code == 200
     assert 'outlast_generation{job="job",worker="1"} 1' in text
     (step,) = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("outlast_step{")]
-    assert step >= 12
+    assert step >= 11, "its agent looks now and then, and may be a step behind"
     assert ask(worker.probes, "/other")[0] == 404
     os.kill(worker.ranks[0].pid, signal.SIGSTOP)
     stale = machine.wait(name, lambda s: ask(worker.probes, "/healthz")[0] == 503 or s.restarts > 0)

@@ -660,6 +660,6 @@ def test_the_vocabulary_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("written", ["s3:/bucket/runs", "s3:bucket/runs"])
 def test_a_url_with_a_slash_too_few_is_no_path(written: str) -> None:
+    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "a"}}
     with pytest.raises(InvalidJob, match=r"write s3://bucket/runs, or \./s3:"):
-        document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "a"}}
         spec.parse(json.dumps({**document, "spec": {"module": "m", "output": written}}))
