@@ -294,6 +294,12 @@ def test_the_same_job_has_the_same_documents(topology: str, name: str) -> None:
     assert GOLDEN["documents"](name, topology) == GOLDEN["documents"](name, topology)
 
 
+def test_a_run_does_not_depend_on_the_machine_that_renders_it() -> None:
+    volumes = [{"claim": "pvc", "to": "/data"}]
+    here, there = (a_job(data=[{"from": f"/home/{who}/data"}], volumes=volumes) for who in ("ada", "grace"))
+    assert manifests.render(here, "indexed-job") == manifests.render(there, "indexed-job")
+
+
 CHANGES: list[dict[str, Any]] = [
     {"args": ["--epochs=2"]},
     {"image": "example.com/image:2"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,8 +57,6 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
 
     What kubectl's YAML would read as a number or truth although ours does not (`5e-5`, `y`) is in quotes.
     """
-    import re
-
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -81,8 +80,6 @@ def listed(documents: Sequence[dict[str, Any]]) -> str:
 
 def _checked(namespace: str | None) -> str | None:
     """The namespace that is asked for; raises OutlastError when it cannot be one."""
-    import re
-
     if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
         raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
     return namespace

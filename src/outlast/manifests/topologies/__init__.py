@@ -30,6 +30,13 @@ TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
     "statefulset": statefulset.documents,
     "volcano": volcano.documents,
 }
+_IGNORED = {
+    "job": ("startup_deadline_seconds",),
+    "indexed-job": ("startup_deadline_seconds",),
+    "statefulset": ("startup_deadline_seconds", "active_deadline_seconds", "ttl_seconds_after_finished"),
+    "volcano": ("startup_deadline_seconds", "active_deadline_seconds"),
+}
+"""Fields that only the operator, or other topologies, know what to do with."""
 
 
 def render(
@@ -68,16 +75,6 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
     return found
 
 
-_IGNORED = {
-    "job": ("startup_deadline_seconds",),
-    "indexed-job": ("startup_deadline_seconds",),
-    "statefulset": ("startup_deadline_seconds", "active_deadline_seconds", "ttl_seconds_after_finished"),
-    "volcano": ("startup_deadline_seconds", "active_deadline_seconds"),
-}
-"""Fields that only the operator, or other topologies, know what to do with."""
-
-
 def _run(wanted: spec.Job) -> str:
-    """A digest of what is to be run."""
-    held = wanted.model_copy(update={"spec": wanted.spec.model_copy(update={"suspend": False})})
-    return f"{wanted.metadata.name}-{digest(spec.dump(held))}"
+    """A digest of what is to be run, as pods see it: the same from every machine, suspended or not."""
+    return f"{wanted.metadata.name}-{digest(spec.dump(places.document(wanted)))}"
