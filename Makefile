@@ -34,9 +34,10 @@ check: $(READY)  ## Check format, lint, types, imports, and that generated pages
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
 
-docs: $(READY)  ## Write the generated pages anew
+docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/reference/job_file.py > docs/reference/job-file.md
 	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
+	$(BIN)/python deploy/render.py
 
 bench: $(READY)  ## Measure recovery, ours and torchrun's (minutes)
 	$(BIN)/python bench/recovery.py

@@ -217,7 +217,10 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         ("resources: {memory: 16GB}", "resources.memory (16GB) is not a quantity; write 16Gi"),
         ("resources: {memory: 16}", "resources.memory (16) means 16 bytes, less than any process needs; write 16Gi"),
         ("resources: {gpu: -1}", "resources.gpu (-1) must be at least 0"),
-        ("resources: {accelerator: tpu}", "resources.accelerator (tpu) must be nvidia, amd or a resource such as nvidia.com/gpu"),
+        (
+            "resources: {accelerator: tpu}",
+            "resources.accelerator (tpu) must be nvidia, amd, neuron or a resource such as nvidia.com/gpu",
+        ),
         ("rendezvous: {backend: zookeeper}", "rendezvous.backend (zookeeper) must be auto, etcd or c10d"),
         ("rendezvous: {backend: etcd}", "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379"),
         (

@@ -11,6 +11,8 @@ import re
 
 API_VERSION = "outlast.dev/v1alpha1"
 KIND = "ElasticJob"
+GROUP = "outlast.dev"
+"""API group, and what our labels, annotations and finalizers begin with."""
 
 
 class Exit(enum.IntEnum):
@@ -74,6 +76,13 @@ class Env:
     """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine worker i serves on this plus i."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
+    STAY = "OUTLAST_STAY"
+    """`1`: when its run is over this worker stays up, quietly, and never trains that run again (StatefulSets restart all that
+    ends)."""
+    NAMESPACE = "OUTLAST_NAMESPACE"
+    """Namespace of the pod; pod 0's name in OUTLAST_RENDEZVOUS is made with it."""
+    POD = "OUTLAST_POD"
+    """Name of the pod."""
     OWNER = "OUTLAST_OWNER"
     """With which word this machine has taken up the run in its store; who finds another there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
@@ -84,6 +93,47 @@ RESERVED_ENV = re.compile(
     r"^(OUTLAST_|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
 """Names that a job file's `env` may not set: ours and torchrun's."""
+
+
+class Pod:
+    """Places in a worker's pod, and what its processes listen on. `manifests.pods` makes the pods."""
+
+    CONTAINER = "worker"
+    """The container that runs the agent."""
+    CODE = "/workspace"
+    DATA = "/data"
+    MODELS = "/models"
+    OUTPUT = "/out"
+    """Above the outputs of jobs; a job's own is `/out/<job>`."""
+    STATE = "/run/outlast"
+    CACHE = "/var/cache/outlast"
+    HOME = "/home/outlast"
+    CONFIG = "/etc/outlast"
+    """Directory of the job file, and of the files of this machine that the job names."""
+    JOB_FILE = "/etc/outlast/job.yaml"
+    PROBE_PORT = 8080
+    RENDEZVOUS_PORT = 29400
+    LAST_PUSH_S = 30
+    """How much longer than its grace a pod is left alone: to end the training, and to push the rest and its log."""
+
+
+class Label:
+    """Labels of what is made for a job on Kubernetes."""
+
+    JOB = f"{GROUP}/job"
+    WORKER = f"{GROUP}/worker"
+    """Index of the worker, where each pod is made by itself."""
+    GENERATION = f"{GROUP}/generation"
+    RUN = f"{GROUP}/run"
+    SETTING = f"args.{GROUP}/"
+    """Before the names of arguments: `args.outlast.dev/batch: "128"` is an argument that training really has."""
+
+
+OPERATOR = "outlast-operator"
+"""The operator's Deployment, account, roles and leader lease."""
+OPERATOR_NAMESPACE = "outlast-system"
+CLUSTER_DOMAIN = "cluster.local"
+"""What names in a cluster end with."""
 
 # Below the output of a job
 CHECKPOINTS = "checkpoints"

@@ -177,7 +177,10 @@ Script = Annotated[str, AfterValidator(_inside)]
 Module = Annotated[str, _Pattern(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "must be a Python module, e.g. outlast.recipes.cifar10")]
 Mount = Annotated[str, _Pattern(r"/.*[^/]", "must be an absolute path in the worker, e.g. /data")]
 Directory = Annotated[str, _Pattern(r"[\w.-]*[\w-]", "must be a directory's name: letters, digits, dashes and dots")]
-Accelerator = Annotated[str, _Pattern(r"nvidia|amd|[\w.-]+/[\w.-]+", "must be nvidia, amd or a resource such as nvidia.com/gpu")]
+Accelerator = Annotated[
+    str,
+    _Pattern(r"nvidia|amd|neuron|[\w.-]+/[\w.-]+", "must be nvidia, amd, neuron or a resource such as nvidia.com/gpu"),
+]
 Endpoint = Annotated[str, _Pattern(r"(\w+://)?[^ /]+:[0-9]+(/[^ ]*)?", "must be an address with a port, e.g. etcd:2379")]
 
 
@@ -273,7 +276,7 @@ class Resources(Checked):
     gpu: Whole = 0
     """Number of GPUs. A worker sees only its own, and with 0 none. On a machine without GPUs `outlast run` trains on the CPU."""
     accelerator: Accelerator = "nvidia"
-    """Kind of GPU: `nvidia`, `amd`, or the full name of a Kubernetes resource."""
+    """Kind of GPU: `nvidia`, `amd`, `neuron` (AWS Trainium and Inferentia), or the full name of a Kubernetes resource."""
     shared_memory: Memory | None = None
     """Size of `/dev/shm`, which data loaders and NCCL use: `4Gi`. It counts as memory."""
 
@@ -363,12 +366,16 @@ class Hang(Checked):
 
 
 class Volume(Checked):
-    """A volume that exists already. Kubernetes only."""
+    """A volume for the pods. Kubernetes only."""
 
     claim: Text
     """Name of the PersistentVolumeClaim."""
     to: Mount
-    """Where a pod finds it."""
+    """Where a pod finds it. Data of this machine (`data: [{from: ./cifar, to: /data}]`) is in pods what a volume has there."""
+    size: Memory | None = None
+    """Size of a claim that is to be made, `100Gi`, for all workers to read and write. Default: it exists."""
+    storage_class: str = ""
+    """With `size`: the StorageClass. Default: the cluster's."""
     sub_path: str = ""
     """Directory in the volume. Default: all of it."""
     read_only: Flag = False
@@ -470,7 +477,8 @@ class Spec(Checked):
     volumes: tuple[Volume, ...] = ()
     """Volumes for the pods."""
     node_selector: dict[str, str] = Field({})
-    """Labels that nodes must have. Kubernetes only."""
+    """Labels that nodes must have: `node.kubernetes.io/instance-type: p3.2xlarge`; several values with commas between them mean
+    any of these. Kubernetes only."""
     tolerations: tuple[Toleration, ...] = ()
     """Taints that the pods tolerate."""
     secrets: tuple[Secret, ...] = ()
@@ -504,12 +512,16 @@ class Spec(Checked):
         mounts += [(("volumes", i, "to"), volume.to) for i, volume in enumerate(self.volumes)]
         mounts += [(("secrets", i, "to"), secret.to) for i, secret in enumerate(self.secrets) if secret.to]
         mounts += [(("models", i, "name"), f"/models/{model.name}") for i, model in enumerate(self.models)]
+        brought = {data.to for data in self.data if local(data.from_)}
+        brought |= {f"/models/{model.name}" for model in self.models if local(model.from_)}
         first: dict[str, Place] = {}
         for place, to in mounts:
-            if first.setdefault(to, place) != place:
+            # What is a directory here may be a volume in pods.
+            key = f"volume {to}" if place[0] == "volumes" and to in brought else to
+            if first.setdefault(key, place) != place:
                 yield (
                     place,
-                    f"{mistakes.name(place)} is {to}, as {mistakes.name(first[to])} is; choose another place for one of them",
+                    f"{mistakes.name(place)} is {to}, as {mistakes.name(first[key])} is; choose another place for one of them",
                 )
         for i, data in enumerate(self.data):
             for j, other in enumerate(self.data):

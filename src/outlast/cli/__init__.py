@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from outlast import __version__
-from outlast.cli import chaos, checkpoints, data, jobs, results, run, sync, which
+from outlast.cli import chaos, checkpoints, data, jobs, render, results, run, sync, which
 from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ app.command()(results.report)
 app.command()(results.evaluate)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command("validate")(validate_)
+app.command()(render.render)
 app.add_typer(data.app, name="data")
 app.command()(sync.sync)
 app.command()(version)

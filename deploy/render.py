@@ -1,0 +1,26 @@
+"""Writes what is installed in a cluster into this directory, from outlast.manifests.install:
+
+python deploy/render.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outlast.cli import render
+from outlast.manifests import install
+
+HERE = Path(__file__).parent
+HEAD = "# Written by `python deploy/render.py` from src/outlast/manifests/install.py.\n"
+
+
+def pages() -> dict[str, str]:
+    """The text of each file, by its path below this directory."""
+    return {name: HEAD + render.text(documents) for name, documents in install.files().items()}
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        path = HERE / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)

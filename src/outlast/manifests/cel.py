@@ -1,0 +1,184 @@
+"""The rules between fields of a job (`spec.*.rules` and `choices`) in CEL, for the API server.
+
+    {"Workers": [{"rule": ..., "messageExpression": ...}, ...]}        by the name of the model in `spec`
+
+A rule says what must hold, its message the same sentence as `spec`. The API server estimates what a rule may cost and refuses
+expensive ones, so the lists that rules go through are bounded (`BOUNDS`).
+https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
+"""
+
+from __future__ import annotations
+
+Rule = dict[str, str]
+
+BOUNDS = {
+    ("Spec", "data"): 32,
+    ("Spec", "models"): 32,
+    ("Spec", "volumes"): 32,
+    ("Spec", "secrets"): 32,
+    ("Workers", "sizes"): 256,
+}
+"""The most items of lists that rules go through."""
+TEXT_BOUNDS = {
+    ("Data", "from"): 1024,
+    ("Data", "to"): 256,
+    ("Weights", "from"): 1024,
+    ("Weights", "name"): 128,
+    ("Volume", "to"): 256,
+    ("Secret", "name"): 253,
+    ("Secret", "to"): 256,
+}
+"""The most characters of texts in those lists."""
+
+
+def _rule(holds: str, message: str, *, at: str = "") -> Rule:
+    """A rule whose message is a text."""
+    return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
+
+
+def _saying(holds: str, message: str, fallback: str, *, at: str = "") -> Rule:
+    """A rule whose message is an expression, for the values in it."""
+    return {"rule": holds, "messageExpression": message, "message": fallback, **({"fieldPath": at} if at else {})}
+
+
+def _all_different(lists: str, field: str, sentence: str) -> Rule:
+    """No two items of a list that have this field have the same."""
+    given = f"self.{lists}.filter(x, has(x.{field}))"
+    same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
+    return _rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
+
+
+def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:
+    """No item of one list is where an item of another is; x is of the left, y of the right list. `but`: unless this holds."""
+    meet = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
+    unless = f"!({but}) && " if but else ""
+    return _rule(
+        f"!has(self.{left}) || !has(self.{right}) || !self.{left}.exists(x, {unless}self.{right}.exists(y, {meet}))",
+        sentence,
+        at=f".{right}",
+    )
+
+
+_HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
+"""Whether data is of the machine that a job is submitted from; then a volume may be at its place."""
+_DATA_TO = "(has(x.to) ? x.to : '/data')"
+
+RULES: dict[str, list[Rule]] = {
+    "Workers": [
+        _rule(
+            "!has(self.sizes) || !has(self.step) || self.step == 1",
+            "workers.step and workers.sizes are both given; keep one",
+            at=".step",
+        ),
+        _saying(
+            "!has(self.min) || !has(self.max) || self.min <= self.max",
+            "'workers.min (' + string(self.min) + ') is above workers.max (' + string(self.max) + '); swap them or raise max'",
+            "workers.min is above workers.max; swap them or raise max",
+            at=".min",
+        ),
+        _saying(
+            "!has(self.min) || self.replicas >= self.min",
+            "'workers.replicas (' + string(self.replicas) + ') is below workers.min (' + string(self.min) + "
+            "'); raise replicas or lower min'",
+            "workers.replicas is below workers.min; raise replicas or lower min",
+            at=".replicas",
+        ),
+        _saying(
+            "!has(self.max) || self.replicas <= self.max",
+            "'workers.replicas (' + string(self.replicas) + ') is above workers.max (' + string(self.max) + "
+            "'); lower replicas or raise max'",
+            "workers.replicas is above workers.max; lower replicas or raise max",
+            at=".replicas",
+        ),
+        _rule(
+            "!has(self.sizes) || !has(self.min) || self.min in self.sizes",
+            "workers.min is not one of workers.sizes; add it or raise min",
+            at=".min",
+        ),
+        _saying(
+            "has(self.sizes) ? self.replicas in self.sizes : "
+            "!has(self.step) || !has(self.min) || (self.replicas - self.min) % self.step == 0",
+            "'workers.replicas (' + string(self.replicas) + ') is not an allowed number of workers; see sizes or step'",
+            "workers.replicas is not an allowed number of workers; see sizes or step",
+            at=".replicas",
+        ),
+    ],
+    "Rendezvous": [
+        _rule(
+            "!has(self.backend) || self.backend != 'etcd' || has(self.endpoint)",
+            "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379",
+            at=".backend",
+        ),
+        _saying(
+            "!has(self.endpoint) || (has(self.backend) && self.backend != 'auto')",
+            "'rendezvous.endpoint (' + self.endpoint + ') has no use with backend auto; say backend: etcd or c10d'",
+            "rendezvous.endpoint has no use with backend auto; say backend: etcd or c10d",
+            at=".endpoint",
+        ),
+    ],
+    "Environment": [
+        _rule(
+            "!has(self.requirements) || !has(self.conda)",
+            "environment.requirements and environment.conda are both given; keep one",
+            at=".conda",
+        )
+    ],
+    "Spec": [
+        _rule("!has(self.script) || !has(self.module)", "script and module are both given; keep one", at=".module"),
+        _rule(
+            "has(self.script) || has(self.module)",
+            "there is nothing to run; give script (a file in code) or module",
+        ),
+        _saying(
+            "!has(self.processesPerWorker) || type(self.processesPerWorker) != int || !has(self.resources) || "
+            "!has(self.resources.gpu) || self.resources.gpu == 0 || int(self.processesPerWorker) <= self.resources.gpu",
+            "'processesPerWorker (' + string(self.processesPerWorker) + ') is above resources.gpu (' + "
+            "string(self.resources.gpu) + '); each process needs a GPU of its own'",
+            "processesPerWorker is above resources.gpu; each process needs a GPU of its own",
+            at=".processesPerWorker",
+        ),
+        _saying(
+            "!has(self.activeDeadlineSeconds) || !has(self.startupDeadlineSeconds) || "
+            "self.startupDeadlineSeconds <= self.activeDeadlineSeconds",
+            "'startupDeadlineSeconds (' + string(self.startupDeadlineSeconds) + ') is above activeDeadlineSeconds (' + "
+            "string(self.activeDeadlineSeconds) + '); lower it or raise the other'",
+            "startupDeadlineSeconds is above activeDeadlineSeconds; lower it or raise the other",
+            at=".startupDeadlineSeconds",
+        ),
+        _rule(
+            f"!has(self.data) || self.data.all(x, self.data.exists_one(y, {_DATA_TO.replace('x.', 'y.')} == {_DATA_TO}))",
+            "two entries of data have the same place (to); choose another for one of them",
+            at=".data",
+        ),
+        _rule(
+            f"!has(self.data) || !self.data.exists(x, self.data.exists(y, "
+            f"{_DATA_TO.replace('x.', 'y.')}.startsWith({_DATA_TO} + '/')))",
+            "an entry of data is inside another one (to); choose places beside each other",
+            at=".data",
+        ),
+        _all_different("models", "name", "two models have the same name; choose another for one of them"),
+        _all_different("volumes", "to", "two volumes have the same place (to); choose another for one of them"),
+        _all_different("secrets", "to", "two secrets have the same place (to); choose another for one of them"),
+        _apart(
+            "data", _DATA_TO, "volumes", "y.to", "a volume is where data from a store is (to); choose another place", but=_HERE
+        ),
+        _apart("data", _DATA_TO, "secrets", "y.to", "a secret is where data is (to); choose another place"),
+        _apart("volumes", "x.to", "secrets", "y.to", "a secret is where a volume is (to); choose another place"),
+        _apart(
+            "models",
+            "'/models/' + x.name",
+            "volumes",
+            "y.to",
+            "a volume is where a model from a store is; choose another place",
+            but=_HERE,
+        ),
+        _apart("models", "'/models/' + x.name", "secrets", "y.to", "a secret is where a model is; choose another place"),
+        _apart(
+            "models",
+            "'/models/' + x.name",
+            "data",
+            _DATA_TO.replace("x.", "y."),
+            "data is where a model is; choose another place",
+        ),
+    ],
+}

@@ -1,0 +1,236 @@
+"""What is installed in a cluster: the namespace, the API, the operator and what it may do, and an etcd for who wants one.
+
+    files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them
+
+The operator has the right to everything it does and to nothing else: no wildcard, no Secrets, no right to change roles.
+"""
+
+from __future__ import annotations
+
+from outlast import contract
+from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
+from outlast.manifests import crd, places, rbac
+from outlast.manifests.request import Document
+
+IMAGE = "ghcr.io/outlast/operator:0.1"
+"""The operator's image: Outlast without torch."""
+ETCD = "outlast-etcd"
+ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.6"
+ETCD_MEMBERS = 3
+_CLIENT, _PEER = 2379, 2380
+_LABELS = {
+    "app.kubernetes.io/name": "outlast",
+    "app.kubernetes.io/part-of": "outlast",
+}
+
+
+def files() -> dict[str, list[Document]]:
+    """The documents by the file that holds them, below `deploy/`."""
+    base = {
+        "namespace.yaml": [namespace()],
+        "crd.yaml": [crd.definition()],
+        "rbac.yaml": rbac.operator(_meta(OPERATOR), OPERATOR_NAMESPACE) + rbac.users(),
+        "operator.yaml": [operator()],
+    }
+    optional = {"etcd/etcd.yaml": etcd(), "worker/role.yaml": rbac.worker()}
+    kustomized = {
+        "kustomization.yaml": [_kustomization(list(base), namespace=OPERATOR_NAMESPACE)],
+        "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=OPERATOR_NAMESPACE)],
+        "worker/kustomization.yaml": [_kustomization(["role.yaml"])],
+    }
+    return {**base, **optional, **kustomized}
+
+
+def namespace() -> Document:
+    """The operator's namespace; nothing that is not restricted may run in it."""
+    restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
+    return {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": OPERATOR_NAMESPACE, "labels": {**_LABELS, **restricted}},
+    }
+
+
+def operator() -> Document:
+    """The operator's Deployment: one replica acts, holding a Lease, the other takes over when its node is lost."""
+    labels = _selected("operator")
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {**_meta(OPERATOR), "namespace": OPERATOR_NAMESPACE},
+        "spec": {
+            "replicas": 2,
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": {**_LABELS, **labels}},
+                "spec": {
+                    "serviceAccountName": OPERATOR,
+                    "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
+                    "terminationGracePeriodSeconds": 15,
+                    "securityContext": places.security(),
+                    "topologySpreadConstraints": [_apart(labels)],
+                    "containers": [
+                        {
+                            "name": "operator",
+                            "image": IMAGE,
+                            "command": ["outlast", "operator"],
+                            "env": [
+                                _field(contract.Env.NAMESPACE, "metadata.namespace"),
+                                _field(contract.Env.POD, "metadata.name"),
+                                {"name": contract.Env.PROBE_PORT, "value": str(Pod.PROBE_PORT)},
+                            ],
+                            "ports": [{"name": "probes", "containerPort": Pod.PROBE_PORT}],
+                            "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
+                            "startupProbe": _probe("/healthz", "probes", every=2, tries=30),
+                            "livenessProbe": _probe("/healthz", "probes", every=10, tries=3),
+                            "readinessProbe": _probe("/readyz", "probes", every=5, tries=1),
+                            "securityContext": _confined(),
+                            "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+                        }
+                    ],
+                    "volumes": [{"name": "tmp", "emptyDir": {}}],
+                },
+            },
+        },
+    }
+
+
+def etcd() -> list[Document]:
+    """An etcd of three members, for `rendezvous: {backend: etcd}` where there is no operator.
+
+    Members tell clients their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod. What they
+    know is on claims, so that a restart forgets nothing.
+    """
+    labels = _selected("etcd")
+    return [_etcd_service(labels), _etcd_budget(labels), _etcd_members(labels)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------- etcd
+
+
+def _etcd_host(member: str) -> str:
+    return f"{member}.{ETCD}.{OPERATOR_NAMESPACE}.svc.{contract.CLUSTER_DOMAIN}"
+
+
+def _etcd_service(labels: dict[str, str]) -> Document:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**_meta(ETCD), "namespace": OPERATOR_NAMESPACE},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,  # members are ready only after they have found each other
+            "selector": labels,
+            "ports": [{"name": "client", "port": _CLIENT}, {"name": "peer", "port": _PEER}],
+        },
+    }
+
+
+def _etcd_budget(labels: dict[str, str]) -> Document:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {**_meta(ETCD), "namespace": OPERATOR_NAMESPACE},
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}},
+    }
+
+
+def _etcd_members(labels: dict[str, str]) -> Document:
+    me = _etcd_host("$(OUTLAST_POD)")
+    members = ",".join(f"{ETCD}-{n}=http://{_etcd_host(f'{ETCD}-{n}')}:{_PEER}" for n in range(ETCD_MEMBERS))
+    command = [
+        "etcd",
+        "--name=$(OUTLAST_POD)",
+        "--data-dir=/var/lib/etcd/data",
+        f"--listen-client-urls=http://0.0.0.0:{_CLIENT}",
+        f"--advertise-client-urls=http://{me}:{_CLIENT}",
+        f"--listen-peer-urls=http://0.0.0.0:{_PEER}",
+        f"--initial-advertise-peer-urls=http://{me}:{_PEER}",
+        f"--initial-cluster={members}",
+        f"--initial-cluster-token={ETCD}",
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=1h",
+    ]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "metadata": {**_meta(ETCD), "namespace": OPERATOR_NAMESPACE},
+        "spec": {
+            "serviceName": ETCD,
+            "replicas": ETCD_MEMBERS,
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": {**_LABELS, **labels}},
+                "spec": {
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "securityContext": places.security(),
+                    "topologySpreadConstraints": [_apart(labels)],
+                    "containers": [
+                        {
+                            "name": "etcd",
+                            "image": ETCD_IMAGE,
+                            "command": command,
+                            "env": [_field(contract.Env.POD, "metadata.name")],
+                            "ports": [{"name": "client", "containerPort": _CLIENT}, {"name": "peer", "containerPort": _PEER}],
+                            "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+                            "startupProbe": _probe("/readyz", "client", every=5, tries=60),
+                            "livenessProbe": _probe("/livez", "client", every=10, tries=6),
+                            "readinessProbe": _probe("/readyz", "client", every=5, tries=3),
+                            "securityContext": _confined(),
+                            "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
+                        }
+                    ],
+                },
+            },
+            "volumeClaimTemplates": [
+                {
+                    "metadata": {"name": "data"},
+                    "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2Gi"}}},
+                }
+            ],
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------- parts
+
+
+def _kustomization(resources: list[str], *, namespace: str = "") -> Document:
+    found: Document = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    return {**found, **({"namespace": namespace} if namespace else {}), "resources": resources}
+
+
+def _meta(name: str) -> Document:
+    return {"name": name, "labels": dict(_LABELS)}
+
+
+def _selected(component: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": component}
+
+
+def _field(name: str, path: str) -> Document:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _apart(labels: dict[str, str]) -> Document:
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": labels},
+    }
+
+
+def _confined() -> Document:
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+
+
+def _probe(path: str, port: str, *, every: int, tries: int) -> Document:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": every,
+        "timeoutSeconds": 5,
+        "failureThreshold": tries,
+    }

@@ -1,0 +1,102 @@
+"""Labels of a job's documents: who made them, of which job and run they are, and with which settings it really trains."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from outlast import contract, spec
+from outlast.contract import Label
+from outlast.manifests import names
+from outlast.manifests.request import Document, Request, wrong
+
+_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
+
+
+def selector(job: str) -> dict[str, str]:
+    """What selects the workers of a job, of all its runs. It never changes: selectors cannot."""
+    return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
+
+
+def common(job: spec.Job) -> dict[str, str]:
+    """Labels of everything that is made for a job: the user's, then ours. Raises InvalidJob for some that cannot be labels."""
+    return {
+        **_users(job),
+        "app.kubernetes.io/name": "outlast",
+        "app.kubernetes.io/instance": job.metadata.name,
+        "app.kubernetes.io/managed-by": "outlast",
+        "app.kubernetes.io/part-of": "outlast",
+        Label.JOB: job.metadata.name,
+    }
+
+
+def worker(request: Request) -> dict[str, str]:
+    """Labels of a worker's pod."""
+    return {
+        **common(request.job),
+        "app.kubernetes.io/component": "worker",
+        Label.RUN: names.fit(request.run),
+        **settings(request.spec.args),
+    }
+
+
+def settings(args: Sequence[str]) -> dict[str, str]:
+    """The arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
+
+    Those whose name or value cannot be in a label are left out.
+    """
+    found = {f"{Label.SETTING}{name}": value for name, value in _options(args)}
+    return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
+
+
+def metadata(request: Request, name: str) -> Document:
+    """The metadata of a document of this job."""
+    found: Document = {"name": name}
+    if request.job.metadata.namespace:
+        found["namespace"] = request.job.metadata.namespace
+    return {**found, "labels": common(request.job)}
+
+
+def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
+    """The metadata of what owns the pods: with the user's annotations, and the label of Kueue's queue if there is one."""
+    found = metadata(request, name)
+    found["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **kueue(request.spec)}
+    if more := {**request.job.metadata.annotations, **(annotations or {})}:
+        found["annotations"] = more
+    return found
+
+
+def kueue(fields: spec.Spec) -> dict[str, str]:
+    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; none without a queue, or when it is one of
+    Volcano."""
+    if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
+        return {}
+    return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}
+
+
+def _users(job: spec.Job) -> dict[str, str]:
+    broken = [
+        f'metadata.labels.{name} ("{value}") cannot be a label; at most {names.LONGEST} letters, digits, -, _ and . are allowed'
+        for name, value in job.metadata.labels.items()
+        if not (_NAME.fullmatch(name) and _VALUE.fullmatch(value))
+    ]
+    broken += [
+        f"metadata.labels.{name} is set by Outlast itself; remove it"
+        for name in job.metadata.labels
+        if name.partition("/")[0].endswith(("app.kubernetes.io", contract.GROUP)) and "/" in name
+    ]
+    if broken:
+        raise wrong(job, *broken)
+    return dict(job.metadata.labels)
+
+
+def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and values of arguments like `--batch=128` and `--batch 128`."""
+    for arg, following in itertools.pairwise([*args, "--"]):
+        if found := _OPTION.fullmatch(arg):
+            yield found[1], found[2]
+        elif re.fullmatch(r"--[A-Za-z][A-Za-z0-9_-]*", arg) and not following.startswith("-"):
+            yield arg.removeprefix("--"), following

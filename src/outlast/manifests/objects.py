@@ -1,0 +1,47 @@
+"""The documents beside the workload: the ConfigMap with the job file, the headless Service, the claims."""
+
+from __future__ import annotations
+
+from outlast.contract import Pod
+from outlast.manifests import labels, places
+from outlast.manifests.request import Document, Request
+
+
+def config(request: Request) -> Document:
+    """The ConfigMap with the job file. Its name changes with what it holds, so it never needs to."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": labels.metadata(request, request.names.config),
+        "immutable": True,
+        "data": places.config(request),
+    }
+
+
+def service(request: Request) -> Document:
+    """The headless Service that gives every worker a name, also before it is ready: it is ready only when all have met."""
+    name = request.job.metadata.name
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": labels.metadata(request, request.names.service),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels.selector(name),
+            "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": "rendezvous"}],
+        },
+    }
+
+
+def claims(request: Request) -> list[Document]:
+    """The PersistentVolumeClaims that are to be made: those whose size is given."""
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": labels.metadata(request, name),
+            "spec": wanted,
+        }
+        for name, wanted in places.claims(request.spec).items()
+    ]

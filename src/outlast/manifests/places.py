@@ -1,0 +1,203 @@
+"""What is where in a worker's pod: its volumes, and the job file as pods read it.
+
+A pod sees stores, its image and its volumes, and nothing of the machine that a job is submitted from. What the job names there is
+either on a volume at the place where pods look for it, or travels along as text (`files`), or is a mistake (`document` says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from outlast import spec, units
+from outlast.contract import Pod
+from outlast.manifests import resources
+from outlast.manifests.request import Document, Request, wrong
+
+_STATE_SIZE = "256Mi"
+"""Limit of a worker's small files, which are in memory; they take some kilobytes."""
+_UID = 1000
+"""User and group of everything in the pod: any but root, see `pods`."""
+
+
+def document(job: spec.Job) -> spec.Job:
+    """The job as pods read it: its places are those of pods. Raises InvalidJob with every place that pods cannot see.
+
+    It does not say `suspend`, which is about whether there are pods.
+    """
+    fields = job.spec
+    if broken := list(_unseen(job)):
+        raise wrong(job, *broken)
+    changes = {
+        "code": Pod.CODE if _here(fields.code) and (fields.code or fields.script) else fields.code,
+        "data": tuple(each.model_copy(update={"from_": each.to}) if _here(each.from_) else each for each in fields.data),
+        "models": tuple(
+            each.model_copy(update={"from_": f"{Pod.MODELS}/{each.name}"}) if _here(each.from_) else each
+            for each in fields.models
+        ),
+        "output": output(fields) if _here(fields.output) else fields.output,
+        "environment": fields.environment.model_copy(update={name: f"{Pod.CONFIG}/{key}" for name, key, _ in _carried(fields)}),
+        "suspend": False,
+    }
+    return job.model_copy(update={"spec": fields.model_copy(update=changes)})
+
+
+def files(fields: spec.Spec) -> list[str]:
+    """Paths of the files of this machine whose text pods need."""
+    return [path for _, _, path in _carried(fields)]
+
+
+def lost(job: spec.Job) -> bool:
+    """Whether the job's output ends with its pods, because it is neither in a store nor on a volume."""
+    return _here(job.spec.output) and not _on_volume(job.spec, output(job.spec))
+
+
+def output(fields: spec.Spec, name: str = "") -> str:
+    """The directory of the job's output in a pod: on a volume if it names one, else below `/out`."""
+    path = str(spec.local(fields.output) or "") if fields.output else ""
+    root = path if path and _on_volume(fields, path) else Pod.OUTPUT
+    return f"{root}/{name}" if name else root
+
+
+def store(job: spec.Job) -> str:
+    """The URL of the job's output in a store; empty when it is in none."""
+    place = job.spec.output
+    return "" if place is None or _here(place) else f"{place.rstrip('/')}/{job.metadata.name}"
+
+
+def config(request: Request) -> Document:
+    """What the ConfigMap holds: the job file and the files that travel along."""
+    carried = {key: request.files[path] for _, key, path in _carried(request.spec)}
+    return {"job.yaml": spec.dump(document(request.job)), **carried}
+
+
+def volumes(request: Request) -> tuple[list[Document], list[Document]]:
+    """The volumes of a pod, and where its container finds them. No two are at one place."""
+    found: dict[str, tuple[Document, Document]] = {}
+    """By the place in the container."""
+    for place, name, source in _own(request):
+        found[place] = {"name": name, **source}, {"name": name, "mountPath": place}
+    for place, volume, mount in _users(request.spec):
+        found[place] = volume, {**mount, "mountPath": place}
+    sources = {volume["name"]: volume for volume, _ in found.values()}
+    return list(sources.values()), [mount for _, mount in found.values()]
+
+
+def security() -> dict[str, Any]:
+    """A pod's security context of the restricted standard; volumes belong to its group."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": _UID,
+        "runAsGroup": _UID,
+        "fsGroup": _UID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def claims(fields: spec.Spec) -> dict[str, Document]:
+    """The claims that are to be made, and their specifications."""
+    return {
+        volume.claim: {
+            "accessModes": ["ReadWriteMany"],
+            **({"storageClassName": volume.storage_class} if volume.storage_class else {}),
+            "resources": {"requests": {"storage": units.memory_text(volume.size)}},
+        }
+        for volume in fields.volumes
+        if volume.size
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------------- volumes
+
+
+def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
+    """Place, name and source of what every worker has: nothing of the image can be written to."""
+    share = resources.share(request.job)
+    limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
+    yield Pod.CONFIG, "config", {"configMap": {"name": request.names.config}}
+    yield "/dev/shm", "shm", {"emptyDir": {"medium": "Memory", **limit}}
+    yield Pod.STATE, "state", {"emptyDir": {"medium": "Memory", "sizeLimit": _STATE_SIZE}}
+    scratch = {
+        Pod.DATA: "data",
+        Pod.MODELS: "models",
+        Pod.OUTPUT: "output",
+        Pod.CACHE: "cache",
+        Pod.HOME: "home",
+        "/tmp": "tmp",
+    }
+    if request.spec.code and not _here(request.spec.code):
+        scratch = {Pod.CODE: "code", **scratch}  # elsewhere it is in the image, which an empty directory would hide
+    for index, data in enumerate(request.spec.data):
+        if not _on_volume(request.spec, data.to):
+            scratch.setdefault(data.to, f"data-{index}")
+    for place, name in scratch.items():
+        yield place, name, {"emptyDir": {}}
+
+
+def _users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
+    """Place, volume and mount of the user's claims and Secrets; one volume a claim."""
+    order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
+    for volume in fields.volumes:
+        name = f"claim-{order.index(volume.claim)}"
+        mount: Document = {"name": name}
+        if volume.sub_path:
+            mount["subPath"] = volume.sub_path
+        if volume.read_only:
+            mount["readOnly"] = True
+        yield volume.to, {"name": name, "persistentVolumeClaim": {"claimName": volume.claim}}, mount
+    for index, secret in enumerate(fields.secrets):
+        if secret.to:
+            name = f"secret-{index}"
+            yield secret.to, {"name": name, "secret": {"secretName": secret.name}}, {"name": name, "readOnly": True}
+
+
+# ------------------------------------------------------------------------------------------------------- what pods cannot see
+
+
+def _unseen(job: spec.Job) -> Iterator[str]:
+    """What of this machine the job names, and pods can neither see nor are given."""
+    fields = job.spec
+    if fields.code and _here(fields.code) and not _in_pod(fields, spec.pinned(fields.code)[0]):
+        place = spec.pinned(fields.code)[0]
+        yield (
+            f"code ({place}) is on this machine, which pods do not see; put it into a store (code: s3://...), "
+            f"or into the image and say code: {Pod.CODE}"
+        )
+    for i, data in enumerate(fields.data):
+        if _here(data.from_) and not _on_volume(fields, data.to):
+            yield _absent(f"data[{i}].from", data.from_, data.to)
+    for i, model in enumerate(fields.models):
+        if _here(model.from_) and not _on_volume(fields, f"{Pod.MODELS}/{model.name}"):
+            yield _absent(f"models[{i}].from", model.from_, Pod.MODELS)
+
+
+def _absent(field: str, place: str, to: str) -> str:
+    return (
+        f"{field} ({place}) is on this machine, which pods do not see; put it into a store, "
+        f"or on a volume: volumes: [{{claim: NAME, to: {to}}}]"
+    )
+
+
+def _here(place: str | None) -> bool:
+    """Whether a place is a directory or file, and not in a store. No output is one, too."""
+    return place is None or spec.local(spec.pinned(place)[0]) is not None
+
+
+def _in_pod(fields: spec.Spec, place: str) -> bool:
+    """Whether a directory of code is one in pods: where the image or a volume has it."""
+    return str(spec.local(place)) == Pod.CODE or (_on_volume(fields, Pod.CODE) and not spec.archive(place))
+
+
+def _on_volume(fields: spec.Spec, place: str) -> bool:
+    """Whether a directory of pods is on a volume."""
+    path = PurePosixPath(place)
+    return any(PurePosixPath(volume.to) in (path, *path.parents) for volume in fields.volumes)
+
+
+def _carried(fields: spec.Spec) -> list[tuple[str, str, str]]:
+    """Field, key in the ConfigMap, and path here of the files that travel along: those that are not in the code."""
+    found: Mapping[str, str | None] = dict(fields.environment)
+    keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
+    return [(name, keys[name], path) for name, path in found.items() if path and PurePosixPath(path).is_absolute()]

@@ -1,0 +1,164 @@
+"""A worker's pod, the same in every topology: what it runs, may do, is given, and how it is watched.
+
+It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/): not
+root, no escalation, no capabilities, the runtime's seccomp profile; and it cannot write to its image. The user's `template` is
+laid over it last.
+
+Probes ask the agent. It is alive while something advances, a step or a phase of the start; it is ready while it is in a world.
+The agent itself ends what hangs, with stacks in the log; the liveness probe is for an agent that does not answer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from outlast import contract, spec
+from outlast.contract import Label, Pod
+from outlast.manifests import gang, labels, overlay, places, resources, scheduling, variables
+from outlast.manifests.request import Document, Request, wrong
+
+START_S = 120
+"""How long the agent may take until it answers, on a machine that is busy: then the container is killed."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a topology says of its workers."""
+
+    index: variables.Source
+    """Where the index of the worker comes from."""
+    rendezvous: str
+    restart: Literal["Never", "Always"] = "Never"
+    subdomain: str = ""
+    """The headless Service that gives the pod its name."""
+    several: bool = True
+    """Whether the job may have more workers than this one."""
+    stay: bool = False
+    """Whether a worker that is done stays up; see `contract.Env.STAY`."""
+    account: str = ""
+    """The ServiceAccount of a worker that talks to the API server. Default: it has no token."""
+    gang: gang.Gang = gang.NONE
+
+
+def template(request: Request, worker: Worker) -> Document:
+    """The PodTemplateSpec of a job's workers. Raises InvalidJob when there is no image, or `template` cannot be laid over it."""
+    volumes, mounts = places.volumes(request)
+    made: Document = {
+        "metadata": {"labels": {**labels.worker(request), **worker.gang.labels}},
+        "spec": {
+            "restartPolicy": worker.restart,
+            "terminationGracePeriodSeconds": grace_s(request.spec),
+            "automountServiceAccountToken": bool(worker.account),
+            **({"serviceAccountName": worker.account} if worker.account else {}),
+            "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
+            **({"subdomain": worker.subdomain} if worker.subdomain else {}),
+            **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
+            "securityContext": places.security(),
+            **scheduling.pod(request.job, several=worker.several),
+            "containers": [_container(request, worker, mounts)],
+            "volumes": volumes,
+        },
+    }
+    if worker.gang.annotations:
+        made["metadata"]["annotations"] = dict(worker.gang.annotations)
+    return _overlaid(request, made)
+
+
+def pod(request: Request, worker: Worker, *, index: int, generation: int) -> Document:
+    """The pod of one worker, for an operator that makes each by itself."""
+    made = template(request, worker)
+    meta = labels.metadata(request, f"{request.job.metadata.name}-worker-{index}")
+    meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, **made["metadata"]}, "spec": made["spec"]}
+
+
+def grace_s(fields: spec.Spec) -> int:
+    """Seconds from being told to leave until being killed: the job's grace, and then the last push."""
+    return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
+
+
+def failure_policy() -> Document:
+    """What a Job counts: not interruptions; and after a wrong configuration it does not try again.
+
+    143 is a worker that was told to leave before its agent could answer. Everything else counts towards `backoffLimit`.
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
+    """
+
+    def on_exit(action: str, *codes: int) -> Document:
+        return {"action": action, "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": list(codes)}}
+
+    return {
+        "rules": [
+            on_exit("FailJob", contract.Exit.MISCONFIGURED.value),
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            on_exit("Ignore", contract.Exit.INTERRUPTED.value, 143),
+        ]
+    }
+
+
+def job_limits(fields: spec.Spec) -> Document:
+    """The fields of a `batch/v1` Job that are about its failures and its end."""
+    found: Document = {
+        **({"suspend": True} if fields.suspend else {}),  # false would be Kueue's to say: it holds jobs that wait
+        "backoffLimit": fields.restarts.limit,
+        "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still push
+        "podFailurePolicy": failure_policy(),
+    }
+    if fields.active_deadline_seconds:
+        found["activeDeadlineSeconds"] = fields.active_deadline_seconds
+    if fields.ttl_seconds_after_finished is not None:
+        found["ttlSecondsAfterFinished"] = fields.ttl_seconds_after_finished
+    return found
+
+
+def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
+    if request.spec.image is None:
+        raise wrong(request.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
+    secrets = variables.from_secrets(request.spec)
+    env = variables.container(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
+    return {
+        "name": Pod.CONTAINER,
+        "image": request.spec.image,
+        "command": ["outlast", "agent"],
+        "workingDir": Pod.CODE,
+        "env": env,
+        **({"envFrom": secrets} if secrets else {}),
+        "ports": [
+            {"name": "probes", "containerPort": Pod.PROBE_PORT},
+            {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
+        ],
+        "resources": resources.share(request.job).container(),
+        "startupProbe": _probe("/healthz", every=2, tries=START_S // 2),
+        "livenessProbe": _probe("/healthz", every=10, tries=6),
+        "readinessProbe": _probe("/readyz", every=5, tries=1),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _probe(path: str, *, every: int, tries: int) -> Document:
+    return {
+        "httpGet": {"path": path, "port": "probes"},
+        "periodSeconds": every,
+        "timeoutSeconds": 5,
+        "failureThreshold": tries,
+    }
+
+
+def _overlaid(request: Request, made: Document) -> Document:
+    """The template with the user's laid over it. What selects the pods stays: without it nobody would find them."""
+    try:
+        result = overlay.merge(made, request.spec.template)
+    except ValueError as error:
+        raise wrong(request.job, str(error)) from error
+    meta = result.get("metadata")
+    if not isinstance(meta, dict) or not isinstance(meta.get("labels"), dict):
+        raise wrong(request.job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
+    kept = {**meta["labels"], **labels.selector(request.job.metadata.name)}
+    return {**result, "metadata": {**meta, "labels": kept}}

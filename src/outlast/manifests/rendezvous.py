@@ -1,0 +1,43 @@
+"""Where a worker finds the others when there is no operator: an etcd, or torch's own store in pod 0.
+
+Pod 0 is named by its full name. The bare name of a headless Service is every pod's address: each would take itself for the host
+of the store, and wait for the others for ever.
+"""
+
+from __future__ import annotations
+
+from outlast import contract
+from outlast.contract import Env, Pod
+from outlast.manifests.request import Request, wrong
+
+
+def endpoint(request: Request, pod0: str, service: str) -> str:
+    """`c10d://host:port` or `etcd://host:port`, as OUTLAST_RENDEZVOUS says it. Raises InvalidJob for what cannot work."""
+    wanted = request.spec.rendezvous
+    if wanted.endpoint is None:
+        return f"c10d://{fqdn(pod0, service)}:{Pod.RENDEZVOUS_PORT}"
+    scheme, _, address = wanted.endpoint.rpartition("://")
+    if scheme == "https":
+        raise wrong(
+            request.job, f"rendezvous.endpoint ({wanted.endpoint}) asks for TLS, which pods do not speak; write {address}"
+        )
+    host = address.rpartition(":")[0]
+    if wanted.backend == "c10d" and host.split(".")[0] == service:
+        remedy = "leave rendezvous out: it is pod 0 then"
+        raise wrong(request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}")
+    return f"{wanted.backend}://{address.rstrip('/')}"
+
+
+def alone(request: Request) -> str:
+    """The endpoint of a job of one worker."""
+    if request.spec.rendezvous.endpoint is not None:
+        return endpoint(request, "", "")
+    return f"c10d://localhost:{Pod.RENDEZVOUS_PORT}"
+
+
+def fqdn(pod: str, service: str) -> str:
+    """The full name of a pod behind a headless Service, in whichever namespace it is applied to.
+
+    https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/
+    """
+    return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

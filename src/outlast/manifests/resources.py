@@ -1,0 +1,68 @@
+"""What a worker's container is given: the one place that decides requests, limits, processes and threads.
+
+Memory and accelerators are both requested and limited. Cores are only requested: a limit would hold data loaders back while other
+cores are idle. `processes` is what the agent decides from the same job file (`runtime.agent.processes_per_worker`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outlast import spec, units
+from outlast.manifests.request import wrong
+
+ACCELERATORS = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "neuron": "aws.amazon.com/neuron"}
+"""The resource that a device plugin offers, by the short name of the accelerator."""
+
+Quantities = dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of a machine that one worker has."""
+
+    requests: Quantities
+    limits: Quantities
+    processes: int
+    threads: int
+    """Of each process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
+    shared_memory: int | None
+    """Bytes of `/dev/shm`; None: as much as the memory allows."""
+
+    def container(self) -> dict[str, Quantities]:
+        """A container's `resources`."""
+        return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
+
+
+def accelerator(wanted: spec.Resources) -> str:
+    """The resource of the accelerators; empty for none."""
+    return ACCELERATORS.get(wanted.accelerator, wanted.accelerator) if wanted.gpu else ""
+
+
+def share(job: spec.Job) -> Share:
+    """What each worker of a job has. Raises InvalidJob when its shared memory does not fit in its memory."""
+    wanted, count = job.spec.resources, job.spec.processes_per_worker
+    if wanted.shared_memory and wanted.memory and wanted.shared_memory >= wanted.memory:
+        said = f"{units.memory_text(wanted.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
+        raise wrong(job, f"resources.sharedMemory ({said} ({units.memory_text(wanted.memory)}); lower it or raise memory")
+    firm: Quantities = {}
+    if wanted.memory:
+        firm["memory"] = units.memory_text(wanted.memory)
+    if device := accelerator(wanted):
+        firm[device] = wanted.gpu
+    cores: Quantities = {"cpu": units.cores_text(wanted.cpu)} if wanted.cpu else {}
+    processes = max(1, wanted.gpu) if count == "auto" else int(count)
+    threads = max(1, int((wanted.cpu or 1) / processes))
+    return Share({**cores, **firm}, firm, processes, threads, wanted.shared_memory)
+
+
+def times(wanted: spec.Resources, count: int) -> Quantities:
+    """What `count` workers request together."""
+    total: Quantities = {}
+    if wanted.cpu:
+        total["cpu"] = units.cores_text(wanted.cpu * count)
+    if wanted.memory:
+        total["memory"] = units.memory_text(wanted.memory * count)
+    if device := accelerator(wanted):
+        total[device] = wanted.gpu * count
+    return total

@@ -1,0 +1,96 @@
+"""Where a worker's pod may run: spot machines, instance types, accelerators, spread over nodes."""
+
+from __future__ import annotations
+
+from outlast import spec
+from outlast.manifests import labels, resources
+from outlast.manifests.request import Document
+
+SPOT = {
+    "karpenter.sh/capacity-type": "spot",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "cloud.google.com/gke-spot": "true",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+    "lifecycle": "Ec2Spot",
+}
+"""Label and value that say of a node that it is a spot machine: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
+_SPOT_TAINTS = (
+    "karpenter.sh/capacity-type",
+    "cloud.google.com/gke-spot",
+    "kubernetes.azure.com/scalesetpriority",
+    "spotInstance",
+)
+_OLD_NAMES = {
+    "beta.kubernetes.io/instance-type": "node.kubernetes.io/instance-type",
+    "beta.kubernetes.io/arch": "kubernetes.io/arch",
+    "beta.kubernetes.io/os": "kubernetes.io/os",
+}
+"""Labels of nodes that Kubernetes has replaced."""
+
+
+def pod(job: spec.Job, *, several: bool) -> Document:
+    """The part of a pod's specification that says where it may run. `several`: the job has more than this pod."""
+    fields = job.spec
+    one = {name: value for name, value in _nodes(fields).items() if "," not in value}
+    found: Document = {}
+    if fields.scheduling.priority_class_name:
+        found["priorityClassName"] = fields.scheduling.priority_class_name
+    if one:
+        found["nodeSelector"] = one
+    if affinity := _affinity(fields):
+        found["affinity"] = {"nodeAffinity": affinity}
+    if several:
+        found["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": "kubernetes.io/hostname",
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": labels.selector(job.metadata.name)},
+            }
+        ]
+    if tolerations := _tolerations(fields):
+        found["tolerations"] = tolerations
+    return found
+
+
+def _nodes(fields: spec.Spec) -> dict[str, str]:
+    return {_OLD_NAMES.get(name, name): value for name, value in fields.node_selector.items()}
+
+
+def _affinity(fields: spec.Spec) -> Document:
+    """Affinity to nodes: each term of `required` is one way to be right, all expressions in a term must hold."""
+    several = [
+        {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
+        for name, value in _nodes(fields).items()
+        if "," in value
+    ]
+    terms = [several] if several else []
+    match fields.scheduling.spot:
+        case "require":
+            terms = [[_is(name, value), *several] for name, value in SPOT.items()]
+        case "avoid":
+            terms = [[*(_is(name, value, "NotIn") for name, value in SPOT.items()), *several]]
+    found: Document = {}
+    if terms:
+        found["requiredDuringSchedulingIgnoredDuringExecution"] = {
+            "nodeSelectorTerms": [{"matchExpressions": expressions} for expressions in terms]
+        }
+    if fields.scheduling.spot == "prefer":
+        found["preferredDuringSchedulingIgnoredDuringExecution"] = [
+            {"weight": 100, "preference": {"matchExpressions": [_is(name, value)]}} for name, value in SPOT.items()
+        ]
+    return found
+
+
+def _is(label: str, value: str, operator: str = "In") -> Document:
+    return {"key": label, "operator": operator, "values": [value]}
+
+
+def _tolerations(fields: spec.Spec) -> list[Document]:
+    """The user's tolerations, then those of the accelerator's nodes and of spot machines."""
+    found = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
+    if device := resources.accelerator(fields.resources):
+        found.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
+    if fields.scheduling.spot != "avoid":
+        found += [{"key": name, "operator": "Exists"} for name in _SPOT_TAINTS]
+    return found

@@ -1,0 +1,80 @@
+"""The shapes that a job can have on Kubernetes; each module makes one: `documents(request)`.
+
+    elasticjob     the ElasticJob itself, for the operator
+    job            one pod with all the GPUs, a `batch/v1` Job
+    indexed-job    one pod a worker, an Indexed Job
+    statefulset    one pod a worker, a StatefulSet: for clusters where Jobs are not to be had
+    volcano        one pod a worker, a Job of Volcano, all or none
+
+All but the first need no operator. They do not grow or shrink by themselves. What counts as a failure is what Kubernetes knows
+of, its exit code; progress refunds nothing, and `restarts.window` has no meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from outlast import spec
+from outlast.contract import Pod
+from outlast.errors import OutlastError
+from outlast.manifests import places
+from outlast.manifests.names import Names, digest
+from outlast.manifests.request import Document, Request
+from outlast.manifests.topologies import elasticjob, indexed_job, job, statefulset, volcano
+
+TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
+    "elasticjob": elasticjob.documents,
+    "job": job.documents,
+    "indexed-job": indexed_job.documents,
+    "statefulset": statefulset.documents,
+    "volcano": volcano.documents,
+}
+_IGNORED = {
+    "job": ("startup_deadline_seconds",),
+    "indexed-job": ("startup_deadline_seconds",),
+    "statefulset": ("startup_deadline_seconds", "active_deadline_seconds", "ttl_seconds_after_finished"),
+    "volcano": ("startup_deadline_seconds", "active_deadline_seconds"),
+}
+"""Fields that only the operator, or other topologies, know what to do with."""
+
+
+def render(
+    wanted: spec.Job,
+    topology: str = "elasticjob",
+    *,
+    run: str | None = None,
+    namespace: str | None = None,
+    files: Mapping[str, str] | None = None,
+) -> list[Document]:
+    """The documents of a job, in the order in which they are to be applied.
+
+    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
+    of the files that `places.files` names. Raises InvalidJob when the job cannot be made so, OutlastError for an unknown
+    topology.
+    """
+    if topology not in TOPOLOGIES:
+        raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
+    make = TOPOLOGIES[topology]
+    if namespace:
+        wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
+    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {})
+    # Whether a job is suspended may change while it runs; its names, and the run, must not.
+    draft = make(request.but(suspend=False))
+    return make(dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft))))
+
+
+def warnings(wanted: spec.Job, topology: str) -> list[str]:
+    """What the user should know of a job although it can be made: what is lost, and what of it this topology cannot do."""
+    found = []
+    if places.lost(wanted):
+        found.append(f"output is neither in a store nor on a volume at {Pod.OUTPUT}; it ends with the pods")
+    for name, field in spec.Spec.model_fields.items():
+        if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) is not None:
+            found.append(f"{field.alias} has no meaning in the topology {topology}")
+    return found
+
+
+def _run(wanted: spec.Job) -> str:
+    """A digest of what is to be run, as pods see it: the same from every machine, suspended or not."""
+    return f"{wanted.metadata.name}-{digest(spec.dump(places.document(wanted)))}"

@@ -1,0 +1,24 @@
+"""The ElasticJob itself, for the operator: the job file with the places of pods in it."""
+
+from __future__ import annotations
+
+from outlast import contract
+from outlast.manifests import labels, objects, places
+from outlast.manifests.request import Document, Request, wrong
+
+
+def documents(request: Request) -> list[Document]:
+    """The job as it is applied. Raises InvalidJob for what the operator could not make pods of."""
+    job = request.job
+    if job.spec.image is None:
+        raise wrong(job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
+    if files := places.files(job.spec):
+        raise wrong(job, f"environment ({files[0]}) is on this machine, which pods do not see; put it into the code, in a store")
+    seen = places.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if job.spec.suspend:
+        seen["spec"]["suspend"] = True
+    meta = {**seen["metadata"], "labels": {**labels.common(job), **labels.kueue(job.spec)}}
+    if job.metadata.namespace:
+        meta["namespace"] = job.metadata.namespace
+    made: Document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": meta, "spec": seen["spec"]}
+    return [*objects.claims(request), made]

@@ -1,0 +1,26 @@
+"""One pod with all the GPUs: a `batch/v1` Job. The simplest that there is; nothing needs to find anything."""
+
+from __future__ import annotations
+
+from outlast.manifests import labels, objects, pods, rendezvous, variables
+from outlast.manifests.request import Document, Request, wrong
+
+
+def documents(request: Request) -> list[Document]:
+    """The Job and its ConfigMap. Raises InvalidJob for a job that needs more than one worker."""
+    if request.spec.workers.min > 1:
+        least = request.spec.workers.min
+        raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")
+    request = request.at_most(1)
+    worker = pods.Worker(index=variables.plain("0"), rendezvous=rendezvous.alone(request), several=False)
+    made = pods.template(request, worker)
+    return [
+        *objects.claims(request),
+        objects.config(request),
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": labels.workload(request, request.names.workload("-00000")),
+            "spec": {**pods.job_limits(request.spec), "template": made},
+        },
+    ]

@@ -1,0 +1,48 @@
+"""One pod a worker: a StatefulSet, for clusters whose users may not make Jobs.
+
+Its pods are started again whatever they end with, so a worker that is done stays up (`contract.Env.STAY`). All start at once:
+one by one, the first would wait for the others, and they for it to be ready. A change reaches pods when they are deleted
+(`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling update would wait for one new pod to be ready, which
+it is only in a world with the others.
+
+`kubectl scale` works from `workers.min` to `workers.max`.
+"""
+
+from __future__ import annotations
+
+from outlast.manifests import gang, labels, objects, pods, rendezvous, variables
+from outlast.manifests.request import Document, Request
+
+_INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
+
+
+def documents(request: Request) -> list[Document]:
+    """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup if it is to be a gang."""
+    name = request.job.metadata.name  # at most 52 characters, and no digest: it can be changed
+    together = gang.of(request, name)
+    worker = pods.Worker(
+        index=variables.of_field(_INDEX),
+        rendezvous=rendezvous.endpoint(request, f"{name}-0", request.names.service),
+        restart="Always",
+        stay=True,
+        gang=together,
+    )
+    return [
+        *objects.claims(request),
+        objects.config(request),
+        objects.service(request),
+        *together.documents,
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": labels.workload(request, name),
+            "spec": {
+                "serviceName": request.names.service,
+                "replicas": 0 if request.spec.suspend else request.spec.workers.replicas,
+                "podManagementPolicy": "Parallel",
+                "updateStrategy": {"type": "OnDelete"},
+                "selector": {"matchLabels": labels.selector(name)},
+                "template": pods.template(request, worker),
+            },
+        },
+    ]

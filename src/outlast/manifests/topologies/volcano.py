@@ -1,0 +1,68 @@
+"""One pod a worker, started all or none: a Job of Volcano (https://volcano.sh/en/docs/vcjob/).
+
+Volcano makes the PodGroup of the Job from `minAvailable` and `queue`, and its plugin `svc` the headless Service. It counts every
+pod that it starts again towards `maxRetry`, interruptions, too: it knows exit codes by their number only, and has no action that
+does not count.
+"""
+
+from __future__ import annotations
+
+from outlast import contract
+from outlast.manifests import gang, labels, objects, pods, rendezvous, variables
+from outlast.manifests.request import Document, Request, wrong
+
+_INDEX = "metadata.annotations['volcano.sh/task-index']"
+_TASK = "worker"
+
+
+def documents(request: Request) -> list[Document]:
+    """The Job and its ConfigMap. Raises InvalidJob for one that is suspended: Volcano has no field for it."""
+    if request.spec.suspend:
+        raise wrong(request.job, "suspend is true, and no Job of Volcano begins so; remove it, and use vcctl job suspend")
+    scheduling = request.spec.scheduling.model_copy(update={"gang": "volcano"})
+    request = request.at_most(request.spec.workers.replicas).but(scheduling=scheduling)
+    workers = request.spec.workers
+    name = request.names.workload(f"-{_TASK}-{workers.replicas}")
+    worker = pods.Worker(
+        index=variables.of_field(_INDEX),
+        rendezvous=rendezvous.endpoint(request, f"{name}-{_TASK}-0", name),
+        gang=gang.Gang(scheduler="volcano"),
+    )
+    limits: Document = {"maxRetry": request.spec.restarts.limit}
+    if request.spec.ttl_seconds_after_finished is not None:
+        limits["ttlSecondsAfterFinished"] = request.spec.ttl_seconds_after_finished
+    return [
+        *objects.claims(request),
+        objects.config(request),
+        {
+            "apiVersion": "batch.volcano.sh/v1alpha1",
+            "kind": "Job",
+            "metadata": labels.workload(request, name),
+            "spec": {
+                "schedulerName": "volcano",
+                "minAvailable": workers.min,
+                **gang.volcano_queue(request.spec),
+                **limits,
+                "plugins": {"svc": ["--publish-not-ready-addresses=true", "--disable-network-policy=true"]},
+                "policies": _policies(),
+                "tasks": [
+                    {
+                        "name": _TASK,
+                        "replicas": workers.replicas,
+                        "minAvailable": workers.min,
+                        "template": pods.template(request, worker),
+                    }
+                ],
+            },
+        },
+    ]
+
+
+def _policies() -> list[Document]:
+    """The first that fits is followed: a wrong configuration ends the job, anything else replaces the one pod."""
+    return [
+        {"exitCode": contract.Exit.MISCONFIGURED.value, "action": "TerminateJob"},
+        {"event": "PodEvicted", "action": "RestartPod"},
+        {"event": "PodFailed", "action": "RestartPod"},
+        {"event": "TaskCompleted", "action": "CompleteJob"},
+    ]

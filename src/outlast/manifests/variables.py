@@ -1,0 +1,81 @@
+"""The environment of a worker's container, in an order that has a meaning: who is referred to, `$(NAME)`, comes first."""
+
+from __future__ import annotations
+
+from outlast import contract, spec
+from outlast.contract import Env, Pod
+from outlast.manifests import places, resources
+from outlast.manifests.request import Document, Request
+
+Source = dict[str, object]
+"""Where the value of a variable comes from: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
+
+
+def plain(value: str) -> Source:
+    """A value as it is."""
+    return {"value": value}
+
+
+def of_field(path: str) -> Source:
+    """A field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
+    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
+    """The container's `env`. A value of the job's own is literal: Kubernetes expands nothing in it."""
+    found = {
+        **_contract(request, index=index, rendezvous=rendezvous, stay=stay),
+        **_process(request),
+        **{name: plain(literal(value)) for name, value in request.spec.env.items()},
+    }
+    return [{"name": name, **source} for name, source in found.items()]
+
+
+def from_secrets(fields: spec.Spec) -> list[Document]:
+    """The container's `envFrom`: the Secrets that are to be variables. What `env` says is stronger."""
+    return [{"secretRef": {"name": secret.name}} for secret in fields.secrets if not secret.to]
+
+
+def literal(value: str) -> str:
+    """A value that Kubernetes takes for what it is: `$$` means `$`, and `$(NAME)` a variable."""
+    return value.replace("$", "$$") if "$(" in value or "$$" in value else value
+
+
+def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
+    """What the agent and the training are told, see `contract.Env`."""
+    fields, name = request.spec, request.job.metadata.name
+    output = places.output(fields, name)
+    store = places.store(request.job)
+    return {
+        Env.NAMESPACE: of_field("metadata.namespace"),
+        Env.JOB: plain(name),
+        Env.RUN: plain(request.run),
+        Env.WORKER: index,
+        Env.JOB_FILE: plain(Pod.JOB_FILE),
+        Env.CODE: plain(Pod.CODE),
+        Env.DATA: plain(Pod.DATA),
+        Env.MODELS: plain(Pod.MODELS),
+        Env.OUTPUT: plain(output),
+        **({Env.STORE: plain(literal(store))} if store else {}),
+        Env.CACHE: plain(Pod.CACHE),
+        Env.STATE: plain(Pod.STATE),
+        Env.LEDGER: plain(f"{output}/{contract.LEDGER}"),
+        Env.NOTICE: plain(f"{Pod.STATE}/{contract.NOTICE}"),
+        Env.CHECKPOINT_EVERY: plain(str(fields.checkpoint.every)),
+        Env.CHECKPOINT_KEEP: plain(str(fields.checkpoint.keep)),
+        Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
+        Env.RENDEZVOUS: plain(rendezvous),
+        **({Env.STAY: plain("1")} if stay else {}),
+    }
+
+
+def _process(request: Request) -> dict[str, Source]:
+    """What programs expect: a home that can be written to, a user with a name although nobody knows our number, and what makes
+    results the same on every machine."""
+    return {
+        "HOME": plain(Pod.HOME),
+        "USER": plain("outlast"),
+        "OMP_NUM_THREADS": plain(str(resources.share(request.job).threads)),
+        "PYTHONHASHSEED": plain("0"),
+        "PYTHONUNBUFFERED": plain("1"),
+    }

@@ -1,0 +1,842 @@
+"""A job as documents for Kubernetes: what holds in every topology, and what each of them is about."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes_validate import utils as schemas
+
+from outlast import cli, contract, manifests, spec
+from outlast.cli import render as render_command
+from outlast.errors import InvalidJob, OutlastError
+from outlast.manifests import labels, names, overlay, pods, request, resources, variables
+from outlast.manifests.request import Document
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = runpy.run_path(str(ROOT / "tests" / "golden" / "render.py"))
+JOBS: list[str] = GOLDEN["JOBS"]
+TOPOLOGIES = list(manifests.TOPOLOGIES)
+WITH_PODS = [topology for topology in TOPOLOGIES if topology != "elasticjob"]
+MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
+LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+DNS = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+every_topology = pytest.mark.parametrize("topology", TOPOLOGIES)
+every_topology_of_pods = pytest.mark.parametrize("topology", WITH_PODS)
+every_job = pytest.mark.parametrize("name", JOBS)
+
+
+def a_job(name: str = "a", **fields: Any) -> spec.Job:
+    """A job with these fields in its spec."""
+    usual = {"image": "example.com/image:1", "module": "recipes.smoke", "output": "s3://bucket/runs"}
+    document = {
+        "apiVersion": contract.API_VERSION,
+        "kind": contract.KIND,
+        "metadata": {"name": name},
+        "spec": {**usual, **fields},
+    }
+    return spec.parse(yaml.safe_dump(document))
+
+
+def templates(documents: list[Document]) -> Iterator[Document]:
+    """The pod templates in documents."""
+    for document in documents:
+        fields = document.get("spec", {})
+        if document["kind"] != contract.KIND:
+            yield from (each["template"] for each in [fields, *fields.get("tasks", [])] if "template" in each)
+
+
+def template(documents: list[Document]) -> Document:
+    (found,) = templates(documents)
+    return found
+
+
+def worker(documents: list[Document]) -> Document:
+    """The container of the agent."""
+    return next(each for each in template(documents)["spec"]["containers"] if each["name"] == "worker")
+
+
+def env(documents: list[Document]) -> dict[str, Any]:
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in worker(documents)["env"]}
+
+
+def kind(documents: list[Document], wanted: str) -> Document:
+    return next(each for each in documents if each["kind"] == wanted)
+
+
+def wrong(job: spec.Job, topology: str = "indexed-job") -> list[str]:
+    """What is wrong with a job on Kubernetes."""
+    with pytest.raises(InvalidJob) as caught:
+        manifests.render(job, topology)
+    return [sentence for _, sentence in caught.value.problems]
+
+
+# What every topology has in common
+
+
+@every_topology
+@every_job
+def test_documents_are_what_they_were(topology: str, name: str) -> None:
+    assert (ROOT / "tests" / "golden" / topology / f"{name}.yaml").read_text() == GOLDEN["pages"]()[f"{topology}/{name}.yaml"], (
+        "run: python tests/golden/render.py, and look at what has changed"
+    )
+
+
+@pytest.mark.parametrize("version", MINORS)
+@every_topology
+@every_job
+def test_kubernetes_takes_the_documents(topology: str, name: str, version: str) -> None:
+    documents = GOLDEN["documents"](name, topology)
+    of_others = [each for each in documents if "." in each["apiVersion"] and not each["apiVersion"].count("k8s.io")]
+    for document in documents:
+        if document not in of_others and not document["apiVersion"].startswith("scheduling.x-k8s.io"):
+            schemas.validate(document, version, strict=True)
+    for each in templates(documents):
+        schemas.validate({"apiVersion": "v1", "kind": "Pod", **each}, version, strict=True)
+
+
+def test_four_minors_are_looked_at() -> None:
+    assert len({version.rpartition(".")[0] for version in MINORS}) == 4
+
+
+@every_topology_of_pods
+@every_job
+def test_pods_are_restricted(topology: str, name: str) -> None:
+    assert list(unrestricted(template(GOLDEN["documents"](name, topology))["spec"])) == []
+
+
+def unrestricted(pod: Document) -> Iterator[str]:
+    """What the restricted Pod Security Standard forbids in a pod, as its page lists it."""
+    allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+    yield from (field for field in ("hostNetwork", "hostPID", "hostIPC") if pod.get(field))
+    for volume in pod.get("volumes", []):
+        yield from (f"volume {source}" for source in volume.keys() - {"name"} - allowed)
+    context = pod.get("securityContext", {})
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        own = {**context, **container.get("securityContext", {})}
+        if own.get("privileged"):
+            yield "privileged"
+        if own.get("allowPrivilegeEscalation") is not False:
+            yield "escalation"
+        if own.get("capabilities", {}).get("drop") != ["ALL"] or set(own["capabilities"].get("add", [])) - {"NET_BIND_SERVICE"}:
+            yield "capabilities"
+        if own.get("runAsNonRoot") is not True or own.get("runAsUser") == 0:
+            yield "root"
+        if own.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"):
+            yield "seccomp"
+        yield from ("hostPort" for port in container.get("ports", []) if port.get("hostPort"))
+
+
+def test_the_check_of_the_standard_finds_what_is_forbidden() -> None:
+    pod = {"hostNetwork": True, "volumes": [{"name": "a", "hostPath": {}}], "containers": [{"ports": [{"hostPort": 1}]}]}
+    assert set(unrestricted(pod)) == {
+        "hostNetwork", "volume hostPath", "escalation", "capabilities", "root", "seccomp", "hostPort",
+    }  # fmt: skip
+
+
+job_names = st.from_regex(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", fullmatch=True)
+
+
+@given(name=job_names, topology=st.sampled_from(TOPOLOGIES), replicas=st.integers(1, 10_000))
+def test_names_and_labels_are_valid_however_long_the_job_is_called(name: str, topology: str, replicas: int) -> None:
+    documents = manifests.render(a_job(name, workers={"replicas": replicas, "min": 1}), topology, run="r" * 80)
+    for document in documents:
+        assert len(document["metadata"]["name"]) <= 63
+        assert DNS.fullmatch(document["metadata"]["name"])
+    for meta in [*(document["metadata"] for document in documents), *(each["metadata"] for each in templates(documents))]:
+        for value in meta["labels"].values():
+            assert len(value) <= 63
+            assert LABEL.fullmatch(value)
+    if topology in ("indexed-job", "volcano", "statefulset"):
+        host, service, *_ = env(documents)[contract.Env.RENDEZVOUS].removeprefix("c10d://").split(".")
+        last = f"{host.removesuffix('0')}{replicas - 1}"
+        assert len(last) <= 63
+        assert len(service) <= 63
+
+
+@given(name=st.text("ab-.", min_size=1, max_size=90), longest=st.integers(20, 63))
+def test_a_name_that_is_too_long_ends_with_a_digest(name: str, longest: int) -> None:
+    fitted = names.fit(name, longest)
+    assert len(fitted) <= longest
+    assert fitted == name or fitted.endswith(f"-{names.digest(name)}")
+    assert names.fit(f"{name}x", longest) != fitted
+
+
+@every_topology_of_pods
+@every_job
+def test_a_variable_is_set_before_it_is_referred_to(topology: str, name: str) -> None:
+    known: set[str] = set()
+    for variable in worker(GOLDEN["documents"](name, topology))["env"]:
+        value = variable.get("value", "").replace("$$", "")
+        assert set(re.findall(r"\$\((\w+)\)", value)) <= known, variable["name"]
+        assert variable["name"] not in known
+        known.add(variable["name"])
+
+
+@every_topology_of_pods
+def test_a_value_of_the_users_reaches_training_as_it_is_written(topology: str) -> None:
+    job = a_job(env={"PRICE": "$$5", "REF": "$(HOME)/x", "PLAIN": "a $b"})
+    found = env(manifests.render(job, topology))
+    assert {name: expanded(found[name], {"HOME": "/root"}) for name in job.spec.env} == job.spec.env
+
+
+@given(value=st.text("$()aHOME", max_size=12))
+def test_a_literal_survives_what_kubernetes_makes_of_it(value: str) -> None:
+    assert expanded(variables.literal(value), {"HOME": "changed", "a": "changed"}) == value
+
+
+def expanded(value: str, known: dict[str, str]) -> str:
+    """What Kubernetes makes of a container's variable: `$(NAME)` is replaced if it is known, and `$$` is `$`."""
+    return re.sub(
+        r"\$\$|\$\((.*?)\)", lambda match: "$" if match[0] == "$$" else known.get(match[1], match[0]), value, flags=re.S
+    )
+
+
+def test_the_environment_is_what_the_agent_and_the_training_read() -> None:
+    found = env(manifests.render(a_job("cifar10", checkpoint={"every": "200 steps"}), "job", run="run-1"))
+    assert found == {
+        "OUTLAST_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
+        "OUTLAST_JOB": "cifar10",
+        "OUTLAST_RUN": "run-1",
+        "OUTLAST_WORKER": "0",
+        "OUTLAST_JOB_FILE": "/etc/outlast/job.yaml",
+        "OUTLAST_CODE": "/workspace",
+        "OUTLAST_DATA": "/data",
+        "OUTLAST_MODELS": "/models",
+        "OUTLAST_OUTPUT": "/out/cifar10",
+        "OUTLAST_STORE": "s3://bucket/runs/cifar10",
+        "OUTLAST_CACHE": "/var/cache/outlast",
+        "OUTLAST_WORKER_STATE": "/run/outlast",
+        "OUTLAST_LEDGER": "/out/cifar10/ledger",
+        "OUTLAST_NOTICE": "/run/outlast/notice.json",
+        "OUTLAST_CHECKPOINT_EVERY": "200 steps",
+        "OUTLAST_CHECKPOINT_KEEP": "3",
+        "OUTLAST_PROBE_PORT": "8080",
+        "OUTLAST_RENDEZVOUS": "c10d://localhost:29400",
+        "HOME": "/home/outlast",
+        "USER": "outlast",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+@every_topology_of_pods
+@every_job
+def test_all_that_is_written_to_is_a_volume_of_its_own(topology: str, name: str) -> None:
+    documents = GOLDEN["documents"](name, topology)
+    mounts = {mount["mountPath"]: mount["name"] for mount in worker(documents)["volumeMounts"]}
+    writable = {"/data", "/models", "/out", "/run/outlast", "/var/cache/outlast", "/home/outlast", "/tmp", "/dev/shm"}
+    assert writable <= set(mounts)
+    assert len(mounts) == len(worker(documents)["volumeMounts"])
+    assert set(mounts.values()) <= {volume["name"] for volume in template(documents)["spec"]["volumes"]}
+
+
+def test_probes_ask_the_agent() -> None:
+    container = worker(manifests.render(a_job(), "job"))
+    assert container["command"] == ["outlast", "agent"]
+    assert {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {
+        "startupProbe": {"path": "/healthz", "port": "probes"},
+        "livenessProbe": {"path": "/healthz", "port": "probes"},
+        "readinessProbe": {"path": "/readyz", "port": "probes"},
+    }
+    assert {"name": "probes", "containerPort": 8080} in container["ports"]
+
+
+def test_grace_is_the_jobs_and_then_some_for_the_last_push() -> None:
+    job = a_job(interruption={"grace": "90.5s"})
+    assert template(manifests.render(job, "job"))["spec"]["terminationGracePeriodSeconds"] == 91 + contract.Pod.LAST_PUSH_S
+    assert job.spec.interruption.grace == timedelta(seconds=90.5)
+
+
+def test_labels_are_the_settings_that_training_has() -> None:
+    args = ["--batch=1200", "--moe-coef", "0.1", "--name=not a label", "--flag", "--out=$(OUTLAST_OUTPUT)", "positional"]
+    assert labels.settings(args) == {"args.outlast.dev/batch": "1200", "args.outlast.dev/moe-coef": "0.1"}
+    found = template(manifests.render(a_job(args=args), "job"))["metadata"]["labels"]
+    assert found["args.outlast.dev/batch"] == "1200"
+
+
+@given(args=st.lists(st.text(max_size=80)))
+def test_no_argument_makes_a_label_that_is_none(args: list[str]) -> None:
+    for name, value in labels.settings([*args, *(f"--{arg}={arg}" for arg in args)]).items():
+        assert re.fullmatch(r"args\.outlast\.dev/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", name)
+        assert len(value) <= 63
+        assert LABEL.fullmatch(value)
+
+
+def test_a_users_label_that_cannot_be_one_is_refused() -> None:
+    job = a_job()
+    labelled = job.model_copy(
+        update={"metadata": job.metadata.model_copy(update={"labels": {"team": "a b", "outlast.dev/job": "x"}})}
+    )
+    assert wrong(labelled) == [
+        'metadata.labels.team ("a b") cannot be a label; at most 63 letters, digits, -, _ and . are allowed',
+        "metadata.labels.outlast.dev/job is set by Outlast itself; remove it",
+    ]
+
+
+# Applying again
+
+
+@every_topology
+@every_job
+def test_the_same_job_has_the_same_documents(topology: str, name: str) -> None:
+    assert GOLDEN["documents"](name, topology) == GOLDEN["documents"](name, topology)
+
+
+def test_a_run_does_not_depend_on_the_machine_that_renders_it() -> None:
+    volumes = [{"claim": "pvc", "to": "/data"}]
+    here, there = (a_job(data=[{"from": f"/home/{who}/data"}], volumes=volumes) for who in ("ada", "grace"))
+    assert manifests.render(here, "indexed-job") == manifests.render(there, "indexed-job")
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"args": ["--epochs=2"]},
+    {"image": "example.com/image:2"},
+    {"env": {"A": "1"}},
+    {"resources": {"cpu": 2}},
+    {"restarts": {"limit": 3}},
+    {"template": {"spec": {"hostname": "x"}}},
+]
+
+
+@pytest.mark.parametrize("topology", ["job", "indexed-job", "volcano"])
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_changed_job_has_new_names_so_that_it_can_be_applied(topology: str, change: dict[str, Any]) -> None:
+    before, after = manifests.render(a_job(), topology), manifests.render(a_job(**change), topology)
+    for which in ("ConfigMap", "Job"):
+        assert kind(before, which)["metadata"]["name"] != kind(after, which)["metadata"]["name"]
+    assert env(before)["OUTLAST_RUN"] != env(after)["OUTLAST_RUN"]
+
+
+@pytest.mark.parametrize("topology", ["job", "indexed-job"])
+def test_suspending_changes_nothing_else(topology: str) -> None:
+    running, held = manifests.render(a_job(), topology), manifests.render(a_job(suspend=True), topology)
+    assert kind(held, "Job")["spec"].pop("suspend") is True
+    assert held == running
+
+
+def test_a_changed_statefulset_keeps_its_name_and_what_cannot_be_changed() -> None:
+    before, after = (kind(manifests.render(a_job(args=args), "statefulset"), "StatefulSet") for args in (["a"], ["b"]))
+    fixed = ("serviceName", "selector", "podManagementPolicy")
+    assert before["metadata"]["name"] == after["metadata"]["name"] == "a"
+    assert [before["spec"][field] for field in fixed] == [after["spec"][field] for field in fixed]
+    assert before["spec"]["template"] != after["spec"]["template"]
+
+
+def test_the_job_file_of_a_pod_is_the_job() -> None:
+    job = a_job(args=["--lr", "3e-3"], workers={"replicas": 2}, environment={"requirements": "/here/requirements.txt"})
+    documents = manifests.render(job, "indexed-job", files={"/here/requirements.txt": "einops==0.8\n"})
+    data = kind(documents, "ConfigMap")["data"]
+    assert data["requirements.txt"] == "einops==0.8\n"
+    read = spec.parse(data["job.yaml"])
+    assert read.spec.environment.requirements == "/etc/outlast/requirements.txt"
+    assert read.spec.model_copy(update={"environment": job.spec.environment}) == job.spec
+    mount = {"name": "config", "mountPath": "/etc/outlast"}
+    assert mount in worker(documents)["volumeMounts"]
+    assert {"name": "config", "configMap": {"name": kind(documents, "ConfigMap")["metadata"]["name"]}} in template(documents)[
+        "spec"
+    ]["volumes"]
+
+
+# Rendezvous
+
+
+@pytest.mark.parametrize(
+    ("topology", "host"),
+    [
+        ("indexed-job", r"a-[0-9a-f]{8}-0\.a-rdzv"),
+        ("statefulset", r"a-0\.a-rdzv"),
+        ("volcano", r"(a-[0-9a-f]{8})-worker-0\.\1"),
+    ],
+)
+def test_workers_meet_at_pod_0_and_never_at_the_service_of_all(topology: str, host: str) -> None:
+    documents = manifests.render(a_job(workers={"replicas": 2}), topology)
+    pattern = rf"c10d://{host}\.\$\(OUTLAST_NAMESPACE\)\.svc\.cluster\.local:29400"
+    assert re.fullmatch(pattern, env(documents)["OUTLAST_RENDEZVOUS"])
+
+
+@pytest.mark.parametrize("endpoint", ["a-rdzv:29400", "a-rdzv.train.svc.cluster.local:29400"])
+def test_the_service_of_all_pods_as_the_store_is_refused(endpoint: str) -> None:
+    job = a_job(rendezvous={"backend": "c10d", "endpoint": endpoint}, workers={"replicas": 2})
+    assert wrong(job) == [
+        f"rendezvous.endpoint ({endpoint}) is the Service of all pods, and each would be host; "
+        "leave rendezvous out: it is pod 0 then"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        ({"backend": "etcd", "endpoint": "etcd:2379"}, "etcd://etcd:2379"),
+        ({"backend": "etcd", "endpoint": "http://a:2379,b:2379"}, "etcd://a:2379,b:2379"),
+        ({"backend": "c10d", "endpoint": "store.example.com:1234"}, "c10d://store.example.com:1234"),
+    ],
+)
+@every_topology_of_pods
+def test_a_rendezvous_that_is_given_is_taken(topology: str, given_: dict[str, str], expected: str) -> None:
+    assert env(manifests.render(a_job(rendezvous=given_), topology))["OUTLAST_RENDEZVOUS"] == expected
+
+
+@pytest.mark.parametrize("topology", ["indexed-job", "statefulset"])
+def test_pods_have_names_before_they_are_ready(topology: str) -> None:
+    documents = manifests.render(a_job(workers={"replicas": 2}), topology)
+    service = kind(documents, "Service")
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+    assert service["spec"]["selector"].items() <= template(documents)["metadata"]["labels"].items()
+    owner = documents[-1]["spec"]
+    assert owner.get("serviceName", template(documents)["spec"].get("subdomain")) == service["metadata"]["name"]
+
+
+# Each topology
+
+
+def test_an_interruption_never_counts_and_a_wrong_configuration_ends_the_job() -> None:
+    fields = kind(manifests.render(a_job(restarts={"limit": 7}), "job"), "Job")["spec"]
+    assert (fields["backoffLimit"], "backoffLimitPerIndex" in fields) == (7, False)
+
+    def on_exit(action: str, *codes: int) -> Document:
+        return {"action": action, "onExitCodes": {"containerName": "worker", "operator": "In", "values": list(codes)}}
+
+    assert fields["podFailurePolicy"]["rules"] == [
+        on_exit("FailJob", 78),
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        on_exit("Ignore", 75, 143),
+    ]
+
+
+def test_a_job_of_one_pod_needs_no_more_than_one() -> None:
+    assert wrong(a_job(workers={"replicas": 2}), "job") == [
+        "workers.min (2) is more than the one pod of this topology; render it as indexed-job"
+    ]
+    data = kind(manifests.render(a_job(workers={"replicas": 2, "min": 1, "max": 4}), "job"), "ConfigMap")["data"]
+    assert spec.parse(data["job.yaml"]).spec.workers.allowed() == (1,)
+
+
+def test_workers_of_an_indexed_job_know_their_index() -> None:
+    documents = manifests.render(a_job(workers={"replicas": 3, "min": 2, "max": 8}), "indexed-job")
+    fields = kind(documents, "Job")["spec"]
+    assert (fields["completionMode"], fields["completions"], fields["parallelism"]) == ("Indexed", 3, 3)
+    path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": path}}
+
+
+def test_a_statefulset_starts_all_at_once_and_does_not_train_again() -> None:
+    documents = manifests.render(a_job(workers={"replicas": 3}), "statefulset")
+    fields = kind(documents, "StatefulSet")["spec"]
+    assert (fields["podManagementPolicy"], fields["updateStrategy"]) == ("Parallel", {"type": "OnDelete"})
+    assert template(documents)["spec"]["restartPolicy"] == "Always"
+    assert env(documents)["OUTLAST_STAY"] == "1"
+    assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    assert kind(manifests.render(a_job(suspend=True), "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
+
+
+@pytest.mark.parametrize("topology", ["job", "indexed-job", "volcano"])
+def test_elsewhere_a_worker_that_is_done_ends(topology: str) -> None:
+    documents = manifests.render(a_job(), topology)
+    assert "OUTLAST_STAY" not in env(documents)
+    assert template(documents)["spec"]["restartPolicy"] == "Never"
+
+
+def test_a_job_of_volcano_is_a_gang_in_its_queue() -> None:
+    documents = manifests.render(a_job(workers={"replicas": 4, "min": 2, "max": 4}, scheduling={"queue": "test"}), "volcano")
+    job = kind(documents, "Job")
+    assert job["apiVersion"] == "batch.volcano.sh/v1alpha1"
+    assert (job["spec"]["queue"], job["spec"]["minAvailable"], job["spec"]["schedulerName"]) == ("test", 2, "volcano")
+    assert "kueue.x-k8s.io/queue-name" not in job["metadata"]["labels"]
+    assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": "metadata.annotations['volcano.sh/task-index']"}}
+    assert wrong(a_job(suspend=True), "volcano")
+
+
+@pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset"])
+def test_a_queue_is_kueues(topology: str) -> None:
+    owner = manifests.render(a_job(scheduling={"queue": "research"}), topology)[-1]
+    assert owner["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
+
+
+@pytest.mark.parametrize("topology", ["indexed-job", "statefulset"])
+def test_a_gang_has_a_group_that_its_pods_name(topology: str) -> None:
+    workers = {"replicas": 4, "min": 2, "max": 4}
+    given_ = {"cpu": 1.5, "memory": "1Gi", "gpu": 1}
+    together = {"cpu": "3", "memory": "2Gi", "nvidia.com/gpu": 2}
+    documents = manifests.render(a_job(workers=workers, resources=given_, scheduling={"gang": "coscheduling"}), topology)
+    group = kind(documents, "PodGroup")
+    assert (group["apiVersion"], group["spec"]) == ("scheduling.x-k8s.io/v1alpha1", {"minMember": 2, "minResources": together})
+    found = template(documents)
+    assert found["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == group["metadata"]["name"]
+    assert found["spec"]["schedulerName"] == "scheduler-plugins-scheduler"
+
+    documents = manifests.render(a_job(workers=workers, scheduling={"gang": "volcano", "queue": "q"}), topology)
+    group, found = kind(documents, "PodGroup"), template(documents)
+    assert (group["apiVersion"], group["spec"]) == ("scheduling.volcano.sh/v1beta1", {"minMember": 2, "queue": "q"})
+    assert found["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+
+
+def test_an_elasticjob_reads_back_as_the_job() -> None:
+    job = a_job(workers={"replicas": 2, "min": 1, "max": 4}, resources={"cpu": 0.5, "memory": "1Gi"}, suspend=True)
+    (document,) = manifests.render(job, namespace="team-a")
+    assert document["metadata"]["namespace"] == "team-a"
+    assert spec.parse(json.dumps(document)).spec == job.spec
+
+
+@every_topology
+def test_a_job_without_an_image_is_refused(topology: str) -> None:
+    job = a_job()
+    bare = job.model_copy(update={"spec": job.spec.model_copy(update={"image": None})})
+    assert wrong(bare, topology) == ["image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1"]
+
+
+def test_an_unknown_topology_is_refused() -> None:
+    with pytest.raises(OutlastError, match="there is no topology daemonset; choose one of elasticjob, job, "):
+        manifests.render(a_job(), "daemonset")
+
+
+# What pods can see
+
+
+@every_topology
+def test_what_pods_cannot_see_is_refused(topology: str) -> None:
+    fields = {"data": [{"from": "/home/me/data"}], "models": [{"from": "/home/me/w", "name": "base"}], "code": "/home/me/code"}
+    assert wrong(a_job(**fields), topology) == [
+        "code (/home/me/code) is on this machine, which pods do not see; put it into a store (code: s3://...), "
+        "or into the image and say code: /workspace",
+        "data[0].from (/home/me/data) is on this machine, which pods do not see; put it into a store, "
+        "or on a volume: volumes: [{claim: NAME, to: /data}]",
+        "models[0].from (/home/me/w) is on this machine, which pods do not see; put it into a store, "
+        "or on a volume: volumes: [{claim: NAME, to: /models}]",
+    ]
+
+
+def test_data_of_this_machine_is_in_pods_what_a_volume_has() -> None:
+    fields = {"data": [{"from": "/home/me/data", "to": "/datasets/a"}], "volumes": [{"claim": "pvc", "to": "/datasets"}]}
+    documents = manifests.render(a_job(**fields), "job")
+    assert spec.parse(kind(documents, "ConfigMap")["data"]["job.yaml"]).spec.data[0].from_ == "/datasets/a"
+    assert {"name": "claim-0", "mountPath": "/datasets"} in worker(documents)["volumeMounts"]
+
+
+def test_a_claim_takes_the_place_of_what_would_end_with_the_pod() -> None:
+    volumes = [{"claim": "pvc", "to": "/out", "subPath": "a"}, {"claim": "pvc", "to": "/data", "subPath": "b", "readOnly": True}]
+    documents = manifests.render(a_job(volumes=volumes), "job")
+    mounts = {mount["mountPath"]: mount for mount in worker(documents)["volumeMounts"]}
+    assert mounts["/out"] == {"name": "claim-0", "subPath": "a", "mountPath": "/out"}
+    assert mounts["/data"] == {"name": "claim-0", "subPath": "b", "readOnly": True, "mountPath": "/data"}
+    claimed = [volume for volume in template(documents)["spec"]["volumes"] if "persistentVolumeClaim" in volume]
+    assert claimed == [{"name": "claim-0", "persistentVolumeClaim": {"claimName": "pvc"}}]
+
+
+def test_a_claim_with_a_size_is_made() -> None:
+    volumes = [{"claim": "pvc", "to": "/out", "size": "100Gi", "storageClass": "efs-sc"}]
+    claim = kind(manifests.render(a_job(volumes=volumes), "job"), "PersistentVolumeClaim")
+    assert claim["metadata"]["name"] == "pvc"
+    assert claim["spec"] == {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "efs-sc",
+        "resources": {"requests": {"storage": "100Gi"}},
+    }
+
+
+def test_code_of_the_image_is_not_hidden_by_an_empty_directory() -> None:
+    in_image = worker(manifests.render(a_job(), "job"))
+    fetched = worker(manifests.render(a_job(code="s3://bucket/code"), "job"))
+    assert (in_image["workingDir"], fetched["workingDir"]) == ("/workspace", "/workspace")
+    assert "/workspace" not in {mount["mountPath"] for mount in in_image["volumeMounts"]}
+    assert "/workspace" in {mount["mountPath"] for mount in fetched["volumeMounts"]}
+
+
+def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() -> None:
+    documents = manifests.render(a_job(secrets=[{"name": "hf-token"}, {"name": "mlflow", "to": "/etc/mlflow"}]), "job")
+    container = worker(documents)
+    assert container["envFrom"] == [{"secretRef": {"name": "hf-token"}}]
+    assert {"name": "secret-1", "readOnly": True, "mountPath": "/etc/mlflow"} in container["volumeMounts"]
+    assert {"name": "secret-1", "secret": {"secretName": "mlflow"}} in template(documents)["spec"]["volumes"]
+
+
+# Resources and scheduling
+
+
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        ({}, resources.Share({}, {}, 1, 1, None)),
+        (
+            {"cpu": 4, "memory": "16Gi", "gpu": 4, "sharedMemory": "4Gi"},
+            resources.Share(
+                {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 4}, {"memory": "16Gi", "nvidia.com/gpu": 4}, 4, 1, 4 * 2**30
+            ),
+        ),
+        ({"gpu": 1, "accelerator": "amd"}, resources.Share({"amd.com/gpu": 1}, {"amd.com/gpu": 1}, 1, 1, None)),
+        (
+            {"cpu": 64, "gpu": 16, "accelerator": "neuron"},
+            resources.Share({"cpu": "64", "aws.amazon.com/neuron": 16}, {"aws.amazon.com/neuron": 16}, 16, 4, None),
+        ),
+        ({"gpu": 2, "accelerator": "google.com/tpu"}, resources.Share({"google.com/tpu": 2}, {"google.com/tpu": 2}, 2, 1, None)),
+    ],
+)
+def test_one_place_decides_what_a_worker_has(given_: dict[str, Any], expected: resources.Share) -> None:
+    assert resources.share(a_job(resources=given_)) == expected
+
+
+def test_shared_memory_that_leaves_none_is_refused() -> None:
+    assert wrong(a_job(resources={"memory": "4Gi", "sharedMemory": "4Gi"})) == [
+        "resources.sharedMemory (4Gi), which counts as memory, leaves nothing of resources.memory (4Gi); lower it or raise memory"
+    ]
+
+
+def affinity(**fields: Any) -> Document:
+    found: Document = template(manifests.render(a_job(**fields), "job"))["spec"].get("affinity", {}).get("nodeAffinity", {})
+    return found
+
+
+def required(found: Document) -> list[list[tuple[str, str, list[str]]]]:
+    terms = found["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    return [[(each["key"], each["operator"], each["values"]) for each in term["matchExpressions"]] for term in terms]
+
+
+def test_spot_machines_are_preferred_required_avoided_or_nobodys_business() -> None:
+    assert list(affinity()) == ["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert (("eks.amazonaws.com/capacityType", "In", ["SPOT"]),) in map(tuple, required(affinity(scheduling={"spot": "require"})))
+    ((*avoided,),) = required(affinity(scheduling={"spot": "avoid"}))
+    assert ("karpenter.sh/capacity-type", "NotIn", ["spot"]) in avoided
+    assert affinity(scheduling={"spot": "any"}) == {}
+    for spot, tolerated in (("prefer", True), ("require", True), ("any", True), ("avoid", False)):
+        pod = template(manifests.render(a_job(scheduling={"spot": spot}), "job"))["spec"]
+        keys = {toleration["key"] for toleration in pod.get("tolerations", [])}
+        assert ("kubernetes.azure.com/scalesetpriority" in keys) is tolerated
+
+
+def test_nodes_are_selected_by_one_instance_type_or_any_of_several() -> None:
+    kinds = {"beta.kubernetes.io/instance-type": "p3.2xlarge, p3.8xlarge", "zone": "a"}
+    job = a_job(nodeSelector=kinds, scheduling={"spot": "any"})
+    pod = template(manifests.render(job, "job"))["spec"]
+    assert pod["nodeSelector"] == {"zone": "a"}
+    assert required(pod["affinity"]["nodeAffinity"]) == [
+        [("node.kubernetes.io/instance-type", "In", ["p3.2xlarge", "p3.8xlarge"])]
+    ]
+    both = required(affinity(nodeSelector=kinds, scheduling={"spot": "require"}))
+    assert all(("node.kubernetes.io/instance-type", "In", ["p3.2xlarge", "p3.8xlarge"]) in term for term in both)
+
+
+def test_workers_are_spread_over_nodes_when_there_are_several() -> None:
+    assert "topologySpreadConstraints" not in template(manifests.render(a_job(), "job"))["spec"]
+    (spread,) = template(manifests.render(a_job(), "statefulset"))["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+
+
+# The template that is laid over
+
+
+def overlaid(patch: Document) -> Document:
+    return template(manifests.render(a_job(template=patch), "job"))
+
+
+def test_a_container_is_merged_by_its_name_and_another_is_added() -> None:
+    patch = {"spec": {"containers": [{"name": "worker", "image": "x"}, {"name": "sidecar", "image": "y"}]}}
+    containers = overlaid(patch)["spec"]["containers"]
+    assert [(each["name"], each["image"]) for each in containers] == [("worker", "x"), ("sidecar", "y")]
+    assert containers[0]["command"] == ["outlast", "agent"]
+
+
+def test_variables_volumes_and_mounts_are_merged_by_what_they_are_known_by() -> None:
+    container = {
+        "name": "worker",
+        "env": [{"name": "HOME", "value": "/root"}, {"name": "OUTLAST_NAMESPACE", "value": "x"}],
+        "volumeMounts": [{"mountPath": "/out", "name": "output", "subPath": "a"}],
+    }
+    volumes = [{"name": "output", "persistentVolumeClaim": {"claimName": "c"}}, {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}}]
+    found = overlaid({"spec": {"containers": [container], "volumes": volumes}})["spec"]
+    variables_ = {each["name"]: each for each in found["containers"][0]["env"]}
+    assert variables_["HOME"] == {"name": "HOME", "value": "/root"}
+    assert variables_["OUTLAST_NAMESPACE"] == {"name": "OUTLAST_NAMESPACE", "value": "x"}
+    assert {"name": "output", "mountPath": "/out", "subPath": "a"} in found["containers"][0]["volumeMounts"]
+    assert {"name": "output", "persistentVolumeClaim": {"claimName": "c"}} in found["volumes"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in found["volumes"]
+
+
+def test_null_and_patch_directives_remove() -> None:
+    volumes = [{"name": "models", "$patch": "delete"}]
+    found = overlaid({"spec": {"enableServiceLinks": None, "volumes": volumes, "securityContext": {"$patch": "replace"}}})["spec"]
+    assert "enableServiceLinks" not in found
+    assert "models" not in {volume["name"] for volume in found["volumes"]}
+    assert found["securityContext"] == {}
+
+
+def test_what_selects_the_pods_cannot_be_taken_away() -> None:
+    found = overlaid({"metadata": {"labels": {"outlast.dev/job": "other", "app.kubernetes.io/component": None, "env": "prod"}}})
+    assert labels.selector("a").items() <= found["metadata"]["labels"].items()
+    assert found["metadata"]["labels"]["env"] == "prod"
+
+
+@pytest.mark.parametrize(
+    ("patch", "sentence"),
+    [
+        ({"spec": {"containers": [{"image": "x"}]}}, "template.spec.containers[0] has no name; say which one is meant"),
+        (
+            {"spec": {"containers": {"worker": {}}}},
+            "template.spec.containers must be a list of mappings, each with its name",
+        ),
+        ({"spec": {"$patch": "drop"}}, "template.spec.$patch (drop) must be one of merge, replace, delete"),
+        ({"metadata": "x"}, "template.metadata.labels must be a mapping of names to values; correct or remove it"),
+    ],
+)
+def test_a_template_that_cannot_be_laid_over_is_refused(patch: Document, sentence: str) -> None:
+    assert wrong(a_job(template=patch)) == [sentence]
+
+
+plain = st.recursive(
+    st.integers() | st.text("abc", max_size=3),
+    lambda inner: (
+        st.dictionaries(st.sampled_from(["a", "b", "spec", "containers_"]), inner, max_size=3) | st.lists(inner, max_size=2)
+    ),
+    max_leaves=8,
+)
+items = st.lists(
+    st.fixed_dictionaries({"name": st.sampled_from("xyz"), "a": plain}), max_size=3, unique_by=lambda item: item["name"]
+)
+patches = st.fixed_dictionaries({}, optional={"containers": items, "volumes": items, "a": plain, "b": plain})
+
+
+@given(base=patches, patch=patches)
+def test_laying_over_twice_is_laying_over_once(base: Document, patch: Document) -> None:
+    before = json.dumps([base, patch])
+    once = overlay.merge(base, patch)
+    assert overlay.merge(once, patch) == once
+    assert overlay.merge(base, {}) == base
+    assert json.dumps([base, patch]) == before
+    for name in ("containers", "volumes"):
+        known = [item["name"] for item in once.get(name, [])]
+        assert sorted(set(known)) == sorted(known)
+        assert set(known) == {item["name"] for each in (base, patch) for item in each.get(name, [])}
+
+
+# A pod by itself
+
+
+def test_the_operator_makes_the_same_pods() -> None:
+    job = a_job("a", workers={"replicas": 2})
+    asked = request.Request(job, names.Names("a", "0" * 8), "run-1")
+    made = pods.pod(asked, pods.Worker(variables.plain("1"), "kubernetes://", account="outlast-worker"), index=1, generation=4)
+    assert made["metadata"]["name"] == "a-worker-1"
+    assert {"outlast.dev/worker": "1", "outlast.dev/generation": "4", "outlast.dev/run": "run-1"}.items() <= made["metadata"][
+        "labels"
+    ].items()
+    assert (made["spec"]["serviceAccountName"], made["spec"]["automountServiceAccountToken"]) == ("outlast-worker", True)
+    assert list(unrestricted(made["spec"])) == []
+    schemas.validate(made, MINORS[-1], strict=True)
+
+
+# The command
+
+Outlast = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
+    """Runs the command line: words -> exit code, standard output, standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    (tmp_path / "requirements.txt").write_text("einops==0.8\n")
+    path = tmp_path / "job.yaml"
+    path.write_text("""\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: job}
+spec:
+  image: example.com/image:1
+  module: outlast.recipes.smoke
+  args: [--lr, 3e-3, --answer=y]
+  output: s3://bucket/runs
+  workers: {replicas: 2, min: 1}
+""")
+    return path
+
+
+def test_render_writes_documents_and_nothing_else(outlast: Outlast, job_file: Path) -> None:
+    code, out, err = outlast("render", job_file, "--as", "indexed-job", "-n", "team-a", "--name", "other")
+    assert (code, err) == (0, "")
+    documents = list(yaml.safe_load_all(out))
+    assert [document["kind"] for document in documents] == ["ConfigMap", "Service", "Job"]
+    assert {document["metadata"]["namespace"] for document in documents} == {"team-a"}
+    assert documents[-1]["metadata"]["name"].startswith("other-")
+    assert outlast("render", job_file, "--as", "indexed-job", "-n", "team-a", "--name", "other")[1] == out
+
+
+def test_render_writes_the_elasticjob_when_nothing_is_said(outlast: Outlast, job_file: Path) -> None:
+    (document,) = yaml.safe_load_all(outlast("render", job_file)[1])
+    assert (document["apiVersion"], document["kind"]) == ("outlast.dev/v1alpha1", "ElasticJob")
+
+
+def test_render_writes_a_list_in_json(outlast: Outlast, job_file: Path) -> None:
+    found = json.loads(outlast("render", job_file, "--as", "job", "-o", "json")[1])
+    assert (found["kind"], [each["kind"] for each in found["items"]]) == ("List", ["ConfigMap", "Job"])
+
+
+def test_render_takes_along_the_files_that_pods_need(outlast: Outlast, job_file: Path) -> None:
+    _, out, _ = outlast("render", job_file, "--as", "job", "--set", "environment.requirements=requirements.txt")
+    config = next(iter(yaml.safe_load_all(out)))
+    assert config["data"]["requirements.txt"] == "einops==0.8\n"
+    code, out, err = outlast("render", job_file, "--as", "job", "--set", "environment.requirements=absent.txt")
+    assert (code, out) == (2, "")
+    assert err == f"Error: {job_file.parent / 'absent.txt'} cannot be read: No such file or directory; correct the path\n"
+
+
+def test_render_says_what_is_wrong_and_prints_nothing(outlast: Outlast, job_file: Path) -> None:
+    code, out, err = outlast("render", job_file, "--as", "job", "--set", "workers={replicas: 2}")
+    assert (code, out) == (2, "")
+    assert err == f"{job_file}: workers.min (2) is more than the one pod of this topology; render it as indexed-job\n"
+    assert outlast("render", job_file, "--as", "pod")[0] == 2
+    code, _, err = outlast("render", job_file, "-n", "Team A")
+    assert (code, err) == (2, "Error: --namespace Team A: must be at most 63 lower-case letters, digits and dashes\n")
+
+
+def test_render_warns_of_what_is_lost_and_of_what_has_no_meaning(outlast: Outlast, job_file: Path) -> None:
+    _, out, err = outlast("render", job_file, "--as", "statefulset", "--set", "output=/tmp/x", "--set", "activeDeadlineSeconds=9")
+    assert err.splitlines() == [
+        "outlast | job: output is neither in a store nor on a volume at /out; it ends with the pods",
+        "outlast | job: activeDeadlineSeconds has no meaning in the topology statefulset",
+    ]
+    assert out.startswith("apiVersion: v1\n")
+
+
+def test_the_help_of_render_names_every_topology(outlast: Outlast) -> None:
+    assert all(topology in outlast("render", "--help")[1] for topology in TOPOLOGIES)
+
+
+def test_what_kubectl_would_take_for_a_number_is_in_quotes() -> None:
+    texts = ["5e-5", "1e3", "0x1F", "0o17", "1_000", ".5", "2024-01-01", "y", "N", "12:30", "yes", "null", "~", "true", "1.0"]
+    for text in texts:
+        assert render_command.text([{"a": text}]) in (f"a: '{text}'\n", f'a: "{text}"\n')
+    assert render_command.text([{"a": "16Gi", "b": "word"}]) == "a: 16Gi\nb: word\n"
+    assert render_command.text([{"a": "one\ntwo\n"}]) == "a: |\n  one\n  two\n"
+
+
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.yaml")) if spec.load(path).spec.image]
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+@every_topology
+def test_an_example_for_kubernetes_renders(file: Path, topology: str) -> None:
+    job = spec.load(file)
+    files = dict.fromkeys(manifests.places.files(job.spec), "")
+    for document in manifests.render(job, topology, files=files):
+        if "." not in document["apiVersion"] or "k8s.io" in document["apiVersion"]:
+            schemas.validate(document, MINORS[-1], strict=True)
