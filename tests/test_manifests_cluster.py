@@ -49,8 +49,8 @@ def test_the_api_server_takes_the_documents(topology: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"workers": {"replicas": 9, "max": 2}}, "workers.replicas (9) is above workers.max (2); lower replicas or raise max"),
-        ({"processesPerWorker": 4, "resources": {"gpu": 2}}, "processesPerWorker (4) is above resources.gpu (2)"),
+        ({"workers": {"replicas": 9, "max": 2}}, "workers.replicas is above workers.max; lower replicas or raise max"),
+        ({"processesPerWorker": 4, "resources": {"gpu": 2}}, "processesPerWorker is above resources.gpu"),
         ({"rendezvous": {"endpoint": "etcd:2379"}}, "rendezvous.endpoint (etcd:2379) has no use with backend auto"),
     ],
 )
