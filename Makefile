@@ -53,5 +53,5 @@ $(READY): pyproject.toml constraints.txt
 	@echo "$(VENV): installing pip and torch (once, a large download) ..."
 	@$(PIP) pip torch
 	@echo "$(VENV): installing outlast and what it is developed with ..."
-	@$(PIP) --group dev --editable ".[train,digits,store]"
+	@$(PIP) --group dev --editable ".[train,digits,store,kubernetes]"
 	@touch $@

@@ -57,7 +57,10 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place
         log = store.open_(f"{s3.url}/runs/job").get(f"logs/worker-{worker}.log").decode()
         assert log.endswith(f"outlast | worker {worker}: training is done (exit 0)\n")
     here = [checkpoint.step for checkpoint in checkpoints.list_(output / contract.CHECKPOINTS)]
-    assert committed(f"{s3.url}/runs/job") == set(here)
+    kept = sorted(committed(f"{s3.url}/runs/job"))
+    assert here == [40, 50, 60]
+    assert kept[-2:] == [50, 60]
+    assert len(kept) <= 3  # training may be ahead of the store: what two newer ones have overtaken is not pushed any more
     assert there(f"{s3.url}/runs")["state"] == "Succeeded"
     assert not [key for key in found if "//" in key or key.startswith(".push/")]
     assert status.store is not None
