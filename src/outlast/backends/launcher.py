@@ -29,7 +29,7 @@ from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
-from outlast.rendezvous.decider import Decider, cause_first
+from outlast.rendezvous.decider import Decider, after, cause_first
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
 from outlast.runtime import progress, pusher
@@ -65,7 +65,7 @@ class Launcher(Decider):
         )
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
-        self.known = _after(record.generation)
+        self.known = after(record.generation)
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
@@ -144,7 +144,7 @@ class Launcher(Decider):
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
         generation = max(memory["generation"], self.record.generation)
         if generation:
-            self.known = _after(generation)
+            self.known = after(generation)
         self.judged = memory["judged"]
         self.staff.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.staff.adopt(memory["workers"])
@@ -467,12 +467,6 @@ _ENDS = {
     "kill": "killed by the user",
 }
 _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "cancel": State.CANCELLED, "kill": State.INTERRUPTED}
-
-
-def _after(generation: int) -> world.State:
-    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind."""
-    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, time.time())
-    return world.State({}, called=called) if generation else world.State({})
 
 
 def _locked(lock: int) -> bool:

@@ -201,3 +201,9 @@ def cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
     """Orders failures of one generation: deaths before errors, errors before their echoes, the earlier before the later."""
     echo, failure = pending
     return echo, not contract.killed(failure.code), failure.time
+
+
+def after(generation: int) -> world.State:
+    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind."""
+    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, time.time())
+    return world.State({}, called=called) if generation else world.State({})
