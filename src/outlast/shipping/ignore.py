@@ -1,8 +1,8 @@
 """What a `.gitignore` says: which names of a directory are left out. Pure; called by `tree`.
 
 Each file's rules hold from its directory down, later rules and deeper files count more, and nothing below a directory that is
-left out can come back (https://git-scm.com/docs/gitignore). A rule is held against one name at a time, never against what is below it:
-that is git's way, and `*`, `!*/`, `!*.py` means what people mean by it.
+left out can come back (https://git-scm.com/docs/gitignore). A rule is held against one name at a time, never against what is
+below it: that is git's way, and `*`, `!*/`, `!*.py` means what people mean by it.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def _rule(line: str) -> Rule | None:
 def _without_trailing_spaces(line: str) -> str:
     end = at = 0
     while at < len(line):
+        space = line[at] == " "
         at += 2 if line[at] == "\\" else 1
-        if line[at - 1] != " " or line[at - 2 : at - 1] == "\\":
-            end = at
+        end = end if space else at
     return line[:end]
 
 
