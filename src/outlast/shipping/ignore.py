@@ -136,11 +136,10 @@ def _class(text: str, at: int) -> tuple[str, int]:
             letters, at = letters + re.escape(_POSIX[named[1]]), named.end()
             continue
         first, at = _letter(text, at)
+        letters += re.escape(first)
         if text[at : at + 1] == "-" and text[at + 1 : at + 2] not in ("", "]"):
             last, at = _letter(text, at + 1)
-            letters += f"{re.escape(first)}-{re.escape(last)}" if first <= last else ""
-        else:
-            letters += re.escape(first)
+            letters += f"-{re.escape(last)}" if first <= last else ""
     if not letters:
         return ("[^/]" if negated else _NEVER), at + 1
     return f"(?!/)[{'^' if negated else ''}{letters}]", at + 1
