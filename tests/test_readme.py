@@ -14,8 +14,13 @@ import pytest
 from outlast import contract, spec
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "guide" / "getting-started.md"]
-GROUPS = ("checkpoints", "data")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs" / "guide" / "getting-started.md",
+    ROOT / "docs" / "guide" / "kubernetes.md",
+]
+GROUPS = ("checkpoints", "data", "image")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -34,7 +39,7 @@ MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 
 
 def test_only_known_programs_are_shown() -> None:
-    assert {Path(words[0]).name for words in commands()} == {"outlast", "make"}
+    assert {Path(words[0]).name for words in commands()} == {"outlast", "make", "kubectl"}
 
 
 @pytest.mark.parametrize("words", OUTLAST, ids=" ".join)

@@ -115,6 +115,8 @@ class Pod:
     CONFIG = "/etc/outlast"
     """Directory of the job file, and of the files of this machine that the job names."""
     JOB_FILE = "/etc/outlast/job.yaml"
+    SHIPPED = "/etc/outlast-code"
+    """Directory of the archive of code that comes in a ConfigMap."""
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30

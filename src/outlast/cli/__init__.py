@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from outlast import __version__
-from outlast.cli import chaos, checkpoints, data, jobs, render, results, run, sync, which
+from outlast.cli import chaos, checkpoints, data, image, jobs, render, results, run, sync, which
 from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.command("validate")(validate_)
 app.command()(render.render)
 app.add_typer(data.app, name="data")
+app.add_typer(image.app, name="image")
 app.command()(sync.sync)
 app.command()(version)
 app.command(hidden=True)(agent)

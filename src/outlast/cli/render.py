@@ -12,6 +12,9 @@ import typer
 
 from outlast.errors import InvalidJob, OutlastError
 
+_APPLIED = 190 << 10
+"""So much code may be in a ConfigMap that kubectl applies by itself: it keeps a copy in an annotation, of at most 256 KiB."""
+
 
 def render(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)],
@@ -24,6 +27,9 @@ def render(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
     ] = None,
+    upload: Annotated[
+        bool, typer.Option("--upload", help="Put code that is too large for a ConfigMap into the store now.")
+    ] = False,
     output: Annotated[Literal["yaml", "json"], typer.Option("-o", "--output", help="How to write.")] = "yaml",
 ) -> None:
     """Print a job as documents for Kubernetes.
@@ -31,23 +37,36 @@ def render(
     elasticjob is for the operator and grows, shrinks and recovers as on this machine. The others need no operator: job is one
     pod, the rest are one pod a worker. Applying a file again changes nothing, applying a changed one makes a new run.
 
+    Code of this machine comes along in a ConfigMap when it is small, else by way of the store that the job writes to.
+
     \b
     Examples:
       outlast render job.yaml
       outlast render job.yaml --as indexed-job -n team-a | kubectl apply -f -
       outlast render job.yaml --as job --name try-1 --set resources.gpu=8
       outlast render job.yaml --as volcano --set scheduling.queue=research -o json
+      outlast render job.yaml --as job --upload | kubectl apply --server-side -f -
     """
-    from outlast import manifests
+    from outlast import manifests, shipping
     from outlast.cli import run
     from outlast.manifests import places
 
-    job = run.load(file, name=name, set_=set_ or ())
-    try:
-        documents = manifests.render(job, topology, namespace=_checked(namespace), files=_texts(places.files(job.spec)))
-    except InvalidJob as error:
-        raise InvalidJob(error.problems, source=str(file)) from error
-    for sentence in manifests.warnings(job, topology):
+    job, namespace = run.load(file, name=name, set_=set_ or ()), _checked(namespace)
+    with shipping.parcel(job, but=[file]) as parcel:
+        job, texts = parcel.job, _texts(places.files(parcel.job.spec))
+        try:
+            documents = manifests.render(job, topology, namespace=namespace, files=texts, code=parcel.code)
+        except InvalidJob as error:
+            raise InvalidJob(error.problems, source=str(file)) from error
+        if parcel.url and not upload:
+            raise OutlastError(
+                f"{parcel.sentence}, which render does not write to unless it is told to; add --upload, or use `outlast submit`"
+            )
+        parcel.put()
+    said = [parcel.sentence] if parcel.sentence else []
+    if len(parcel.code) > _APPLIED:
+        said.append("the ConfigMap with the code is too large for kubectl apply as it is; add --server-side")
+    for sentence in [*said, *manifests.warnings(job, topology)]:
         print(f"outlast | {job.metadata.name}: {sentence}", file=sys.stderr)
     print(text(documents) if output == "yaml" else listed(documents), end="")
 

@@ -42,6 +42,10 @@ class Names:
         """The ConfigMap with the job file."""
         return fit(f"{self.job}-{self.digest}")
 
+    def code(self, checksum: str) -> str:
+        """The ConfigMap with the archive of code that has this SHA-256."""
+        return fit(f"{self.job}-code-{checksum[:_DIGITS]}")
+
     @property
     def service(self) -> str:
         """The headless Service that gives workers their host names. The same for all runs: it selects by the job."""

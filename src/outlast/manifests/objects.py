@@ -1,6 +1,8 @@
-"""The documents beside the workload: the ConfigMap with the job file, the headless Service, the claims."""
+"""The documents beside the workload: the ConfigMaps with the job file and the code, the headless Service, the claims."""
 
 from __future__ import annotations
+
+import base64
 
 from outlast.contract import Pod
 from outlast.manifests import labels, places
@@ -16,6 +18,22 @@ def config(request: Request) -> Document:
         "immutable": True,
         "data": places.config(request),
     }
+
+
+def code(request: Request) -> list[Document]:
+    """The ConfigMap with the archive of code, if there is one. It is named by the archive's checksum and never changes."""
+    checksum = places.checksum(request.spec.code)
+    if not (request.code and checksum):
+        return []
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": labels.metadata(request, request.names.code(checksum)),
+            "immutable": True,
+            "binaryData": {places.archive(request.spec.code): base64.b64encode(request.code).decode()},
+        }
+    ]
 
 
 def service(request: Request) -> Document:

@@ -29,8 +29,9 @@ def document(job: spec.Job) -> spec.Job:
     fields = job.spec
     if broken := list(_unseen(job)):
         raise wrong(job, *broken)
+    comes = checksum(fields.code)
     changes = {
-        "code": Pod.CODE if _here(fields.code) and (fields.code or fields.script) else fields.code,
+        "code": Pod.CODE if _here(fields.code) and (fields.code or fields.script) and not comes else fields.code,
         "data": tuple(each.model_copy(update={"from_": each.to}) if _here(each.from_) else each for each in fields.data),
         "models": tuple(
             each.model_copy(update={"from_": f"{Pod.MODELS}/{each.name}"}) if _here(each.from_) else each
@@ -41,6 +42,29 @@ def document(job: spec.Job) -> spec.Job:
         "suspend": False,
     }
     return job.model_copy(update={"spec": fields.model_copy(update=changes)})
+
+
+def to_ship(fields: spec.Spec) -> str | None:
+    """The code that lies on this machine, which pods do not see; None when they have it, or there is none."""
+    code = fields.code
+    return code if code and _here(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
+
+
+def shipped(archive: str, checksum: str) -> str:
+    """What a job file says of code that comes in a ConfigMap."""
+    return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
+
+
+def checksum(code: str | None) -> str:
+    """The SHA-256 of code that comes in a ConfigMap; empty for other code."""
+    place, digits = spec.pinned(code or "")
+    path = spec.local(place)
+    return digits if path is not None and PurePosixPath(Pod.SHIPPED) in PurePosixPath(path).parents else ""
+
+
+def archive(code: str | None) -> str:
+    """The file name of the archive of code that comes in a ConfigMap."""
+    return PurePosixPath(spec.pinned(code or "")[0]).name
 
 
 def files(fields: spec.Spec) -> list[str]:
@@ -62,8 +86,13 @@ def output(fields: spec.Spec, name: str = "") -> str:
 
 def store(job: spec.Job) -> str:
     """The URL of the job's output in a store; empty when it is in none."""
-    place = job.spec.output
-    return "" if place is None or _here(place) else f"{place.rstrip('/')}/{job.metadata.name}"
+    above = store_of_all(job.spec)
+    return f"{above}/{job.metadata.name}" if above else ""
+
+
+def store_of_all(fields: spec.Spec) -> str:
+    """The URL above the outputs of jobs in a store; empty when they are in none."""
+    return "" if fields.output is None or _here(fields.output) else fields.output.rstrip("/")
 
 
 def config(request: Request) -> Document:
@@ -117,6 +146,8 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
     yield Pod.CONFIG, "config", {"configMap": {"name": request.names.config}}
+    if digits := checksum(request.spec.code):
+        yield Pod.SHIPPED, "archive", {"configMap": {"name": request.names.code(digits)}}
     yield "/dev/shm", "shm", {"emptyDir": {"medium": "Memory", **limit}}
     yield Pod.STATE, "state", {"emptyDir": {"medium": "Memory", "sizeLimit": _STATE_SIZE}}
     scratch = {
@@ -127,7 +158,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
         Pod.HOME: "home",
         "/tmp": "tmp",
     }
-    if request.spec.code and not _here(request.spec.code):
+    if request.spec.code and (checksum(request.spec.code) or not _here(request.spec.code)):
         scratch = {Pod.CODE: "code", **scratch}  # elsewhere it is in the image, which an empty directory would hide
     for index, data in enumerate(request.spec.data):
         if not _on_volume(request.spec, data.to):
@@ -159,8 +190,8 @@ def _users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
 def _unseen(job: spec.Job) -> Iterator[str]:
     """What of this machine the job names, and pods can neither see nor are given."""
     fields = job.spec
-    if fields.code and _here(fields.code) and not _in_pod(fields, spec.pinned(fields.code)[0]):
-        place = spec.pinned(fields.code)[0]
+    if code := to_ship(fields):
+        place = spec.pinned(code)[0]
         yield (
             f"code ({place}) is on this machine, which pods do not see; put it into a store (code: s3://...), "
             f"or into the image and say code: {Pod.CODE}"

@@ -25,6 +25,8 @@ class Request:
     """Unique id of this submission; see `contract.Env.RUN`."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts of files of this machine that pods need, by path; see `places.files`."""
+    code: bytes = b""
+    """The archive of code that comes in a ConfigMap, if the job says so; empty when that ConfigMap is made by somebody else."""
 
     @property
     def spec(self) -> spec.Spec:

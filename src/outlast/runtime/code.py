@@ -25,10 +25,11 @@ from outlast.errors import OutlastError, StoreError
 from outlast.runtime import archives, fetch, locks, sync
 from outlast.runtime.fetch import Say
 
-_SKIPPED = shutil.ignore_patterns(
-    ".git", ".hg", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules"
+NEVER = frozenset(
+    {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+    | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
 )
-"""What is never part of a job's code."""
+"""Names of what is never part of a job's code."""
 _CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
 """Above this a directory holds data, too, and is not copied."""
 _COMING = ".outlast-code"
@@ -46,7 +47,7 @@ def copy(code: Path, into: Path, not_code: Sequence[Path], submitted: float) -> 
     entries: list[Path] = []
     size = 0
     for directory, names, found in os.walk(code):
-        left_out = _SKIPPED(directory, [*names, *found]) | {name for name in names if Path(directory, name) in not_code}
+        left_out = NEVER.intersection([*names, *found]) | {name for name in names if Path(directory, name) in not_code}
         names[:] = [name for name in names if name not in left_out]
         found = [name for name in found if name not in left_out]
         entries += [Path(directory, name) for name in (*names, *found)]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast.contract import Env
+from outlast.contract import Env, Pod
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
@@ -144,10 +144,8 @@ class Preparation:
 
     def code(self) -> None:
         """Bring the code to where it runs, and check that what is to be run is there."""
-        from outlast import spec
-
         fields, directory = self._job.spec, Path(self._environ[Env.CODE])
-        if fields.code and spec.local(spec.pinned(fields.code)[0]) is None:
+        if fields.code and not _here_already(fields.code):
             place_code(self._job, directory, self._shared, say=self._say, stop=self._stop)
         if not directory.is_dir():
             raise OutlastError(f"code: {directory} is not a directory; it held the job's code when it was submitted")
@@ -226,6 +224,14 @@ class Preparation:
         )
         self._held.append(source.take())
         return self._held[-1].tree
+
+
+def _here_already(code: str) -> bool:
+    """Whether code was brought to this machine at submission: all that is in no store, and did not come in a ConfigMap."""
+    from outlast import spec
+
+    path = spec.local(spec.pinned(code)[0])
+    return path is not None and Path(Pod.SHIPPED) not in path.parents
 
 
 def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from outlast import spec
 from outlast.contract import Pod
 from outlast.errors import OutlastError
-from outlast.manifests import places
+from outlast.manifests import objects, places
 from outlast.manifests.names import Names, digest
 from outlast.manifests.request import Document, Request
 from outlast.manifests.topologies import elasticjob, indexed_job, job, statefulset, volcano
@@ -46,22 +46,24 @@ def render(
     run: str | None = None,
     namespace: str | None = None,
     files: Mapping[str, str] | None = None,
+    code: bytes = b"",
 ) -> list[Document]:
     """The documents of a job, in the order in which they are to be applied.
 
     `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
-    of the files that `places.files` names. Raises InvalidJob when the job cannot be made so, OutlastError for an unknown
-    topology.
+    of the files that `places.files` names, `code` is the archive of a job whose code comes in a ConfigMap. Raises InvalidJob when
+    the job cannot be made so, OutlastError for an unknown topology.
     """
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
     make = TOPOLOGIES[topology]
     if namespace:
         wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
-    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {})
+    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code)
     # Whether a job is suspended may change while it runs; its names, and the run, must not.
     draft = make(request.but(suspend=False))
-    return make(dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft))))
+    named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))
+    return [*objects.code(named), *make(named)]
 
 
 def warnings(wanted: spec.Job, topology: str) -> list[str]:

@@ -1,0 +1,152 @@
+"""What a `.gitignore` says: which names of a directory are left out. Pure; called by `tree`.
+
+Each file's rules hold from its directory down, later rules and deeper files count more, and nothing below a directory that is
+left out can come back (https://git-scm.com/docs/gitignore). A rule is held against one name at a time, never against what is
+below it: that is git's way, and `*`, `!*/`, `!*.py` means what people mean by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import string
+from collections.abc import Sequence
+
+_POSIX = {
+    "alnum": string.ascii_letters + string.digits,
+    "alpha": string.ascii_letters,
+    "blank": " \t",
+    "cntrl": "".join(map(chr, (*range(32), 127))),
+    "digit": string.digits,
+    "graph": string.ascii_letters + string.digits + string.punctuation,
+    "lower": string.ascii_lowercase,
+    "print": string.ascii_letters + string.digits + string.punctuation + " ",
+    "punct": string.punctuation,
+    "space": string.whitespace,
+    "upper": string.ascii_uppercase,
+    "xdigit": string.hexdigits,
+}
+_NEVER = "(?!)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One line."""
+
+    pattern: re.Pattern[str]
+    path: bool
+    """Held against the path below the file's directory; otherwise against the name alone."""
+    directories: bool
+    """Only directories are meant."""
+    back: bool
+    """What it fits comes back (`!`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The rules of one directory."""
+
+    directory: str
+    """Path, without a slash at its end."""
+    rules: tuple[Rule, ...]
+
+
+def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
+    """Whether an entry is left out. `layers` are those of the directories above it, the outermost first."""
+    name = path.rpartition("/")[2]
+    for layer in reversed(layers):
+        below = path[len(layer.directory) + 1 :]
+        for rule in reversed(layer.rules):
+            if (directory or not rule.directories) and rule.pattern.fullmatch(below if rule.path else name):
+                return not rule.back
+    return False
+
+
+def rules(text: str) -> tuple[Rule, ...]:
+    """The rules in the text of a file."""
+    lines = text.removeprefix("\ufeff").split("\n")
+    return tuple(rule for line in lines if (rule := _rule(line.removesuffix("\r"))))
+
+
+def _rule(line: str) -> Rule | None:
+    if not line or line.startswith("#"):
+        return None
+    text = _without_trailing_spaces(line)
+    back = text.startswith("!")
+    text = text[back:]
+    directories = text.endswith("/")
+    text = text[: len(text) - directories]
+    path = "/" in text
+    text = text.removeprefix("/")
+    return Rule(re.compile(_expression(text, path=path), re.DOTALL), path, directories, back) if text else None
+
+
+def _without_trailing_spaces(line: str) -> str:
+    end = at = 0
+    while at < len(line):
+        space = line[at] == " "
+        at += 2 if line[at] == "\\" else 1
+        end = end if space else at
+    return line[:end]
+
+
+def _expression(text: str, *, path: bool) -> str:
+    """A pattern of git's wildmatch as one of ours. What it cannot read fits nothing, as with git."""
+    found, at = "", 0
+    while at < len(text):
+        letter = text[at]
+        if letter == "*":
+            end = at
+            while text[end : end + 1] == "*":
+                end += 1
+            alone = path and end - at > 1 and text[at - 1 : at] in ("", "/") and text[end : end + 1] in ("", "/")
+            if alone and end < len(text):
+                found, at = f"{found}(?:.*/)?", end + 1
+            else:
+                found, at = found + (".*" if alone else "[^/]*"), end
+        elif letter == "?":
+            found, at = f"{found}[^/]", at + 1
+        elif letter == "[":
+            part, at = _class(text, at)
+            found += part
+        elif letter == "\\":
+            if at + 1 == len(text):
+                return _NEVER
+            found, at = found + re.escape(text[at + 1]), at + 2
+        else:
+            found, at = found + re.escape(letter), at + 1
+    return found
+
+
+def _class(text: str, at: int) -> tuple[str, int]:
+    """`[...]` at `at`, and where it ends."""
+    at += 1
+    negated = text[at : at + 1] in ("!", "^")
+    at += negated
+    letters, begin = "", at
+    while True:
+        if at >= len(text):
+            return _NEVER, at
+        letter = text[at]
+        if letter == "]" and at > begin:
+            break
+        if letter == "[" and (named := re.compile(r"\[:([a-z]*):\]").match(text, at)):
+            if named[1] not in _POSIX:
+                return _NEVER, len(text)
+            letters, at = letters + re.escape(_POSIX[named[1]]), named.end()
+            continue
+        first, at = _letter(text, at)
+        letters += re.escape(first)
+        if text[at : at + 1] == "-" and text[at + 1 : at + 2] not in ("", "]"):
+            last, at = _letter(text, at + 1)
+            letters += f"-{re.escape(last)}" if first <= last else ""
+    if not letters:
+        return ("[^/]" if negated else _NEVER), at + 1
+    return f"(?!/)[{'^' if negated else ''}{letters}]", at + 1
+
+
+def _letter(text: str, at: int) -> tuple[str, int]:
+    """A letter in a class, which may follow a backslash."""
+    if text[at] == "\\" and at + 1 < len(text):
+        at += 1
+    return text[at], at + 1

@@ -1,0 +1,177 @@
+"""A job's code as it travels, and where to: into a ConfigMap when it is small, else into the store that the job writes to.
+
+`choose` decides, purely; `parcel` packs what lies on this machine and says in the job where pods find it. Nothing is written to a
+store before `put`, so whoever only wants to look may look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast import spec, units
+from outlast.contract import Pod
+from outlast.errors import OutlastError
+from outlast.manifests import places
+from outlast.manifests.names import Names
+from outlast.runtime import archives, code
+from outlast.shipping import tree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SMALL = 700 << 10
+"""The largest archive that goes into a ConfigMap. One may hold 1 MiB, and is a third larger on its way in JSON."""
+BELOW = "code"
+"""Below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Where an archive goes: one of the two."""
+
+    config_map: str = ""
+    """Name of the ConfigMap."""
+    url: str = ""
+    """Of the object in a store."""
+
+    def __str__(self) -> str:
+        return f"ConfigMap {self.config_map}" if self.config_map else self.url
+
+
+def choose(job: spec.Job, *, size: int, checksum: str, suffix: str) -> Way | None:
+    """Where an archive of this size goes; None when it is too large for a ConfigMap, and the job names no store."""
+    if size <= SMALL:
+        return Way(config_map=Names(job.metadata.name).code(checksum))
+    above = places.store_of_all(job.spec)
+    return Way(url=f"{above}/{BELOW}/{checksum}{suffix}") if above else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """Code on its way to pods. Made by `parcel`."""
+
+    job: spec.Job
+    """The job, whose code is where pods find it."""
+    code: bytes = b""
+    """The archive, for the ConfigMap (`manifests.render(..., code=)`); empty when it is none of a ConfigMap."""
+    sentence: str = ""
+    """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
+    url: str = ""
+    """Where in a store the archive is to be before pods start; empty when it is in none."""
+    archive: Path = Path()
+    """The archive, until the end of the `with`."""
+
+    def put(self) -> bool:
+        """Put the archive into the store, if it goes there and is not there yet; whether it was sent. Raises StoreError."""
+        if not self.url:
+            return False
+        from outlast import store
+
+        above, _, key = self.url.rpartition("/")
+        place = store.open_(above)
+        with contextlib.suppress(store.Missing):
+            if place.head(key).size == self.archive.stat().st_size:
+                return False
+        place.upload(self.archive, key)
+        return True
+
+
+@contextlib.contextmanager
+def parcel(job: spec.Job, *, but: Collection[Path] = ()) -> Iterator[Parcel]:
+    """The code of a job, packed when it lies on this machine and pods do not see it there.
+
+    `but`: what of its directory is no code, the job file above all: to suspend a job must not change its code. What the job names
+    as data, models or output is not code either. Raises OutlastError.
+    """
+    here = places.to_ship(job.spec)
+    if here is None:
+        yield Parcel(job)
+        return
+    place, checksum = spec.pinned(here)
+    path = spec.local(place)
+    assert path is not None
+    for sentence in spec.absent(job.spec.model_copy(update={"data": (), "models": ()})):
+        raise OutlastError(sentence)
+    with tempfile.TemporaryDirectory(prefix="outlast-code-") as directory:
+        if path.is_dir():
+            yield _of_directory(job, path, Path(directory, "code.tar.gz"), but)
+        else:
+            yield _of_archive(job, path, checksum)
+
+
+def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path]) -> Parcel:
+    but = [*but, *(place for place in _no_code(job.spec) if place != root and place not in root.parents)]
+    room = None if places.store_of_all(job.spec) else SMALL
+    try:
+        entries = tree.pack(root, archive, but=but, room=room)
+    except tree.TooLarge:
+        raise _too_large(root, tree.listed(root, but)) from None
+    names = {entry.name for entry in entries}
+    if job.spec.script and str(Path(job.spec.script)) not in names:
+        remedy = f"add !{job.spec.script} to {root / '.outlastignore'}, or correct the rule"
+        raise OutlastError(f"script ({job.spec.script}) is left out of code ({root}) by .gitignore or .outlastignore; {remedy}")
+    made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}")
+    if made is None:  # the last bytes of an archive are those too many
+        raise _too_large(root, entries)
+    fields = made.job.spec
+    environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))
+    changed = made.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
+    return dataclasses.replace(made, job=changed)
+
+
+def _of_archive(job: spec.Job, path: Path, checksum: str) -> Parcel:
+    code.check(path, f"code ({path})", checksum, job.spec.script or "")
+    made = _shipped(job, path, path.name)
+    if made is None:
+        size = units.human_bytes(path.stat().st_size)
+        raise OutlastError(f"code ({path}) has {size}, {_WAYS}")
+    return made
+
+
+_WAYS = (
+    f"which is too much for a ConfigMap ({units.human_bytes(SMALL)}), and output is no store that it could be put into; "
+    "say output: s3://..., or put the code into the image and say code: " + Pod.CODE
+)
+
+
+def _too_large(root: Path, entries: Sequence[tree.Entry]) -> OutlastError:
+    size = units.human_bytes(sum(entry.size for entry in entries))
+    return OutlastError(
+        f"code ({root}) holds {len(entries):,} files, {size} ({tree.biggest(entries)}), {_WAYS}, "
+        "or name what is no code in .outlastignore"
+    )
+
+
+def _shipped(job: spec.Job, archive: Path, what: str) -> Parcel | None:
+    """The parcel of an archive; None when there is no way for it."""
+    suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
+    checksum, size = archives.checksum(archive), archive.stat().st_size
+    way = choose(job, size=size, checksum=checksum, suffix=suffix)
+    if way is None:
+        return None
+    place = places.shipped(f"code{suffix}", checksum) if way.config_map else f"{way.url}#sha256={checksum}"
+    changed = job.model_copy(update={"spec": job.spec.model_copy(update={"code": place})})
+    content = archive.read_bytes() if way.config_map else b""
+    return Parcel(changed, content, f"code: {what}, {units.human_bytes(size)} -> {way}", way.url, archive)
+
+
+def _no_code(fields: spec.Spec) -> Iterator[Path]:
+    """Places of this machine that the job names for something else."""
+    given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
+    for place in given:
+        if place and (path := spec.local(place)):
+            yield path.resolve()
+
+
+def _in_code(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """The files of the environment that travel in the code, by their names there."""
+    for field, file in environment:
+        if file and Path(file).is_absolute() and root in Path(file).parents:
+            name = Path(file).relative_to(root).as_posix()
+            if name in names:
+                yield field, name

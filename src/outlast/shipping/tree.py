@@ -1,0 +1,218 @@
+"""A directory of code: what of it is code, and all of that as one archive.
+
+    entries = listed(root)
+    pack(root, entries, Path("code.tar.gz"))
+
+Left out is what `.gitignore` and `.outlastignore` say (the second counts more, and its `!` brings back), and what is never code.
+The archive depends on names, contents, links and the right to execute, and on nothing else: no times, no owners, no order of the
+disk. Directories with nothing in them are not in it, as with git.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from outlast import units
+from outlast.errors import OutlastError
+from outlast.runtime import archives, code
+from outlast.shipping import ignore
+
+FILES = (".gitignore", ".outlastignore")
+"""In this order: of what both speak of, the last word counts."""
+_TRIES = 3
+"""How often packing begins again because a file has changed under it."""
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or link in a directory of code."""
+
+    name: str
+    """Path below the directory, with slashes."""
+    kind: Literal["file", "link"]
+    size: int = 0
+    """Bytes of a file."""
+    target: str = ""
+    """Of a link."""
+
+
+class TooLarge(Exception):
+    """The archive would have more bytes than there is room for."""
+
+
+class _Changed(Exception):
+    """A file was written to while it was read."""
+
+
+def listed(root: Path, but: Collection[Path] = ()) -> list[Entry]:
+    """The files and links of a directory of code, sorted by name. `but`: places below it that are no code.
+
+    Raises OutlastError for a link that leads outside, for what cannot be read, and when there is too much for code.
+    """
+    top = root.resolve()
+    layers = _above(top)
+    found: list[Entry] = []
+    size = 0
+    for entry in _walk(top, "", layers, {place.resolve() for place in but}):
+        found.append(entry)
+        size += entry.size
+        if len(found) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
+            held = f"more than {len(found) - 1:,} files, {units.human_bytes(size)}"
+            raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(found)}); {REMEDY}")
+    return sorted(found, key=lambda entry: os.fsencode(entry.name))
+
+
+REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
+
+
+def biggest(entries: Sequence[Entry]) -> str:
+    """The biggest files, for a sentence."""
+    most = sorted(entries, key=lambda entry: -entry.size)[:3]
+    return "the biggest: " + ", ".join(f"{entry.name} {units.human_bytes(entry.size)}" for entry in most)
+
+
+def pack(
+    root: Path,
+    into: Path,
+    *,
+    but: Collection[Path] = (),
+    room: int | None = None,
+    reading: Callable[[str], None] = lambda _: None,
+) -> list[Entry]:
+    """Pack a directory of code into a new `.tar.gz`; what is in it.
+
+    `reading` is told the name of each file that is read. Raises OutlastError as `listed`, or for a file that changes all the
+    time, and TooLarge when the archive becomes larger than `room`.
+    """
+    for left in reversed(range(_TRIES)):
+        entries = listed(root, but)
+        try:
+            _write(root, entries, into, room, reading)
+            return entries
+        except (_Changed, FileNotFoundError) as problem:
+            if not left:
+                name = problem if isinstance(problem, _Changed) else problem.filename
+                remedy = "try again when nothing writes there, or name it in .outlastignore"
+                raise OutlastError(f"code: {name} changes while it is packed; {remedy}") from problem
+        except OSError as problem:
+            raise OutlastError(
+                f"code: {problem.filename or into} cannot be packed: {problem.strerror}; mend that, or {REMEDY}"
+            ) from problem
+    raise AssertionError("there was no try")
+
+
+def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: Callable[[str], None]) -> None:
+    with (
+        _Bounded(into, room) as out,
+        gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape") as tar,
+    ):
+        for entry in entries:
+            info = tarfile.TarInfo(entry.name)
+            if entry.kind == "link":
+                info.type, info.linkname, info.mode = tarfile.SYMTYPE, entry.target, 0o777
+                tar.addfile(info)
+                continue
+            path = root / entry.name
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+                before = os.fstat(file.fileno())
+                info.size, info.mode = before.st_size, 0o755 if before.st_mode & stat.S_IXUSR else 0o644
+                reading(entry.name)
+                try:
+                    tar.addfile(info, file)
+                except OSError as problem:
+                    if problem.errno is not None:
+                        raise
+                    raise _Changed(str(path)) from problem  # it became shorter
+                after = os.fstat(file.fileno())
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise _Changed(str(path))
+
+
+class _Bounded(io.FileIO):
+    """A new file that takes so many bytes and no more."""
+
+    def __init__(self, path: Path, room: int | None) -> None:
+        super().__init__(path, "w")
+        self._room = room
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
+        if self._room is not None and self.tell() + len(data) > self._room:
+            raise TooLarge
+        view = memoryview(data)
+        while view:
+            view = view[super().write(view) :]
+        return len(data)
+
+
+# ----------------------------------------------------------------------------------------------------------- what is in there
+
+
+def _walk(top: Path, below: str, layers: list[ignore.Layer], but: Collection[Path]) -> Iterator[Entry]:
+    here = top / below
+    layers = [*layers, _layer(here)]
+    try:
+        with os.scandir(here) as scanned:
+            found = list(scanned)
+    except OSError as problem:
+        raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; mend that, or {REMEDY}") from problem
+    for each in found:
+        name = f"{below}/{each.name}".removeprefix("/")
+        directory = each.is_dir(follow_symlinks=False)
+        if each.name in code.NEVER or top / name in but or ignore.left_out(each.path, directory, layers):
+            continue
+        if directory:
+            if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
+                yield from _walk(top, name, layers, but)
+        elif each.is_symlink():
+            yield Entry(name, "link", target=_inside(top, name))
+        elif each.is_file(follow_symlinks=False):  # a socket or a pipe is no code
+            yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
+
+
+def _inside(top: Path, name: str) -> str:
+    """The target of a link. Raises OutlastError when pods would not have it."""
+    target = os.readlink(top / name)
+    root = os.path.realpath(top)
+    lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    real = os.path.realpath(top / name)
+    outside = lexical.split("/")[0] == ".." or not (real == root or real.startswith(f"{root}/"))
+    if os.path.isabs(target) or outside:
+        what = "outside of the code" if outside and not real.startswith(f"{root}/") else "an absolute path"
+        remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
+        raise OutlastError(f"code: {top / name} is a link to {target}, {what}, which pods do not have; {remedy}")
+    return target
+
+
+def _above(top: Path) -> list[ignore.Layer]:
+    """The rules of the git work tree above a directory; none if they leave out the directory itself: it was asked for."""
+    work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
+    if work_tree is None:
+        return []
+    directories = [each for each in reversed(top.parents) if each == work_tree or work_tree in each.parents]
+    layers = [_layer(each) for each in directories]
+    for index, place in enumerate([*directories[1:], top], 1):
+        if ignore.left_out(str(place), True, layers[:index]):
+            return []
+    return layers
+
+
+def _layer(directory: Path) -> ignore.Layer:
+    found: list[ignore.Rule] = []
+    for name in FILES:
+        path = directory / name
+        if path.is_file():
+            try:
+                found += ignore.rules(path.read_text(encoding="utf-8", errors="surrogateescape"))
+            except OSError as problem:
+                raise OutlastError(f"code: {path} cannot be read: {problem.strerror}; mend that or remove it") from problem
+    return ignore.Layer(str(directory).rstrip("/"), tuple(found))

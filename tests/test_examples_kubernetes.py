@@ -1,0 +1,59 @@
+"""Every example for Kubernetes is right, and every command beside it renders what Kubernetes takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from kubernetes_validate import utils as schemas
+
+from outlast import cli, spec
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+COMMANDS = [
+    (file.stem, line.partition("|")[0])
+    for file in FILES
+    for line in re.findall(r"^#   outlast (render \S+.*)$", file.read_text(), flags=re.M)
+]
+NEWEST = max(schemas.all_versions(), key=lambda version: [int(part) for part in version.split(".")])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_example_is_right_and_named_like_its_file(file: Path) -> None:
+    job = spec.load(file, code=True)
+    assert job.metadata.name == file.stem
+    assert job.spec.image
+    assert spec.parse(spec.dump(job)) == job
+    assert next(line.split()[1] for name, line in COMMANDS if name == file.stem) == f"examples/kubernetes/{file.name}"
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[command.removeprefix("render ") for _, command in COMMANDS])
+def test_a_command_of_an_example_renders(
+    name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(shlex.split(command))
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+    documents = list(yaml.safe_load_all(printed.out))
+    assert {each["metadata"]["labels"]["outlast.dev/job"] for each in documents} == {name}
+    for document in documents:
+        if "." not in document["apiVersion"] or "k8s.io" in document["apiVersion"]:
+            schemas.validate(document, NEWEST, strict=True)
+
+
+def test_two_numbers_make_512_ranks_of_4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    found = []
+    for _, command in [each for each in COMMANDS if each[0] == "two-numbers"]:
+        with pytest.raises(SystemExit):
+            cli.main(shlex.split(command))
+        job = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        found.append(job["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"])
+    assert found == [4, 512]

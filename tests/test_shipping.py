@@ -1,0 +1,477 @@
+"""Code on its way to pods: what of a directory is code, that the archive depends on nothing else, and where it goes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import random
+import re
+import subprocess
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kubernetes_validate import utils as schemas
+
+from outlast import cli, contract, manifests, shipping, spec, store
+from outlast.errors import OutlastError
+from outlast.manifests import places
+from outlast.runtime import archives, prepare
+from outlast.shipping import ignore, tree
+from outlast.shipping.parcel import SMALL, choose
+from servers import Place
+
+NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
+
+
+def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
+    """A directory with these files; its path."""
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def names(root: Path, **more: Any) -> list[str]:
+    return [entry.name for entry in tree.listed(root, **more)]
+
+
+def packed(root: Path, into: Path, **more: Any) -> bytes:
+    tree.pack(root, into, **more)
+    return into.read_bytes()
+
+
+def a_job(root: Path, name: str = "train", **fields: Any) -> spec.Job:
+    """A job whose code is in `root`."""
+    usual = {"image": "example.com/image:1", "script": "train.py", "code": str(root)}
+    document = {
+        "apiVersion": contract.API_VERSION,
+        "kind": contract.KIND,
+        "metadata": {"name": name},
+        "spec": {**usual, **fields},
+    }
+    return spec.anchor(spec.parse(yaml.safe_dump(document)), root)
+
+
+def noise(size: int) -> bytes:
+    """Bytes that no compression makes fewer."""
+    return random.Random(0).randbytes(size)
+
+
+# What is code
+
+parts = st.sampled_from(["a", "b", "ab", "a.py", "b.log", "x", ".h", "[a]", "a b", "!a", "#a"])
+WORDS = re.findall(
+    r"\S+", r"* ** / ! a b ab x *.py *.log ? [ab] [!a] [a- []a] [[:alpha:]] \ \!a **/ /** /**/ \#a #a [a] . .h a* [b-a] [^/]"
+)
+patterns = st.lists(st.sampled_from([*WORDS, " ", "\\ "]), min_size=1, max_size=5).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    files=st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), min_size=1, max_size=12),
+    top=st.lists(patterns, max_size=5),
+    deeper=st.lists(patterns, max_size=3),
+)
+def test_git_leaves_out_the_same(files: list[str], top: list[str], deeper: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory).resolve()
+        for name in files:
+            path = root / name
+            if not any(each.is_file() for each in path.parents) and not path.is_dir():
+                write(root, {name: "x"})
+        write(root, {".gitignore": "\n".join(top) + "\n"})
+        if (root / "a").is_dir():
+            write(root, {"a/.gitignore": "\n".join(deeper)})
+        environ = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": directory}
+        git = ["git", "-c", "core.excludesFile=", "-C", directory]
+        subprocess.run([*git, "init", "-q", "--template="], check=True, env=environ)
+        said = subprocess.run([*git, "ls-files", "-o", "--exclude-standard", "-z"], check=True, env=environ, capture_output=True)
+        assert sorted(names(root)) == sorted(name for name in said.stdout.decode().split("\0") if name)
+
+
+def test_what_outlastignore_says_counts_more(tmp_path: Path) -> None:
+    write(tmp_path, {"a.log": "", "b.log": "", "notes.md": "", ".gitignore": "*.log\n", ".outlastignore": "!b.log\nnotes.md\n"})
+    assert names(tmp_path) == [".gitignore", ".outlastignore", "b.log"]
+
+
+def test_what_is_never_code_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, {f"{name}/x": "" for name in (".git", ".venv", "__pycache__", ".outlast", "lib/__pycache__")})
+    write(tmp_path, {"mine/pyvenv.cfg": "", "mine/lib/site.py": "", "lib/a.py": ""})
+    (tmp_path / "pipe").parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / "pipe")
+    assert names(tmp_path) == ["lib/a.py"]
+
+
+def test_the_rules_of_the_work_tree_around_it_hold(tmp_path: Path) -> None:
+    write(tmp_path, {".git/HEAD": "", ".gitignore": "*.log\n/part/out/\n", "part/a.py": "", "part/a.log": "", "part/out/x": ""})
+    assert names(tmp_path / "part") == ["a.py"]
+
+
+def test_a_directory_that_is_left_out_itself_is_shipped_when_it_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, {".git/HEAD": "", ".gitignore": "build/\n", "build/a.py": ""})
+    assert names(tmp_path / "build") == ["a.py"]
+
+
+def test_more_than_code_can_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "MAX_ENTRIES", 2)
+    write(tmp_path, {"a": "x" * 9, "b": "x", "c": "x"})
+    with pytest.raises(
+        OutlastError, match=r"holds more than 2 files, .* which is too much for code \(the biggest: .*a 9 B.*\); name"
+    ):
+        tree.listed(tmp_path)
+
+
+# The archive
+
+
+def test_the_same_tree_is_the_same_bytes(tmp_path: Path) -> None:
+    files = {"b.py": "b", "a/c.py": "c", "a.py": "a", "é": "", "long/" * 30 + "x": "x"}
+    one = write(tmp_path / "one", files)
+    other = write(tmp_path / "other", dict(reversed(files.items())))
+    for path in other.rglob("*"):
+        os.utime(path, (1, 1))
+        path.chmod(0o777 if path.is_dir() else 0o600)
+    assert packed(one, tmp_path / "1") == packed(other, tmp_path / "2")
+    (other / "a.py").chmod(0o700)
+    assert packed(one, tmp_path / "3") != packed(other, tmp_path / "4")
+
+
+file_names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
+    lambda name: name not in (".", "..", *tree.FILES, ".outlast-code") and len(name.encode()) < 200
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(files=st.dictionaries(st.lists(file_names, min_size=1, max_size=3).map("/".join), st.binary(max_size=50), max_size=8))
+def test_what_is_packed_is_what_a_worker_unpacks(files: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        root, into, archive = Path(directory, "root"), Path(directory, "into"), Path(directory, "code.tar.gz")
+        root.mkdir(), into.mkdir()
+        for name, content in files.items():
+            path = root / name
+            if not any(each.is_file() for each in path.parents) and not path.is_dir():
+                write(root, {name: content})
+        entries = tree.pack(root, archive)
+        archives.extract(archive, into, name="code")
+        assert {entry.name: (root / entry.name).read_bytes() for entry in entries} == {
+            path.relative_to(into).as_posix(): path.read_bytes() for path in into.rglob("*") if path.is_file()
+        }
+
+
+def test_links_and_the_right_to_execute_are_kept(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", {"lib/a.py": "a", "run.sh": "#!/bin/sh\n"})
+    (root / "run.sh").chmod(0o755)
+    (root / "a.py").symlink_to("lib/a.py")
+    (root / "also").symlink_to("lib")
+    tree.pack(root, tmp_path / "code.tar.gz")
+    (tmp_path / "into").mkdir()
+    archives.extract(tmp_path / "code.tar.gz", tmp_path / "into", name="code")
+    assert os.readlink(tmp_path / "into" / "a.py") == "lib/a.py"
+    assert (tmp_path / "into" / "also" / "a.py").read_text() == "a"
+    assert os.access(tmp_path / "into" / "run.sh", os.X_OK)
+    assert not os.access(tmp_path / "into" / "lib" / "a.py", os.X_OK)
+    with tarfile.open(tmp_path / "code.tar.gz") as tar:
+        assert {(member.uid, member.gid, member.uname, member.mtime) for member in tar} == {(0, 0, "", 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "what"),
+    [
+        ("data", "/etc/passwd", "outside of the code"),
+        ("up", "../secret", "outside of the code"),
+        ("lib/up", "../../secret", "outside of the code"),
+        ("way", "door/secret", "outside of the code"),
+    ],
+)
+def test_a_link_that_leads_outside_is_refused(tmp_path: Path, name: str, target: str, what: str) -> None:
+    root = write(tmp_path / "root", {"lib/a.py": "", ".gitignore": "door\n"})
+    write(tmp_path, {"secret": "x"})
+    (root / "door").symlink_to("..")
+    (root / name).symlink_to(target)
+    with pytest.raises(OutlastError) as caught:
+        tree.listed(root)
+    remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
+    assert str(caught.value) == f"code: {root / name} is a link to {target}, {what}, which pods do not have; {remedy}"
+    (root / ".outlastignore").write_text(f"{name}\n")
+    assert name not in names(root)
+
+
+def test_an_absolute_link_is_refused_wherever_it_leads(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": ""})
+    (tmp_path / "b.py").symlink_to(tmp_path / "a.py")
+    with pytest.raises(OutlastError, match="an absolute path, which pods do not have"):
+        tree.listed(tmp_path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", {"a.py": "old", "b.py": "b"})
+    changes = iter(["new and longer"])
+
+    def reading(name: str) -> None:
+        if name == "a.py" and (text := next(changes, "")):
+            (root / "a.py").write_text(text)
+
+    archive = tmp_path / "code.tar.gz"
+    tree.pack(root, archive, reading=reading)
+    with tarfile.open(archive) as tar:
+        found = tar.extractfile("a.py")
+        assert found
+        assert found.read() == b"new and longer"
+
+
+@pytest.mark.parametrize("size", [-1, 1])
+def test_a_file_that_changes_all_the_time_is_no_code(tmp_path: Path, size: int) -> None:
+    root = write(tmp_path / "root", {"a.log": "x" * 100_000, "b.py": "b"})
+
+    def reading(name: str) -> None:
+        if name == "a.log":
+            (root / name).write_bytes(b"x" * ((root / name).stat().st_size + size))
+
+    with pytest.raises(OutlastError) as caught:
+        tree.pack(root, tmp_path / "code.tar.gz", reading=reading)
+    remedy = "try again when nothing writes there, or name it in .outlastignore"
+    assert str(caught.value) == f"code: {root / 'a.log'} changes while it is packed; {remedy}"
+
+
+def test_a_file_that_goes_while_it_is_packed_is_no_code(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", {"a.py": "", "b.py": ""})
+    entries = tree.pack(root, tmp_path / "code.tar.gz", reading=lambda _: (root / "b.py").unlink(missing_ok=True))
+    assert [entry.name for entry in entries] == ["a.py"]
+
+
+def test_what_may_not_be_read_is_said(tmp_path: Path) -> None:
+    if not os.getuid():
+        pytest.skip("root reads everything")
+    write(tmp_path / "root", {"a.py": ""})
+    (tmp_path / "root" / "a.py").chmod(0)
+    with pytest.raises(OutlastError, match=r"a\.py cannot be packed: Permission denied"):
+        tree.pack(tmp_path / "root", tmp_path / "code.tar.gz")
+
+
+# Where it goes
+
+CHECKSUM = "1a2b3c4d" + "0" * 56
+
+
+@pytest.mark.parametrize(
+    ("output", "size", "way"),
+    [
+        (None, SMALL, "ConfigMap train-code-1a2b3c4d"),
+        ("s3://bucket/runs", SMALL, "ConfigMap train-code-1a2b3c4d"),
+        ("s3://bucket/runs/", SMALL + 1, f"s3://bucket/runs/code/{CHECKSUM}.tar.gz"),
+        (None, SMALL + 1, "None"),
+        ("/shared/runs", SMALL + 1, "None"),
+    ],
+)
+def test_small_code_goes_into_a_config_map_and_the_rest_into_the_store(output: str | None, size: int, way: str) -> None:
+    job = a_job(Path("/code"), **({"output": output} if output else {}))
+    assert str(choose(job, size=size, checksum=CHECKSUM, suffix=".tar.gz")) == way
+
+
+def test_code_travels_with_its_checksum_and_without_what_is_no_code(tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "print(1)", "job.yaml": "x", "req.txt": "einops", "runs/old": "", "data/d": "", "w/x": ""})
+    fields = {"output": "runs", "data": [{"from": "data"}], "models": [{"from": "w", "name": "w"}]}
+    job = a_job(tmp_path, **fields, environment={"requirements": "req.txt"})
+    with shipping.parcel(job, but=[tmp_path / "job.yaml"]) as parcel:
+        assert parcel.put() is False
+    checksum = hashlib.sha256(parcel.code).hexdigest()
+    assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tar.gz#sha256={checksum}"
+    assert parcel.job.spec.environment.requirements == "req.txt"
+    assert parcel.sentence == f"code: 2 files, {len(parcel.code)} B -> ConfigMap train-code-{checksum[:8]}"
+    (tmp_path / "code.tgz").write_bytes(parcel.code)
+    with tarfile.open(tmp_path / "code.tgz") as tar:
+        assert tar.getnames() == ["req.txt", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"code": "s3://bucket/code"}, {"code": "/workspace"}, {"code": "/x", "volumes": [{"claim": "c", "to": "/workspace"}]}],
+)
+def test_code_that_pods_see_is_not_shipped(fields: dict[str, Any]) -> None:
+    job = a_job(Path("/code"), **fields)
+    with shipping.parcel(job) as parcel:
+        assert (parcel.job, parcel.code, parcel.sentence, parcel.put()) == (job, b"", "", False)
+
+
+def test_large_code_goes_to_the_store_once(tmp_path: Path, moto: Place) -> None:
+    root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(SMALL)})
+    with shipping.parcel(a_job(root, output=f"{moto.url}/runs")) as parcel:
+        assert [entry.key for entry in store.open_(moto.url).entries()] == []
+        assert (parcel.put(), parcel.put()) == (True, False)
+    (entry,) = store.open_(f"{moto.url}/runs/code").entries()
+    assert parcel.url == f"{moto.url}/runs/code/{entry.key}"
+    assert parcel.job.spec.code == f"{parcel.url}#sha256={entry.key.removesuffix('.tar.gz')}"
+    assert parcel.sentence == f"code: 2 files, 701 KiB -> {parcel.url}"
+    into = tmp_path / "into"
+    prepare.place_code(parcel.job, into, tmp_path, say=lambda _: None, stop=threading.Event())
+    assert (into / "train.py").read_text() == "print(1)"
+
+
+def test_a_torn_object_in_the_store_is_replaced(tmp_path: Path, moto: Place) -> None:
+    root = write(tmp_path, {"train.py": "print(1)", "big.bin": noise(SMALL)})
+    with shipping.parcel(a_job(root, output=moto.url)) as parcel:
+        above, _, key = parcel.url.rpartition("/")
+        store.open_(above).put(key, b"torn")
+        assert parcel.put() is True
+        assert store.open_(above).head(key).size == parcel.archive.stat().st_size
+
+
+@pytest.mark.parametrize("size", [SMALL, 4 * SMALL])
+def test_large_code_without_a_store_is_refused_with_the_biggest_files(tmp_path: Path, size: int) -> None:
+    root = write(tmp_path, {"train.py": "print(1)", "weights/big.bin": noise(size)})
+    with pytest.raises(OutlastError) as caught, shipping.parcel(a_job(root)):
+        pass
+    held = {SMALL: "700 KiB", 4 * SMALL: "2.7 MiB"}[size]
+    assert str(caught.value) == (
+        f"code ({root}) holds 2 files, {held} (the biggest: weights/big.bin {held}, train.py 8 B), which is too much for a "
+        "ConfigMap (700 KiB), and output is no store that it could be put into; say output: s3://..., or put the code into the "
+        "image and say code: /workspace, or name what is no code in .outlastignore"
+    )
+
+
+def test_an_archive_is_shipped_as_it_is(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", {"train.py": "print(1)"})
+    content = packed(root, tmp_path / "my.tgz")
+    checksum = hashlib.sha256(content).hexdigest()
+    job = a_job(tmp_path, code=f"my.tgz#sha256={checksum}")
+    with shipping.parcel(job) as parcel:
+        assert parcel.code == content
+    assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tgz#sha256={checksum}"
+    assert parcel.sentence.startswith(f"code: my.tgz, {len(content)} B -> ConfigMap train-code-")
+    with (
+        pytest.raises(OutlastError, match="has the checksum"),
+        shipping.parcel(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")),
+    ):
+        pass
+    with (
+        pytest.raises(OutlastError, match=r"script \(other.py\) is not in code"),
+        shipping.parcel(a_job(tmp_path, code="my.tgz", script="other.py")),
+    ):
+        pass
+
+
+def test_a_script_that_is_left_out_is_said(tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "", ".gitignore": "*.py\n"})
+    with pytest.raises(OutlastError) as caught, shipping.parcel(a_job(tmp_path)):
+        pass
+    assert str(caught.value) == (
+        f"script (train.py) is left out of code ({tmp_path}) by .gitignore or .outlastignore; "
+        f"add !train.py to {tmp_path / '.outlastignore'}, or correct the rule"
+    )
+
+
+# In documents and pods
+
+
+@pytest.mark.parametrize("topology", manifests.TOPOLOGIES)
+def test_every_topology_mounts_the_code_and_a_place_to_unpack_it(tmp_path: Path, topology: str) -> None:
+    write(tmp_path, {"train.py": "print(1)"})
+    with shipping.parcel(a_job(tmp_path)) as parcel:
+        documents = manifests.render(parcel.job, topology, code=parcel.code)
+    code = documents[0]
+    schemas.validate(code, NEWEST, strict=True)
+    assert base64.b64decode(code["binaryData"]["code.tar.gz"]) == parcel.code
+    assert code["immutable"] is True
+    checksum = places.checksum(parcel.job.spec.code)
+    assert code["metadata"]["name"] == f"train-code-{checksum[:8]}"
+    if topology == "elasticjob":
+        assert documents[-1]["spec"]["code"] == parcel.job.spec.code
+        return
+    fields = documents[-1]["spec"]
+    pod = fields.get("template", fields.get("tasks", [fields])[0].get("template"))["spec"]
+    (volume,) = [each for each in pod["volumes"] if each["name"] == "archive"]
+    assert volume["configMap"] == {"name": code["metadata"]["name"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert (mounts["/etc/outlast-code"], mounts["/workspace"]) == ("archive", "code")
+    config = next(each for each in documents if "job.yaml" in each.get("data", {}))
+    assert spec.parse(config["data"]["job.yaml"]).spec.code == parcel.job.spec.code
+
+
+def test_a_changed_tree_is_another_run_and_the_same_tree_is_the_same(tmp_path: Path) -> None:
+    def made() -> list[str]:
+        with shipping.parcel(a_job(tmp_path)) as parcel:
+            return [each["metadata"]["name"] for each in manifests.render(parcel.job, "job", code=parcel.code)]
+
+    write(tmp_path, {"train.py": "print(1)"})
+    before = made()
+    assert made() == before
+    write(tmp_path, {"train.py": "print(2)"})
+    assert not set(made()) & set(before)
+
+
+def test_a_worker_unpacks_what_came_in_the_config_map(tmp_path: Path) -> None:
+    """It is at a place that only pods have: that it is looked for there is what can be seen here."""
+    job = a_job(tmp_path, code=places.shipped("code.tar.gz", "0" * 64))
+    environ = {"OUTLAST_STATE": str(tmp_path), contract.Env.STATE: str(tmp_path), contract.Env.CODE: str(tmp_path / "workspace")}
+    with pytest.raises(FileNotFoundError) as caught:
+        prepare.Preparation(job, environ, say=lambda _: None).code()
+    assert caught.value.filename == "/etc/outlast-code/code.tar.gz"
+
+
+# The command
+
+Outlast = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
+    """Runs the command line: words -> exit code, standard output, standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+JOB = """\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: train}
+spec: {script: train.py, image: example.com/image:1, output: "%s"}
+"""
+
+
+def test_render_ships_the_directory_of_the_job_file(outlast: Outlast, tmp_path: Path) -> None:
+    job_file = write(tmp_path, {"train.py": "", "job.yaml": JOB % "s3://bucket/runs"}) / "job.yaml"
+    code, out, err = outlast("render", job_file, "--as", "job")
+    first, *rest = yaml.safe_load_all(out)
+    assert (code, [first["kind"], *(each["kind"] for each in rest)]) == (0, ["ConfigMap", "ConfigMap", "Job"])
+    size = len(base64.b64decode(first["binaryData"]["code.tar.gz"]))
+    assert err == f"outlast | train: code: 1 file, {size} B -> ConfigMap {first['metadata']['name']}\n"
+    job_file.write_text(job_file.read_text() + "# a remark\n")
+    assert outlast("render", job_file, "--as", "job")[1] == out
+
+
+def test_render_says_when_kubectl_needs_help(outlast: Outlast, tmp_path: Path) -> None:
+    job_file = write(tmp_path, {"train.py": "", "x": noise(200 << 10), "job.yaml": JOB % "s3://bucket/runs"}) / "job.yaml"
+    assert "is too large for kubectl apply as it is; add --server-side\n" in outlast("render", job_file)[2]
+
+
+def test_render_writes_to_the_store_only_when_it_is_told_to(outlast: Outlast, tmp_path: Path, moto: Place) -> None:
+    job_file = write(tmp_path, {"train.py": "", "x": noise(SMALL), "job.yaml": JOB % f"{moto.url}/runs"}) / "job.yaml"
+    code, out, err = outlast("render", job_file, "--as", "job")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"Error: code: 2 files, 700 KiB -> {moto.url}/runs/code/")
+    assert err.endswith("which render does not write to unless it is told to; add --upload, or use `outlast submit`\n")
+    assert list(store.open_(moto.url).entries()) == []
+    code, out, err = outlast("render", job_file, "--as", "job", "--upload")
+    (entry,) = store.open_(moto.url).entries()
+    assert (code, f"{moto.url}/{entry.key}#sha256=" in out) == (0, True)
+
+
+def test_a_name_of_git_that_cannot_be_read_fits_nothing() -> None:
+    (rule,) = ignore.rules("[[:nonsense:]]a")
+    assert not ignore.left_out("/x/a", False, [ignore.Layer("/x", (rule,))])
