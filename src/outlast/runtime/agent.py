@@ -90,7 +90,8 @@ class Agent:
         """Pids of hung processes that we have killed."""
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
-        self.probes = probes.serve(lambda: self.health, labels, port=port)
+        host = "0.0.0.0" if environ.get(contract.Env.NAMESPACE) else "127.0.0.1"  # a kubelet asks from outside of the pod
+        self.probes = probes.serve(lambda: self.health, labels, host=host, port=port)
 
     def run(self) -> lifecycle.Exit:
         """Live from the first event to the exit."""
