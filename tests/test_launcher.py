@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.backends import launcher, workers
+from outlast.backends import workers
 from outlast.errors import OutlastError
+from outlast.rendezvous import decider
 from outlast.status import Failure
 
 
@@ -45,4 +46,4 @@ def test_the_cause_is_a_kill_before_an_error_and_an_error_before_its_echoes():
     killed, bug, aborted = a_failure(137, time=3.0), a_failure(1, time=1.0), a_failure(134, time=2.0)
     echo = a_failure(1, time=0.0)
     pending = [(True, echo), (False, aborted), (False, bug), (False, killed)]
-    assert [failure for _, failure in sorted(pending, key=launcher._cause_first)] == [killed, bug, aborted, echo]
+    assert [failure for _, failure in sorted(pending, key=decider.cause_first)] == [killed, bug, aborted, echo]

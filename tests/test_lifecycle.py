@@ -25,7 +25,7 @@ TRAINING = (lifecycle.Started(), *PREPARED)
 
 def test_a_worker_prepares_in_order_and_then_trains():
     worker, effects = after(lifecycle.Started())
-    assert effects == (lifecycle.Prepare(Phase.CODE),)
+    assert effects == (lifecycle.Prepare(Phase.RUN),)
     for phase, following in zip(lifecycle.PREPARATION, [*lifecycle.PREPARATION[1:], None], strict=True):
         worker, effects = lifecycle.step(worker, lifecycle.Prepared(phase))
         assert effects == ((lifecycle.Prepare(following),) if following else (lifecycle.Launch(),))
@@ -85,7 +85,9 @@ def test_told_to_leave_while_preparing_it_leaves_at_once(done: int):
 
 @pytest.mark.parametrize(("retry", "code"), [(True, Exit.FAILED), (False, Exit.MISCONFIGURED)])
 def test_what_cannot_be_prepared_ends_the_worker_with_the_reason(retry: bool, code: int):
-    worker, effects = after(lifecycle.Started(), lifecycle.Unprepared(Phase.CODE, "no such script", retry))
+    worker, effects = after(
+        lifecycle.Started(), lifecycle.Prepared(Phase.RUN), lifecycle.Unprepared(Phase.CODE, "no such script", retry)
+    )
     assert effects == (lifecycle.Push(),)
     assert lifecycle.step(worker, lifecycle.Pushed())[1] == (lifecycle.Exit(code, "no such script"),)
 
@@ -156,3 +158,8 @@ def test_before_the_first_step_there_is_more_time(phase: str):
 def test_a_plain_script_reports_nothing_and_hangs_only_when_it_is_stopped():
     assert lifecycle.hung([a_process(900.0, phase="started")], now=1000.0, limit_s=10.0) is None
     assert lifecycle.hung([a_process(900.0, phase="started", stopped=True)], now=1000.0, limit_s=10.0) is not None
+
+
+def test_a_worker_whose_run_has_ended_before_ends_at_once_and_pushes_nothing():
+    worker, effects = after(lifecycle.Started(), lifecycle.Over(0, "run x has ended before"))
+    assert (worker.phase, effects) == (Phase.ENDED, (lifecycle.Exit(0, "run x has ended before"),))

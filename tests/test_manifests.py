@@ -206,6 +206,7 @@ def test_the_environment_is_what_the_agent_and_the_training_read() -> None:
     found = env(manifests.render(a_job("cifar10", checkpoint={"every": "200 steps"}), "job", run="run-1"))
     assert found == {
         "OUTLAST_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
+        "OUTLAST_ADDRESS": {"fieldRef": {"fieldPath": "status.podIP"}},
         "OUTLAST_JOB": "cifar10",
         "OUTLAST_RUN": "run-1",
         "OUTLAST_WORKER": "0",
@@ -409,7 +410,7 @@ def test_an_interruption_never_counts_and_a_wrong_configuration_ends_the_job() -
         return {"action": action, "onExitCodes": {"containerName": "worker", "operator": "In", "values": list(codes)}}
 
     assert fields["podFailurePolicy"]["rules"] == [
-        on_exit("FailJob", 78),
+        on_exit("FailJob", 78, 79),
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         on_exit("Ignore", 75, 143),
     ]

@@ -24,6 +24,8 @@ class Exit(enum.IntEnum):
     """Told to leave, state saved: start me again. Never counts as a failure (EX_TEMPFAIL)."""
     MISCONFIGURED = 78
     """The configuration is wrong: starting again cannot help (EX_CONFIG)."""
+    GIVEN_UP = 79
+    """The restarts of the job are used up: whoever counts pods is not to begin again."""
 
 
 def exit_code(status: int) -> int:
@@ -79,6 +81,8 @@ class Env:
     STAY = "OUTLAST_STAY"
     """`1`: when its run is over this worker stays up, quietly, and never trains that run again (StatefulSets restart all that
     ends)."""
+    ADDRESS = "OUTLAST_ADDRESS"
+    """Address by which other workers reach this one; default: 127.0.0.1, all on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """Namespace of the pod; pod 0's name in OUTLAST_RENDEZVOUS is made with it."""
     POD = "OUTLAST_POD"

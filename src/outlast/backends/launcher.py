@@ -5,8 +5,8 @@ the status.
 
 One launcher a job (it holds a lock). It may be killed at any moment: workers train on, start a new launcher when they miss it,
 and the new one adopts them. What must survive is in `launcher.json`, written before anything that depends on it; what the user
-wants is in `wanted.json`, written by the command line; what there is to see is in `status.json`. The decisions are
-`world.decide` and `restarts.judge`; this file is the shell around them.
+wants is in `wanted.json`, written by the command line; what there is to see is in `status.json`. It is the
+`rendezvous.decider` of one machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.decider import Decider, after, cause_first
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
 from outlast.runtime import progress, pusher
@@ -37,10 +37,6 @@ from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, StoreStatus, WorkerStatus
 
 TICK_S = 0.1
-SETTLE_S = 1.0
-"""Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
-CAUSE_S = 0.5
-"""How long the echoes of a failure wait for its cause."""
 WAITED_S = 2.0
 """A wait longer than this is worth more words than what led to it."""
 UNTOLD_S = 60.0
@@ -53,12 +49,13 @@ LIVE_LEDGER_BYTES = 64 << 20
 """Up to this size (some 700,000 steps) the live status shows the goodput; the end and `outlast report` always do."""
 
 
-class Launcher:
+class Launcher(Decider):
     """All that is known and done for one job. `run` returns the exit code of the launcher."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
         self.job = spec.load(places.job)
+        super().__init__(self.job.spec)
         record = Run.read(places)
         self.run_id = record.run
         self.output = Path(record.output)
@@ -68,16 +65,7 @@ class Launcher:
         )
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
-        self.policy = restarts.Policy(self.job.spec.restarts.limit, self.job.spec.restarts.window)
-        self.patience = dataclasses.replace(world.Patience(), leave=self.job.spec.interruption.grace.total_seconds())
-        self.history = restarts.History()
-        self.reports: dict[int, local.Report] = {}
-        self.known = _after(record.generation)
-        """What `world.decide` goes by."""
-        self.pending: list[tuple[bool, Failure]] = []
-        """Failures of the current generation, each with whether it only echoes another."""
-        self.judged = 0
-        """The newest generation whose failure has been judged; what is reported of it later is known."""
+        self.known = after(record.generation)
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
@@ -96,13 +84,13 @@ class Launcher:
             output=str(self.output),
             store=StoreStatus(url=self.store) if self.store else None,
             processes=self.staff.processes,
-            min=self.job.spec.workers.allowed()[0],
-            max=self.job.spec.workers.allowed()[-1],
+            min=self.sizes[0],
+            max=self.sizes[-1],
         )
         self._goodput_at = 0.0
         self._written = ""
         self._poke = asyncio.Event()
-        self.server = local.Server(run=self.run_id, heard=self._heard, gone=self._gone)
+        self.server = local.Server(run=self.run_id, heard=self.heard, gone=self.gone)
 
     # The loop
 
@@ -131,7 +119,7 @@ class Launcher:
                 self._keep_deadlines()
                 self._fill()
                 self._decide()
-                self._judge_when_settled()
+                self.judge_when_settled()
             elif self._left():
                 break
             self._show()
@@ -150,31 +138,32 @@ class Launcher:
         except FileNotFoundError:
             return
         self.history = restarts.History(tuple(restarts.Record(*record) for record in memory["history"]))
-        self.status.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
+        self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
             before = JobStatus.model_validate_json(self.places.status.read_text())
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
         generation = max(memory["generation"], self.record.generation)
         if generation:
-            self.known = _after(generation)
+            self.known = after(generation)
         self.judged = memory["judged"]
         self.staff.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.staff.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), time.time() + self.patience.leave + CLOSING_S
+            self.farewell = local.Closed(reason, code)
         self._reap()
         if self.staff.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, local.world_from(memory["world"]), since=time.time())
-            self._say(State.RUNNING, "the launcher was started again over a running world")
-        self._remember()
+            self.say(State.RUNNING, "the launcher was started again over a running world")
+        self.remember()
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         memory = {
-            "generation": self._generation(),
+            "generation": self.generation(),
             "world": dataclasses.asdict(self.known.world) if self.known.world else None,
             "history": self.history.failures,
-            "restarts": self.status.restarts,
+            "restarts": self.restarts,
             "interruptions": self.status.interruptions,
             "judged": self.judged,
             "gpus": self.staff.gpus,
@@ -183,40 +172,6 @@ class Launcher:
         }
         with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
             files.replace(self.places.memory, json.dumps(memory), durable=True)
-
-    def _generation(self) -> int:
-        """The newest generation that there has been."""
-        called = self.known.called.generation - 1 if self.known.called else 0
-        return max(called, self.known.world.generation if self.known.world else 0)
-
-    # What members say
-
-    def _heard(self, report: local.Report) -> None:
-        before = self.reports.get(report.id)
-        self.reports[report.id] = report
-        if before is not None and dataclasses.replace(before, since=report.since) == report:
-            return  # a heartbeat
-        standing = Standing(report.standing)
-        self.known = self.known.heard(
-            world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
-        )
-        now = self.known.world
-        if report.failed and report.failure and now and self.judged < report.generation == now.generation:
-            self._failed(Failure(worker=report.id, generation=report.generation, step=self.status.step, **_facts(report.failure)),
-                         echo=bool(report.failure["echo"]))  # fmt: skip
-        # It may have missed what was said before it connected.
-        if self.known.called is not None:
-            self.server.send(report.id, "called", self._call(self.known.called))
-        elif now is not None and report.id in now.members and report.generation < now.generation:
-            self.server.send(report.id, "world", now)
-        if self.closing is not None and self.closing[2] != contract.Exit.INTERRUPTED:  # else it saves, and leaves by itself
-            self.server.send(report.id, "closed", local.Closed(self.closing[1], self.closing[2]))
-        self._poke.set()
-
-    def _gone(self, id: int) -> None:
-        self.reports.pop(id, None)
-        self.known = self.known.gone(id)
-        self._poke.set()
 
     # Workers
 
@@ -234,7 +189,7 @@ class Launcher:
                 self.staff.pause(index, now)
                 continue
             self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt)
-            self._remember()
+            self.remember()
 
     def _reap(self) -> None:
         """Take note of the workers that have ended."""
@@ -248,7 +203,7 @@ class Launcher:
                     self.status.interruptions += 1
                 else:
                     self._died(end)
-            self._remember()
+            self.remember()
 
     def _died(self, end: Ended) -> None:
         index = end.worker.index
@@ -257,95 +212,51 @@ class Launcher:
         if training is not None and index not in training.members:  # the world goes on without it
             self.joiners[index] = f"{end.reason}; it will be started again"
             return
-        generation, step = self._generation(), self.status.step
+        generation, step = self.generation(), self.status.step
         died = Failure(worker=index, code=end.code, reason=end.reason, generation=generation, step=step, time=time.time())
-        self._failed(died, echo=False)
+        self.add_failure(died, echo=False)
 
     # Decisions
 
     def _decide(self) -> None:
-        if self.pending and all(echo and time.time() - failure.time < CAUSE_S for echo, failure in self.pending):
-            return  # whoever died is still ending; a call now would stop it before it could say why
-        expected = frozenset(worker.index for worker in self.staff.staying())
-        wanted = world.Wanted(self.wanted.replicas, self.job.spec.workers.allowed(), expected)
-        decision = world.decide(self.known, wanted, self.patience, time.time())
-        match decision:
-            case world.Call():
-                self._publish_call(decision)
-            case world.World():
-                self._publish_world(decision)
-            case world.Closed(reason, done):
-                self._close(
-                    State.SUCCEEDED if done else State.SUSPENDED,
-                    reason,
-                    contract.Exit.DONE if done else contract.Exit.INTERRUPTED,
-                )
+        match self.decide(self.wanted.replicas, (worker.index for worker in self.staff.staying())):
             case world.Wait(reason):
                 called = self.known.called
                 if (called and time.time() - called.at > WAITED_S) or (not called and not self.known.world):
                     self.status.reason = reason
 
-    def _call(self, call: world.Call) -> local.Called:
-        return local.Called(call.generation, call.reason, call.planned, call.at + self.patience.leave)
+    def send(self, id: int, kind: str, content: object) -> None:
+        self.server.send(id, kind, content)
 
-    def _publish_call(self, call: world.Call) -> None:
-        self.known = self.known.after(call)
-        self.ledger.write("called", generation=call.generation, reason=call.reason, planned=call.planned)
-        self._say(State.RESIZING if call.planned else State.RESTARTING, call.reason)
-        for id in self.reports:
-            self.server.send(id, "called", self._call(call))
+    def poke(self) -> None:
+        self._poke.set()
 
-    def _publish_world(self, formed: world.World) -> None:
-        if not self._judge():
-            return
-        self.known = self.known.after(formed)
-        self._remember()  # the generation must grow even if we die now
-        self.ledger.write("world", generation=formed.generation, workers=list(formed.members), reason=formed.reason)
+    def note(self, kind: str, **facts: Any) -> None:
+        self.ledger.write(kind, **facts)
+
+    def formed(self, new: world.World) -> None:
         self.status.started = self.status.started or time.time()
-        self._say(State.RUNNING, formed.reason)
         self.formed_at, self.stepped = time.time(), False
-        for id in formed.members:
+        for id in new.members:
             self.staff.joined(id)
             self.joiners.pop(id, None)
-            self.server.send(id, "world", formed)
         surplus = len(self.staff.staying()) - self.wanted.replicas
-        outside = sorted((w for w in self.staff.staying() if w.index not in formed.members), key=lambda w: -w.index)
+        outside = sorted((w for w in self.staff.staying() if w.index not in new.members), key=lambda w: -w.index)
         for worker in outside[: max(0, surplus)]:
             self.staff.tell(worker)
 
-    def _failed(self, failure: Failure, *, echo: bool) -> None:
-        self.pending.append((echo, failure))
-        self._poke.set()
-
-    def _judge_when_settled(self) -> None:
-        if self.pending and time.time() - min(failure.time for _, failure in self.pending) > SETTLE_S:
-            self._judge()
-
-    def _judge(self) -> bool:
-        """Judge the failures that have come together; False when the job ends by it."""
-        if not self.pending:
-            return True
-        echo, first = min(self.pending, key=_cause_first)
-        self.pending.clear()
-        self.judged = max(self.judged, first.generation)
+    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         self._read_progress()
         step = self.status.step
         # An error that only echoes somebody's death says nothing of the step; a plain script that ran for a while tells none.
         silent = not self.stepped and time.time() - self.formed_at > UNTOLD_S
-        judged = first.model_copy(update={"step": None if echo or silent else step})
-        verdict = restarts.judge(self.history, judged, self._committed(), time.time(), self.policy)
-        counted = isinstance(verdict, restarts.Stop) or verdict.counted
-        self.status.failure = first.model_copy(update={"counted": counted, "step": step})
-        facts = first.model_dump(include={"generation", "worker", "rank", "code", "reason"})
-        self.ledger.write("failure", **facts, step=step, counted=counted)
-        if isinstance(verdict, restarts.Stop):
-            self._close(State.FAILED, verdict.reason, verdict.code)
-            return False
-        self.history = verdict.history
-        self.status.restarts += counted
-        self._say(State.RESTARTING, verdict.reason)
-        self._remember()
-        return True
+        return failure.model_copy(update={"step": step}), None if echo or silent else step, self._committed()
+
+    def failed(self, failure: Failure) -> None:
+        self.status.failure = failure
+
+    def over(self, state: State, reason: str, code: int) -> None:
+        self._close(state, reason, code)
 
     def _keep_deadlines(self) -> None:
         """End a job that does not get to train, or trains for too long."""
@@ -369,6 +280,7 @@ class Launcher:
         if self.closing is not None:
             if wanted.end in ("kill", "cancel") and before.end != wanted.end:
                 self.closing = (_END_STATES[wanted.end], _ENDS[wanted.end], contract.Exit.FAILED)
+                self.farewell = local.Closed(*self.closing[1:])
                 self.close_by = 0.0
         elif wanted.end:
             code = contract.Exit.INTERRUPTED if wanted.end in ("interrupt", "suspend") else contract.Exit.FAILED
@@ -383,8 +295,8 @@ class Launcher:
         if self.closing is not None:
             return
         self.closing = (state, reason, code)
-        self._remember()
-        self._say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
+        self.remember()
+        self.say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
         self.closed_at = time.time()
         self.status.interruptions += leave
@@ -392,13 +304,14 @@ class Launcher:
         if leave:
             for worker in self.staff.present.values():
                 self.staff.tell(worker)
-        else:
+        else:  # who is to save leaves by itself
+            self.farewell = local.Closed(reason, code)
             for id in list(self.reports):
-                self.server.send(id, "closed", local.Closed(reason, code))
+                self.send(id, "closed", self.farewell)
             for worker in self.staff.present.values():
                 if worker.index not in self.reports:
                     self.staff.tell(worker)
-        self._poke.set()
+        self.poke()
 
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
@@ -434,7 +347,7 @@ class Launcher:
         to be started again."""
         from outlast.backends import stored
 
-        self._say(self.status.state, f"pushing what is left to {self.store}")
+        self.say(self.status.state, f"pushing what is left to {self.store}")
         self._show()
         last = pusher.Pusher(self.staff.pushing())
         failed, problem = last.rest(HAND_IN_S)
@@ -461,11 +374,11 @@ class Launcher:
     def _judge_last(self) -> None:
         """A failure that came with the end is still shown, although nobody restarts for it."""
         if self.pending and self.status.failure is None and self.closing and self.closing[0] is State.FAILED:
-            self.status.failure = min(self.pending, key=_cause_first)[1]
+            self.status.failure = min(self.pending, key=cause_first)[1]
 
     # What there is to see
 
-    def _say(self, state: State, reason: str) -> None:
+    def say(self, state: State, reason: str) -> None:
         self.status.state, self.status.reason = state, reason
         with contextlib.suppress(OSError):  # a full disk costs the log, not the job
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {state}: {reason}", flush=True)
@@ -506,7 +419,8 @@ class Launcher:
         cpu_instead = self.job.spec.resources.gpu and not self.staff.gpus
         status.warnings = [text for text in [self.warning, no_gpu if cpu_instead else "", *self.joiners.values()] if text]
         status.replicas = self.wanted.replicas
-        status.generation = self._generation()
+        status.restarts = self.restarts
+        status.generation = self.generation()
         if not final:
             running = self.known.world is not None and self.known.called is None
             status.world = list(self.known.world.members) if running and self.known.world else []
@@ -553,22 +467,6 @@ _ENDS = {
     "kill": "killed by the user",
 }
 _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "cancel": State.CANCELLED, "kill": State.INTERRUPTED}
-
-
-def _after(generation: int) -> world.State:
-    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind."""
-    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, time.time())
-    return world.State({}, called=called) if generation else world.State({})
-
-
-def _cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
-    """Orders failures of one generation: deaths before errors, errors before their echoes, the earlier before the later."""
-    echo, failure = pending
-    return echo, not contract.killed(failure.code), failure.time
-
-
-def _facts(failure: Any) -> dict[str, Any]:
-    return {key: failure[key] for key in ("rank", "code", "reason", "traceback", "time")}
 
 
 def _locked(lock: int) -> bool:

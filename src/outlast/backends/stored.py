@@ -52,7 +52,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     """
     old = runs.claim(place, new, replace=True)
     runs.set_aside(place, new.run)
-    runs.update(place, new.run, owner=new.owner, state=str(State.RUNNING), reason="", exit_code=None)
+    runs.take(place, new.run, new.owner)
     latest, directory = register.read(place, new.run), output / contract.CHECKPOINTS
     generation = 1 + max(latest.generation if latest else 0, checkpoints.generation(directory, new.run))
     remote.Checkpoints(place, new.run).take(generation)

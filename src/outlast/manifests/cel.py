@@ -1,6 +1,6 @@
 """The rules between fields of a job (`spec.*.rules` and `choices`) in CEL, for the API server.
 
-    {"Workers": [{"rule": ..., "messageExpression": ...}, ...]}        by the name of the model in `spec`
+    {"Workers": [{"rule": ..., "message": ...}, ...]}        by the name of the model in `spec`
 
 A rule says what must hold, its message the same sentence as `spec`. The API server estimates what a rule may cost and refuses
 expensive ones, so the lists that rules go through are bounded (`BOUNDS`).
@@ -32,13 +32,8 @@ TEXT_BOUNDS = {
 
 
 def _rule(holds: str, message: str, *, at: str = "") -> Rule:
-    """A rule whose message is a text."""
+    """A rule. Its message is a text: those made from values are estimated too dear by the API server."""
     return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
-
-
-def _saying(holds: str, message: str, fallback: str, *, at: str = "") -> Rule:
-    """A rule whose message is an expression, for the texts in it. Numbers made texts are estimated too dear by the API server."""
-    return {"rule": holds, "messageExpression": message, "message": fallback, **({"fieldPath": at} if at else {})}
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
@@ -103,9 +98,8 @@ RULES: dict[str, list[Rule]] = {
             "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379",
             at=".backend",
         ),
-        _saying(
+        _rule(
             "!has(self.endpoint) || (has(self.backend) && self.backend != 'auto')",
-            "'rendezvous.endpoint (' + self.endpoint + ') has no use with backend auto; say backend: etcd or c10d'",
             "rendezvous.endpoint has no use with backend auto; say backend: etcd or c10d",
             at=".endpoint",
         ),

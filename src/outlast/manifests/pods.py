@@ -80,7 +80,8 @@ def grace_s(fields: spec.Spec) -> int:
 
 
 def failure_policy() -> Document:
-    """What a Job counts: not interruptions; and after a wrong configuration it does not try again.
+    """What a Job counts: not interruptions; and after a wrong configuration, or when workers have given up, it does not try
+    again.
 
     143 is a worker that was told to leave before its agent could answer. Everything else counts towards `backoffLimit`.
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
@@ -91,7 +92,7 @@ def failure_policy() -> Document:
 
     return {
         "rules": [
-            on_exit("FailJob", contract.Exit.MISCONFIGURED.value),
+            on_exit("FailJob", contract.Exit.MISCONFIGURED.value, contract.Exit.GIVEN_UP.value),
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             on_exit("Ignore", contract.Exit.INTERRUPTED.value, 143),
         ]

@@ -48,6 +48,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     store = places.store(request.job)
     return {
         Env.NAMESPACE: of_field("metadata.namespace"),
+        Env.ADDRESS: of_field("status.podIP"),
         Env.JOB: plain(name),
         Env.RUN: plain(request.run),
         Env.WORKER: index,

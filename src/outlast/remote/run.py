@@ -28,6 +28,8 @@ _VERSION = 1
 _AT_ONCE = 64
 _BATCH = 1000
 _ATTEMPTS = 20
+_OWNERS = 50
+"""How many earlier owners are known; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Run:
     exit_code: int | None = None
     owner: str = ""
     """Of the machine that has taken the run up last: a word that only it knows. Others are zombies."""
+    before: tuple[str, ...] = ()
+    """The owners before it, the last at the end: they do not take it back."""
     aside: str = ""
     """The run before, for as long as its objects are being moved to `previous/`."""
     version: int = _VERSION
@@ -64,7 +68,8 @@ class Run:
         said = json.loads(text.decode())
         known = {field.name for field in dataclasses.fields(cls)}
         try:
-            return cls(**{name: value for name, value in said.items() if name in known})
+            fields = {name: value for name, value in said.items() if name in known}
+            return cls(**{**fields, "before": tuple(said.get("before", ()))})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"it is damaged ({error})") from error
 
@@ -131,6 +136,13 @@ def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
         if new == record or _write(store, new, etag, conditional):
             return new
     raise _restless(store)
+
+
+def take(store: Store, run: str, owner: str) -> Run:
+    """Take a run up, or go on with it: it is `owner`'s from now on, and others add nothing to it."""
+    old = update(store, run)
+    before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
+    return update(store, run, owner=owner, before=before, state="Running", reason="", exit_code=None)
 
 
 def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:

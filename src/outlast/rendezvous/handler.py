@@ -71,6 +71,11 @@ class Handler(RendezvousHandler):
         self._next = {"standing": Standing.DONE}
 
     @property
+    def generation(self) -> int:
+        """That of the current world; 0 before the first."""
+        return self.world.generation if self.world else 0
+
+    @property
     def closed(self) -> local.Closed | None:
         """Why there is no further world, once there is none."""
         return self._client.closed
@@ -129,7 +134,8 @@ class Handler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next world with this worker in it, and connect to its store."""
         while True:
-            listener = socket.create_server((self._host, 0), backlog=1024)
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, 0), family=family, backlog=1024)
             with listener:
                 world = self._next_world(f"{self._host}:{listener.getsockname()[1]}")
                 try:
@@ -139,10 +145,11 @@ class Handler(RendezvousHandler):
             # The host of the store died between its offer and our connection: say so and ask again.
             where = f"the store of generation {world.generation} at {world.address}"
             reason = f"worker {self._id} cannot reach {where}: {problem}"
-            self.failed({"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time(), "echo": True})
+            said = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
+            self.failed({**said, "echo": True, "step": None, "committed": None})
 
     def _next_world(self, address: str) -> World:
-        generation = self.world.generation if self.world else 0
+        generation = self.generation
         fields: dict[str, Any] = {"standing": Standing.WAITING, "failed": False, "failure": None, **self._next}
         self._next = {}
         if not self._said_leaving:
@@ -191,8 +198,9 @@ class Handler(RendezvousHandler):
     def _listening(self) -> bool:
         """Whether the training reads notices, i.e. has opened a session: then it saves and leaves by itself."""
         records = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
-        generation = self.world.generation if self.world else 0
-        return all(record is not None and record.generation == generation and record.phase != "started" for record in records)
+        return all(
+            record is not None and record.generation == self.generation and record.phase != "started" for record in records
+        )
 
     def _say_leaving(self) -> None:
         if not self._said_leaving:
@@ -202,9 +210,10 @@ class Handler(RendezvousHandler):
 
 def create(params: RendezvousParameters) -> Handler:
     """A handler from torchrun's `--rdzv-*` options; what they do not say comes from the worker's environment."""
-    if not params.endpoint.startswith(local.SCHEME):
+    if not params.endpoint.startswith((local.SCHEME, local.TCP)):
         raise ValueError(
-            f"--rdzv-endpoint={params.endpoint!r} is not one that outlast knows; expected unix:///path/to/launcher.sock"
+            f"--rdzv-endpoint={params.endpoint!r} is not one that outlast knows; "
+            "expected unix:///path/to/launcher.sock or c10d://host:port"
         )
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or ".")

@@ -1,13 +1,15 @@
-"""The rendezvous transport of one machine: workers connect to the launcher's Unix socket.
+"""The rendezvous transport by which workers connect straight to who decides: the launcher's Unix socket on one machine
+(`unix:///path`), a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
 
-The launcher decides (`world.decide`), workers report. Both sides say everything they know every time: a report holds the whole
-standing of a member, so a message that is late, doubled or sent to a launcher that has just been restarted does no harm. A
+One decides (`rendezvous.decider`), workers report. Both sides say everything they know every time: a report holds the whole
+standing of a member, so a message that is late, doubled or sent to a decider that has just been restarted does no harm. A
 closed connection is a death at once; a silent one is a death after `SILENCE_S`.
 
-    member -> launcher   {"report": Report}                        on every change, and every HEARTBEAT_S
-    launcher -> member   {"called": Called} {"world": World} {"closed": Closed}
+    member -> decider   {"report": Report}                        on every change, and every HEARTBEAT_S
+    decider -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous) and `backends.launcher` (the server, asyncio).
+Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `backends.launcher` and `rendezvous.host` (the
+server, asyncio).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ _RETRY_S = 0.2
 _LINE_BYTES = 1 << 20
 """Longest line that the server reads; reports are far shorter."""
 SCHEME = "unix://"
+TCP = "c10d://"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +56,8 @@ class Report:
     """host:port where it would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
-    """What failed in `generation`: `{rank, code, reason, traceback, time, echo}`; `echo` marks an error that only echoes
-    another's death."""
+    """What failed in `generation`: `{rank, code, reason, traceback, time, echo, step, committed}`. `echo` marks an error that
+    only echoes another's death. `step` and `committed`: how far the training was, and what is saved; None for a plain script."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +81,13 @@ class Closed:
 
 
 class Client:
-    """A member's side: keeps the connection, repeats the report, remembers the launcher's newest words.
+    """A member's side: keeps the connection, repeats the report, remembers the decider's newest words.
 
-    A lost connection is tried again for ever: a running world does not need the launcher, and it may come back.
+    A lost connection is tried again for ever: a running world does not need the decider, and it may come back.
     """
 
     def __init__(self, endpoint: str, *, run: str, id: int) -> None:
-        self._path = endpoint.removeprefix(SCHEME)
+        self._endpoint = endpoint
         self._report = Report(run=run, id=id, standing="waiting", since=time.time())
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
@@ -124,7 +127,7 @@ class Client:
     def _run(self) -> None:
         while not self._over:
             try:
-                sock = shim.connect(self._path)
+                sock = connect(self._endpoint)
             except OSError:
                 time.sleep(_RETRY_S)
                 continue
@@ -173,8 +176,20 @@ def world_from(fields: Mapping[str, Any]) -> World:
     return World(fields["generation"], tuple(fields["members"]), fields["address"], fields["reason"], fields.get("at", 0.0))
 
 
+def connect(endpoint: str) -> socket.socket:
+    """A connection to who decides; raises OSError."""
+    if not endpoint.startswith(TCP):
+        return shim.connect(endpoint.removeprefix(SCHEME))
+    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=shim.CONNECT_S)
+    # Whoever is on a node that is lost never answers: what is not acknowledged in this time ends the connection (tcp(7)).
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENCE_S))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
 class Server:
-    """The launcher's side: who reports what, who is gone, and a way to speak to each."""
+    """The decider's side: who reports what, who is gone, and a way to speak to each."""
 
     def __init__(self, *, run: str, heard: Callable[[Report], None], gone: Callable[[int], None]) -> None:
         self._run = run
@@ -184,9 +199,12 @@ class Server:
         self._beats: dict[int, float] = {}
         self._server: asyncio.AbstractServer | None = None
 
-    async def start(self, path: Path) -> None:
-        """Listen on `path`, replacing what a dead launcher left there."""
-        sock = listening(path)
+    async def start(self, where: Path | socket.socket) -> None:
+        """Listen on a path, replacing what a dead launcher left there, or on a TCP socket that is listening already."""
+        if isinstance(where, socket.socket):
+            self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES)
+            return
+        sock = listening(where)
         sock.setblocking(False)
         self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 

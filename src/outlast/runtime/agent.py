@@ -10,6 +10,7 @@ training ends. Its own state on disk (`worker.json`) is replaced as a whole, so 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast import contract, files
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, Superseded
 from outlast.runtime import daemon, lifecycle, notice, prepare, probes, progress, pusher, shim
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
@@ -33,6 +34,9 @@ from outlast.runtime.output import Output
 
 if TYPE_CHECKING:
     from outlast import spec
+    from outlast.rendezvous.host import Host
+    from outlast.runtime import ownership
+    from outlast.status import State
 
 LOOK_S = 0.1
 TOUCH_S = 1.0
@@ -45,6 +49,8 @@ LAST_PUSH_S = 10.0
 """How long a worker that was told to leave may push at least, even when its grace is over."""
 REVIVE_AFTER_S = 1.5
 """How long the decider may be out of reach before we start it again."""
+_FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
+"""Exit codes after which a worker that is started again has nothing to do."""
 
 
 class Agent:
@@ -58,7 +64,6 @@ class Agent:
         self.environ = environ
         self.notice = Path(environ[contract.Env.NOTICE])
         self.processes = processes_per_worker(job)
-        self.ledger = Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
         self.worker = lifecycle.Worker()
         self.deadline = float("inf")
         self.exit: lifecycle.Exit | None = None
@@ -80,6 +85,11 @@ class Agent:
         self._log = log
         self._store = environ.get(contract.Env.STORE, "")
         self._pusher = pusher.Pusher(environ)
+        self.alone = not environ[contract.Env.RENDEZVOUS].startswith("unix://")
+        """Whether there is no launcher: then workers take up the run, and worker 0 may decide."""
+        self._host: Host | None = None
+        self._ending: threading.Thread | None = None
+        self._told = threading.Event()
         self.displaced = False
         """Whether another machine has taken up our run."""
         self._said: tuple[int | None, str] = (None, "")
@@ -90,7 +100,7 @@ class Agent:
         """Pids of hung processes that we have killed."""
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
-        host = "0.0.0.0" if environ.get(contract.Env.NAMESPACE) else "127.0.0.1"  # a kubelet asks from outside of the pod
+        host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
         self.probes = probes.serve(lambda: self.health, labels, host=host, port=port)
 
     def run(self) -> lifecycle.Exit:
@@ -114,7 +124,21 @@ class Agent:
             self._warm.wait()
         if self._preparing:
             self._preparing.join(timeout=5)  # it ends what it has started
+        if self._host:
+            self._host.wait()
+        if self._ending:
+            self._ending.join(LAST_PUSH_S)
+        if self.environ.get(contract.Env.STAY) == "1" and self.exit.code in _FINAL:
+            print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
+            self.health = probes.Health(True, False, self.exit.reason)
+            self._told.wait()
+            return lifecycle.Exit(contract.Exit.DONE, self.exit.reason)
         return self.exit
+
+    @functools.cached_property
+    def ledger(self) -> Ledger:
+        """What this agent has to say; opened when there is something, and what was written before has been fetched."""
+        return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     def _kill_training(self) -> None:
         if self._warm:
@@ -158,14 +182,24 @@ class Agent:
 
     def _prepare(self, phase: Phase) -> None:
         try:
-            if phase is Phase.CODE:
+            if phase is Phase.RUN:
+                if self.alone and (over := self._take_up()):
+                    self._put(lifecycle.Over(over.code, over.reason))
+                    return
+            elif phase is Phase.CODE:
                 self._preparation.code()
             elif phase is Phase.ENVIRONMENT:
                 self._preparation.environment()
             elif phase is Phase.DATA:
                 self._preparation.data()
-            elif phase is Phase.CHECKPOINT and self._store:
-                self._restore()
+            elif phase is Phase.CHECKPOINT:
+                if self._store:
+                    self._restore()
+                if self.alone and self.index == 0:
+                    self._decide()
+        except Superseded as problem:
+            self._displaced(str(problem))
+            os.write(self._wake_w, b"\0")
         except OutlastError as problem:
             self._put(lifecycle.Unprepared(phase, str(problem), retry=getattr(problem, "retry", False)))
         except OSError as problem:
@@ -182,6 +216,54 @@ class Agent:
 
         place = store.open_(self._store)
         restore.restore(self.output, place, self.environ[contract.Env.RUN], lambda text: print(f"outlast | {text}", flush=True))
+
+    def _take_up(self) -> ownership.Ended | None:
+        """Find out which run this is, and go on with the log of this worker."""
+        from outlast.runtime import ownership
+
+        environ = self.environ
+        if not environ[contract.Env.RENDEZVOUS].startswith("c10d://"):
+            raise OutlastError(f"rendezvous by {environ[contract.Env.RENDEZVOUS]} is not known here; say backend: c10d")
+        word = environ[contract.Env.RUN]
+        where = ownership.place(self.output, self._store)
+        self.output.mkdir(parents=True, exist_ok=True)
+        run = ownership.take(where, ownership.record(self.job.metadata.name, word, word))
+        if isinstance(run, ownership.Ended):
+            return run
+        environ[contract.Env.RUN], environ[contract.Env.OWNER] = run, word
+        if self._store:
+            ownership.fetch_own(where, self.output, self.index)
+        self._log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
+        self._pusher = pusher.Pusher(environ)
+        return None
+
+    def _decide(self) -> None:
+        """Be the one who decides, see `rendezvous.host`."""
+        from outlast.remote import run as runs
+        from outlast.rendezvous import host
+        from outlast.runtime import ownership
+
+        run, word = self.environ[contract.Env.RUN], self.environ[contract.Env.OWNER]
+        where = ownership.place(self.output, self._store)
+        generation = ownership.generation(where, self.output, run, stored=bool(self._store))
+
+        def end(state: State, reason: str, code: int) -> None:
+            try:
+                runs.end(where, run, state, reason, code, by=word)
+            except OutlastError as problem:
+                print(f"outlast | how the run has ended could not be recorded: {problem}", flush=True)
+
+        def over(state: State, reason: str, code: int) -> None:
+            self._ending = threading.Thread(target=end, args=(state, reason, code), daemon=True)
+            self._ending.start()
+
+        def broken(reason: str) -> None:
+            print(f"outlast | {reason}", flush=True)
+            self._kill_training()
+
+        ledger = Ledger(self.output / contract.LEDGER, "decider")
+        self._host = host.Host(self.job, run=run, generation=generation, ledger=ledger, over=over, broken=broken)
+        self._host.start(int(self.environ[contract.Env.RENDEZVOUS].rpartition(":")[2]))
 
     def _push_rest(self) -> None:
         """Push what is left, this worker's log to its last line included."""
@@ -222,6 +304,7 @@ class Agent:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         grace = self.job.spec.interruption.grace.total_seconds()
+        self._told.set()
         self._events.put(lifecycle.Told(f"worker {self.index} received {signal.Signals(number).name}", time.time(), grace))
 
     def _put(self, event: lifecycle.Event) -> None:
@@ -438,6 +521,8 @@ def main() -> None:
         job = spec.load(file)
         environ = {**environ, **job.spec.env}
         agent = Agent(warm, job, environ, log)
+        if not agent.alone:
+            log.keep(None)
         ended = agent.run()
     except OutlastError as problem:
         if warm:

@@ -24,7 +24,7 @@ from typing import Any
 from outlast import contract
 from outlast.rendezvous import local
 from outlast.rendezvous.handler import Handler, member
-from outlast.runtime import shim
+from outlast.runtime import progress, shim
 
 MONITOR_S = 0.05
 AGAIN_S = 30.0
@@ -47,14 +47,17 @@ def main(argv: list[str]) -> None:
     state = Path(os.environ[contract.Env.STATE])
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
     client = local.Client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id)
+    host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     again_s = 0.0
-    with member(client, run_id=run_id, id=id, state=state, host="127.0.0.1", processes=processes) as handler:
+    with member(client, run_id=run_id, id=id, state=state, host=host, processes=processes) as handler:
         while True:
             begun = time.monotonic()
             try:
                 failures = _train(handler, state, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
             except rendezvous.RendezvousClosedError:
                 closed = handler.closed
+                if closed and closed.code == contract.Exit.GIVEN_UP:
+                    print(f"outlast | {closed.reason}", file=sys.stderr, flush=True)
                 sys.exit(closed.code if closed else contract.Exit.INTERRUPTED)
             if not failures:
                 handler.done()
@@ -97,7 +100,7 @@ def _train(handler: Handler, state: Path, processes: int, grace_s: float, shim_a
         args=("-I", "-S", shim.__file__, *shim_args),
         max_restarts=0,
         monitor_interval=MONITOR_S,
-        local_addr="127.0.0.1",
+        local_addr=os.environ.get(contract.Env.ADDRESS, "127.0.0.1"),
     )
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=state, ignore_cleanup_errors=True) as directory:
         logs = DefaultLogsSpecs(log_dir=directory, tee=Std.ALL if several else Std.NONE)
@@ -112,6 +115,9 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     code = contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
+    reached = progress.read(state, process.local_rank)
+    if reached and (reached.generation != handler.generation or reached.phase == "started"):
+        reached = None  # a plain script, which says nothing
     stopped_by_us = process.exitcode == -signal.SIGTERM
     return {
         "rank": rank,
@@ -120,6 +126,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_echo(record)),
+        "step": reached.step if reached else None,
+        "committed": reached.committed if reached else None,
     }
 
 

@@ -1,6 +1,6 @@
 """The life of a worker, as a pure state machine: what has happened in, what to do out.
 
-    starting -> code, environment, data, checkpoint -> training -> pushing -> ended
+    starting -> run, code, environment, data, checkpoint -> training -> pushing -> ended
                           (told to leave at any time: finish early, save if there is something to save, exit 75)
 
 Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports
@@ -23,6 +23,7 @@ class Phase(enum.StrEnum):
     """Where the worker is in its life; the order is the order of work."""
 
     STARTING = "starting"
+    RUN = "taking up the run"
     CODE = "fetching code"
     ENVIRONMENT = "making the environment"
     DATA = "fetching data"
@@ -32,7 +33,7 @@ class Phase(enum.StrEnum):
     ENDED = "ended"
 
 
-PREPARATION = (Phase.CODE, Phase.ENVIRONMENT, Phase.DATA, Phase.CHECKPOINT)
+PREPARATION = (Phase.RUN, Phase.CODE, Phase.ENVIRONMENT, Phase.DATA, Phase.CHECKPOINT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,15 @@ class Displaced:
     reason: str
 
 
-Event: TypeAlias = Started | Prepared | Unprepared | Trained | Told | GraceOver | Pushed | Displaced
+@dataclasses.dataclass(frozen=True)
+class Over:
+    """The run has ended before this start; what the worker is to end with."""
+
+    code: int
+    reason: str
+
+
+Event: TypeAlias = Started | Prepared | Unprepared | Trained | Told | GraceOver | Pushed | Displaced | Over
 
 
 # Effects
@@ -183,6 +192,8 @@ def step(worker: Worker, event: Event) -> tuple[Worker, tuple[Effect, ...]]:
         case Displaced(reason) if worker.phase not in (Phase.STARTING, Phase.ENDED):
             ended, effects = _end(worker, contract.Exit.MISCONFIGURED, reason)
             return ended, (Kill(), *effects)
+        case Over(code, reason) if worker.phase is Phase.RUN:
+            return _end(worker, code, reason)
     return worker, ()
 
 
@@ -206,6 +217,8 @@ def _verdict(code: int) -> str:
         return "training was interrupted and has saved its state"
     if code == contract.Exit.MISCONFIGURED:
         return "the configuration is wrong"
+    if code == contract.Exit.GIVEN_UP:
+        return "the job is given up"
     return "the training processes were killed" if contract.killed(code) else f"training failed with exit code {code}"
 
 

@@ -188,12 +188,18 @@ class Preparation:
         """Make data and models visible. A place of this machine is used as it is, what is in a store is fetched.
 
         One entry of data is used where it lies. Several are linked below one directory, as their `to` lie in pods; models are
-        linked by name.
+        linked by name. In pods, which have these places, everything is linked there.
         """
         fields = self._job.spec
+        in_pod = Env.DATA in self._environ
         data = [self._here(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
         models = [self._here(f"models[{i}].from", entry.from_) for i, entry in enumerate(fields.models)]
-        if len(data) == 1:
+        if in_pod:
+            for entry, tree in zip(fields.data, data, strict=True):
+                _filled(Path(entry.to), tree)
+            if fields.data:
+                self._environ[Env.DATA] = posixpath.commonpath([entry.to for entry in fields.data])
+        elif len(data) == 1:
             self._environ[Env.DATA] = str(data[0])
         elif data:
             above = posixpath.commonpath([entry.to for entry in fields.data])
@@ -201,7 +207,8 @@ class Preparation:
             self._environ[Env.DATA] = str(_linked(self._state / "data", dict(zip(names, data, strict=True))))
         if models:
             names = [entry.name for entry in fields.models]
-            self._environ[Env.MODELS] = str(_linked(self._state / "models", dict(zip(names, models, strict=True))))
+            shelf = Path(self._environ.get(Env.MODELS) or self._state / "models")
+            self._environ[Env.MODELS] = str(_linked(shelf, dict(zip(names, models, strict=True))))
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
                 self._environ.setdefault(name, "1")
 
@@ -225,10 +232,18 @@ def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:
     """A directory with links to these places."""
     for name, source in sources.items():
         link = directory / name
+        if link == source:  # a volume is there
+            continue
         link.parent.mkdir(parents=True, exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(source)
     return directory
+
+
+def _filled(directory: Path, tree: Path) -> None:
+    """Show what is in a tree in a directory that is there already."""
+    if directory != tree:
+        _linked(directory, {entry.name: entry for entry in tree.iterdir()} if tree.is_dir() else {tree.name: tree})
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:

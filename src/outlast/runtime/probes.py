@@ -5,6 +5,7 @@ Probes tell the truth: healthy while something advances (a step, or a phase of t
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ def exposition(health: Health, labels: Mapping[str, str]) -> str:
 
 
 def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = "127.0.0.1", port: int = 0) -> str:
-    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one.
+    """Answer probes in a background thread; returns the address `host:port`. Port 0 takes a free one, host ""
+    all addresses of the machine.
 
     Raises OutlastError when the port is taken.
     """
@@ -77,8 +79,11 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
         def log_message(self, format: str, *args: object) -> None:
             """Probes come every few seconds; they are not news."""
 
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
+
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = Server((host, port), Handler)
     except OSError as problem:
         remedy = "free it or choose another probe port (0 takes any free one)"
         raise OutlastError(f"cannot serve probes on {host}:{port}: {problem.strerror}; {remedy}") from problem

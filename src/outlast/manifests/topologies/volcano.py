@@ -62,6 +62,7 @@ def _policies() -> list[Document]:
     """The first that fits is followed: a wrong configuration ends the job, anything else replaces the one pod."""
     return [
         {"exitCode": contract.Exit.MISCONFIGURED.value, "action": "TerminateJob"},
+        {"exitCode": contract.Exit.GIVEN_UP.value, "action": "TerminateJob"},
         {"event": "PodEvicted", "action": "RestartPod"},
         {"event": "PodFailed", "action": "RestartPod"},
         {"event": "TaskCompleted", "action": "CompleteJob"},

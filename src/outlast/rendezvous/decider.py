@@ -1,0 +1,209 @@
+"""Who decides for one run: hears its members, publishes calls and worlds, judges failures and says when it is over.
+
+The decisions are `world.decide` and `restarts.judge`; this is what every decider does about them, whoever it is: the launcher of
+one machine (`backends.launcher`), or the agent of worker 0 (`rendezvous.host`). What differs between those is the abstract
+methods. May die at any moment: what must survive is kept by `remember`, before anybody is told.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from outlast import contract, restarts, spec
+from outlast.rendezvous import local, world
+from outlast.rendezvous.world import Standing
+from outlast.status import Failure, State
+
+SETTLE_S = 1.0
+"""Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
+CAUSE_S = 0.5
+"""How long the echoes of a failure wait for its cause."""
+
+_FACTS = ("rank", "code", "reason", "traceback", "time", "step")
+"""What a `Failure` takes from `local.Report.failure`."""
+
+
+class Decider(abc.ABC):
+    """All that is known of one run. `heard` and `gone` take what the transport brings; `decide` follows from it."""
+
+    def __init__(self, fields: spec.Spec) -> None:
+        self.sizes = fields.workers.allowed()
+        self.policy = restarts.Policy(fields.restarts.limit, fields.restarts.window)
+        self.patience = dataclasses.replace(world.Patience(), leave=fields.interruption.grace.total_seconds())
+        self.history = restarts.History()
+        self.restarts = 0
+        """Failures that counted since the start of the run."""
+        self.reports: dict[int, local.Report] = {}
+        self.known = world.State({})
+        """What `world.decide` goes by."""
+        self.pending: list[tuple[bool, Failure]] = []
+        """Failures of the current generation, each with whether it only echoes another."""
+        self.judged = 0
+        """The newest generation whose failure has been judged; what is reported of it later is known."""
+        self.farewell: local.Closed | None = None
+        """What everybody who reports is told once there is no further world."""
+
+    # What this decider is
+
+    @abc.abstractmethod
+    def send(self, id: int, kind: str, content: object) -> None:
+        """Say something to a member, see `local.Server.send`."""
+
+    @abc.abstractmethod
+    def poke(self) -> None:
+        """Something has happened: decide soon."""
+
+    @abc.abstractmethod
+    def remember(self) -> None:
+        """Keep safe what a decider that is started again must know."""
+
+    @abc.abstractmethod
+    def say(self, state: State, reason: str) -> None:
+        """Tell people where the run stands."""
+
+    @abc.abstractmethod
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write an event to the ledger."""
+
+    @abc.abstractmethod
+    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
+        """The failure with the step that the run had reached; the step that raised, None when it is not known; the newest
+        committed step."""
+
+    @abc.abstractmethod
+    def formed(self, new: world.World) -> None:
+        """A world has been published; its members are told after this."""
+
+    @abc.abstractmethod
+    def failed(self, failure: Failure) -> None:
+        """A failure has been judged."""
+
+    @abc.abstractmethod
+    def over(self, state: State, reason: str, code: int) -> None:
+        """There is no further world, and workers are to end with this code."""
+
+    # What members say
+
+    def heard(self, report: local.Report) -> None:
+        """A member has reported."""
+        before = self.reports.get(report.id)
+        self.reports[report.id] = report
+        if before is not None and dataclasses.replace(before, since=report.since) == report:
+            return  # a heartbeat
+        standing = Standing(report.standing)
+        self.known = self.known.heard(
+            world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
+        )
+        now = self.known.world
+        if report.failed and report.failure and now and self.judged < report.generation == now.generation:
+            facts: dict[str, Any] = {key: report.failure.get(key) for key in _FACTS}
+            self.add_failure(Failure(worker=report.id, generation=report.generation, **facts), echo=bool(report.failure["echo"]))
+        # It may have missed what was said before it connected.
+        if self.known.called is not None:
+            self.send(report.id, "called", self._call(self.known.called))
+        elif now is not None and report.id in now.members and report.generation < now.generation:
+            self.send(report.id, "world", now)
+        if self.farewell is not None:
+            self.send(report.id, "closed", self.farewell)
+        self.poke()
+
+    def gone(self, id: int) -> None:
+        """A member's connection is closed."""
+        self.reports.pop(id, None)
+        self.known = self.known.gone(id)
+        self.poke()
+
+    def add_failure(self, failure: Failure, *, echo: bool) -> None:
+        """Something failed in the current generation; it is judged when the others have had time to say so, too."""
+        self.pending.append((echo, failure))
+        self.poke()
+
+    # Decisions
+
+    def decide(self, replicas: int, expected: Iterable[int]) -> world.Decision | None:
+        """Take the next decision and act on it; None while it would be too early."""
+        now = time.time()
+        if self.pending and all(echo and now - failure.time < CAUSE_S for echo, failure in self.pending):
+            return None  # whoever died is still ending; a call now would stop it before it could say why
+        decision = world.decide(self.known, world.Wanted(replicas, self.sizes, frozenset(expected)), self.patience, now)
+        match decision:
+            case world.Call():
+                self._publish_call(decision)
+            case world.World():
+                self._publish_world(decision)
+            case world.Closed(reason, True):
+                self.over(State.SUCCEEDED, reason, contract.Exit.DONE)
+            case world.Closed(reason):
+                self.over(State.SUSPENDED, reason, contract.Exit.INTERRUPTED)
+        return decision
+
+    def generation(self) -> int:
+        """The newest generation that there has been."""
+        called = self.known.called.generation - 1 if self.known.called else 0
+        return max(called, self.known.world.generation if self.known.world else 0)
+
+    def _call(self, call: world.Call) -> local.Called:
+        return local.Called(call.generation, call.reason, call.planned, call.at + self.patience.leave)
+
+    def _publish_call(self, call: world.Call) -> None:
+        self.known = self.known.after(call)
+        self.note("called", generation=call.generation, reason=call.reason, planned=call.planned)
+        self.say(State.RESIZING if call.planned else State.RESTARTING, call.reason)
+        for id in self.reports:
+            self.send(id, "called", self._call(call))
+
+    def _publish_world(self, new: world.World) -> None:
+        if not self.judge():
+            return
+        self.known = self.known.after(new)
+        self.remember()  # the generation must grow even if we die now
+        self.note("world", generation=new.generation, workers=list(new.members), reason=new.reason)
+        self.say(State.RUNNING, new.reason)
+        self.formed(new)
+        for id in new.members:
+            self.send(id, "world", new)
+
+    # Failures
+
+    def judge_when_settled(self) -> None:
+        """Judge what has failed although no new world can be formed yet."""
+        if self.pending and time.time() - min(failure.time for _, failure in self.pending) > SETTLE_S:
+            self.judge()
+
+    def judge(self) -> bool:
+        """Judge the failures that have come together; False when the run ends by it."""
+        if not self.pending:
+            return True
+        echo, first = min(self.pending, key=cause_first)
+        self.pending.clear()
+        self.judged = max(self.judged, first.generation)
+        failure, raised, committed = self.progress(first, echo=echo)
+        verdict = restarts.judge(self.history, failure.model_copy(update={"step": raised}), committed, time.time(), self.policy)
+        counted = isinstance(verdict, restarts.Stop) or verdict.counted
+        self.failed(failure.model_copy(update={"counted": counted}))
+        facts = failure.model_dump(include={"generation", "worker", "rank", "code", "reason", "step"})
+        self.note("failure", **facts, counted=counted)
+        if isinstance(verdict, restarts.Stop):
+            self.over(State.FAILED, verdict.reason, verdict.code)
+            return False
+        self.history = verdict.history
+        self.restarts += counted
+        self.say(State.RESTARTING, verdict.reason)
+        self.remember()
+        return True
+
+
+def cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
+    """Orders failures of one generation: deaths before errors, errors before their echoes, the earlier before the later."""
+    echo, failure = pending
+    return echo, not contract.killed(failure.code), failure.time
+
+
+def after(generation: int) -> world.State:
+    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind."""
+    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, time.time())
+    return world.State({}, called=called) if generation else world.State({})

@@ -1,0 +1,133 @@
+"""Worker 0 decides: for pods without an operator and without an etcd (`c10d://<full name of pod 0>:29400`).
+
+The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
+the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from outlast import contract, spec
+from outlast.errors import OutlastError
+from outlast.rendezvous import decider, local, world
+from outlast.runtime.ledger import Ledger
+from outlast.status import Failure, State
+
+TICK_S = 0.1
+LEAVE_S = 15.0
+"""How long workers may take to hear that it is over."""
+
+Over = Callable[[State, str, int], None]
+
+
+class Host(decider.Decider):
+    """Decides for one run until it is over. `generation` is what the run has had already; `over` is told how it ends."""
+
+    def __init__(
+        self, job: spec.Job, *, run: str, generation: int, ledger: Ledger, over: Over, broken: Callable[[str], None]
+    ) -> None:
+        super().__init__(job.spec)
+        self.known = decider.after(generation)
+        self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
+        self._ledger, self._over, self._broken = ledger, over, broken
+        self._step = self._committed = 0
+        self._server = local.Server(run=run, heard=self.heard, gone=self.gone)
+        self._poke = asyncio.Event()
+        self._all_heard = threading.Event()
+        self._said = ""
+
+    def start(self, port: int = contract.Pod.RENDEZVOUS_PORT) -> None:
+        """Listen on all addresses of this machine and decide in the background. Raises OutlastError when the port is taken."""
+        try:
+            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+            sock = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=family is socket.AF_INET6)
+        except OSError as problem:
+            raise OutlastError(f"the rendezvous cannot listen on port {port}: {problem.strerror}; free it") from problem
+        threading.Thread(target=self._run, args=(sock,), name="outlast-host", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return when everybody has heard that it is over; at once when it is not."""
+        if self.farewell is not None:
+            self._all_heard.wait(LEAVE_S)
+
+    def _run(self, sock: socket.socket) -> None:
+        try:
+            asyncio.run(self._serve(sock))
+        except Exception as bug:  # nobody would ever decide again
+            self._broken(f"the rendezvous has failed: {bug!r}")
+            raise
+
+    async def _serve(self, sock: socket.socket) -> None:
+        await self._server.start(sock)
+        looked, left = time.monotonic(), 0.0
+        while not left or (self.reports and time.monotonic() < left):
+            self._poke.clear()
+            if time.monotonic() - looked > local.HEARTBEAT_S:
+                self._server.forgive()
+            looked = time.monotonic()
+            self._server.drop_silent(looked)
+            if self.farewell is None:
+                self._look()
+            elif not left:
+                left = time.monotonic() + LEAVE_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._poke.wait(), TICK_S)
+        self._all_heard.set()
+        await self._server.stop()
+
+    def _look(self) -> None:
+        """Pods that were asked for are expected; one more may come when somebody scales."""
+        expected = {*range(self._replicas), *self.reports}
+        decision = self.decide(min(len(expected), self._most), expected)
+        if isinstance(decision, world.Wait) and self.known.world is None and decision.reason != self._said:
+            self._said = decision.reason.partition(" (")[0]
+            print(f"outlast | {decision.reason}", flush=True)
+        self.judge_when_settled()
+
+    # What a decider is
+
+    def send(self, id: int, kind: str, content: object) -> None:
+        self._server.send(id, kind, content)
+
+    def poke(self) -> None:
+        self._poke.set()
+
+    def remember(self) -> None:
+        """Nothing: the members know the generation, and who is started again reads it in the store."""
+
+    def say(self, state: State, reason: str) -> None:
+        print(f"outlast | {state}: {reason}", flush=True)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        self._ledger.write(kind, **facts)
+
+    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
+        report = self.reports.get(failure.worker)
+        self._committed = max(self._committed, (report.failure or {}).get("committed") or 0 if report else 0)
+        return failure, None if echo else failure.step, self._committed
+
+    def formed(self, new: world.World) -> None:
+        """Nothing: pods are others' business."""
+
+    def failed(self, failure: Failure) -> None:
+        if failure.traceback:
+            print(failure.traceback, flush=True)
+
+    def over(self, state: State, reason: str, code: int) -> None:
+        if self.farewell is not None or state is State.SUSPENDED:
+            return  # whoever suspends the job takes its pods away
+        if state is State.FAILED and code != contract.Exit.MISCONFIGURED:
+            code = contract.Exit.GIVEN_UP
+        self.farewell = local.Closed(reason, code)
+        self.note("finished", state=str(state), reason=reason, code=code)
+        self.say(state, reason)
+        self._over(state, reason, code)
+        for id in list(self.reports):
+            self.send(id, "closed", self.farewell)

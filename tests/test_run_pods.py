@@ -1,0 +1,183 @@
+"""Workers as pods run them: no launcher, the agent of worker 0 decides, and the record of the run is in its output."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from outlast import contract
+from outlast.remote import run as runs
+from outlast.runtime import progress
+
+Final = Callable[..., dict[str, object]]
+ARGS = ("--steps=60", "--pause=0.04")
+LONG = ("--steps=150", "--pause=0.04")
+
+
+class Pods:
+    """Agents of one job, started again by nobody but the test."""
+
+    def __init__(self, directory: Path, file: Path) -> None:
+        self.directory, self.output, self._file = directory, directory / "out", file
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, *indices: int, **more: str) -> None:
+        for index in indices:
+            state = self.directory / f"state-{index}"
+            state.mkdir(exist_ok=True)
+            environ = {
+                **os.environ,
+                contract.Env.JOB: "job",
+                contract.Env.RUN: "job-1a2b3c4d",
+                contract.Env.WORKER: str(index),
+                contract.Env.JOB_FILE: str(self._file),
+                contract.Env.CODE: str(Path(__file__).parent / "programs"),
+                contract.Env.OUTPUT: str(self.output),
+                contract.Env.CACHE: str(self.directory / "cache"),
+                contract.Env.STATE: str(state),
+                contract.Env.LEDGER: str(self.output / contract.LEDGER),
+                contract.Env.NOTICE: str(state / contract.NOTICE),
+                contract.Env.CHECKPOINT_EVERY: "10 steps",
+                contract.Env.ADDRESS: "127.0.0.1",
+                contract.Env.RENDEZVOUS: f"c10d://localhost:{self._port}",
+                "PYTHONHASHSEED": "0",
+                "OMP_NUM_THREADS": "1",
+                **more,
+            }
+            log = open(self.directory / f"pod-{index}.log", "ab")  # noqa: SIM115 (the process has it)
+            self.running[index] = subprocess.Popen(
+                [sys.executable, "-m", "outlast.runtime.agent"], env=environ, stdout=log, stderr=log, start_new_session=True
+            )
+            log.close()
+
+    def log(self, index: int) -> str:
+        return (self.directory / f"pod-{index}.log").read_text()
+
+    def wait(self, until: Callable[[], object], what: str, timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what} not within {timeout_s} s\n" + "\n".join(f"{i}: {self.log(i)}" for i in self.running))
+            time.sleep(0.02)
+
+    def step(self, index: int = 0) -> int:
+        record = progress.read(self.directory / f"state-{index}", 0)
+        return record.step if record else 0
+
+    def kill(self, index: int) -> None:
+        os.killpg(self.running[index].pid, signal.SIGKILL)
+        self.running.pop(index).wait()
+
+    def codes(self, timeout_s: float = 90) -> dict[int, int]:
+        deadline = time.monotonic() + timeout_s
+        return {i: pod.wait(max(0.1, deadline - time.monotonic())) for i, pod in self.running.items()}
+
+    def record(self) -> runs.Run:
+        return runs.Run.parse((self.output / runs.RUN).read_bytes())
+
+    def final(self) -> dict[str, object]:
+        return dict(json.loads((self.output / "final.json").read_text()))
+
+
+@pytest.fixture
+def pods(machine) -> Iterator[Callable[..., Pods]]:
+    made: list[Pods] = []
+
+    def make(**fields: object) -> Pods:
+        made.append(Pods(machine.directory, machine.job(**fields)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for index in list(each.running):
+            if each.running[index].poll() is None:
+                each.kill(index)
+
+
+def test_two_pods_train_to_the_end_and_the_record_says_so(pods, undisturbed: Final):
+    two = pods(args=ARGS)
+    two.start(0, 1)
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(ARGS, 2)
+    assert (two.record().state, two.record().exit_code) == ("Succeeded", 0)
+    log = (two.output / "logs" / "worker-1.log").read_text()
+    assert log.endswith("outlast | worker 1: training is done (exit 0)\n")
+    assert log == two.log(1)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_pod_that_is_lost_comes_back_and_the_weights_are_those_of_the_undisturbed_run(victim, pods, undisturbed: Final):
+    two = pods(args=LONG)
+    two.start(0, 1)
+    two.wait(lambda: two.step() >= 25, "step 25")
+    two.kill(victim)
+    two.start(victim)
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(LONG, 2)
+
+
+def test_a_pod_that_is_told_to_leave_has_everybody_save_and_no_step_is_lost(pods, undisturbed: Final):
+    two = pods(args=LONG)
+    two.start(0, 1)
+    two.wait(lambda: two.step() >= 25, "step 25")
+    two.running[1].terminate()
+    assert two.running.pop(1).wait(30) == contract.Exit.INTERRUPTED
+    two.start(1)
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(LONG, 2)
+    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 151))
+
+
+def test_a_training_that_fails_for_good_is_given_up_by_all_pods_and_not_begun_again(pods):
+    two = pods(args=("--fail-at=15",), restarts={"limit": 1})
+    two.start(0, 1)
+    assert two.codes() == {0: contract.Exit.GIVEN_UP, 1: contract.Exit.GIVEN_UP}
+    assert two.record().state == "Failed"
+    assert "restarts.limit (1 within" in two.log(1)
+    two.start(1)
+    assert two.running[1].wait(30) == contract.Exit.GIVEN_UP
+    assert "has ended before (Failed:" in two.log(1)
+
+
+def test_who_is_done_stays_up_where_pods_are_always_started_again_and_never_trains_again(pods):
+    one = pods(args=ARGS, workers={"replicas": 1})
+    one.start(0, **{contract.Env.STAY: "1"})
+    one.wait(lambda: "stays up and does nothing more" in one.log(0), "the end")
+    probes = json.loads((one.directory / "state-0" / contract.WORKER).read_text())["probes"].rpartition(":")[2]
+    assert urllib.request.urlopen(f"http://127.0.0.1:{probes}/healthz", timeout=5).status == 200
+    one.running[0].terminate()
+    assert one.running.pop(0).wait(10) == 0
+    one.start(0, **{contract.Env.STAY: "1"})
+    one.wait(lambda: one.log(0).count("stays up and does nothing more") == 2, "the second end")
+    assert one.log(0).count("has ended before (Succeeded:") == 1
+
+
+def test_a_changed_job_goes_on_with_the_run_and_the_one_before_it_takes_nothing_back(pods, undisturbed: Final):
+    one = pods(args=LONG, workers={"replicas": 1})
+    one.start(0)
+    one.wait(lambda: one.step() >= 25, "step 25")
+    one.running[0].terminate()
+    assert one.running.pop(0).wait(30) == contract.Exit.INTERRUPTED
+    one.start(0, **{contract.Env.RUN: "job-changed0"})
+    one.wait(lambda: one.step() >= 40, "step 40")
+    one.kill(0)
+    one.start(0)
+    assert one.running.pop(0).wait(30) == contract.Exit.MISCONFIGURED
+    assert "was taken up by a later version of this job" in one.log(0)
+    one.start(0, **{contract.Env.RUN: "job-changed0"})
+    assert one.codes() == {0: 0}
+    assert (one.record().run, one.record().owner) == ("job-1a2b3c4d", "job-changed0")
+    assert one.final() == undisturbed(LONG, 1)
