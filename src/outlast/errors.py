@@ -9,6 +9,16 @@ remedy.
     ├── NotFound              no such job, file or checkpoint
     ├── AlreadyRunning        the job runs already, or another process holds its lock
     ├── Superseded            a newer generation has taken over; the holder is a zombie and must stop
+    ├── ClusterError          a cluster did not do what it was asked to (exit 1)
+    │   ├── NoCluster         which one is meant is not known: no kubeconfig, no such context (exit 2)
+    │   ├── Absent            there is no such document (exit 2; a NotFound, too)
+    │   ├── Taken             what was to be created exists (exit 2)
+    │   ├── Conflict          what was to be changed is no longer what it was
+    │   ├── Forbidden         this user has not the right to
+    │   ├── Unauthorized      the login has expired
+    │   ├── Refused           the server does not accept the document: its schema, a quota, a policy, a webhook
+    │   ├── NotServed         it does not know the kind: something has to be installed
+    │   └── Unanswered        it cannot be reached, or is not well
     └── StoreError            a store did not do what it was asked to; `.retry` says whether trying again later can help
         ├── Missing           there is no such object
         ├── NoBucket          there is no such bucket or container
@@ -53,6 +63,54 @@ class AlreadyRunning(OutlastError):
 
 class Superseded(OutlastError):
     """This process belongs to a generation that has been replaced."""
+
+
+class ClusterError(OutlastError):
+    """A cluster did not do what it was asked to."""
+
+    exit_code = 1
+
+
+class NoCluster(ClusterError):
+    """Which cluster is meant is not known: there is no kubeconfig, or no such context in it."""
+
+    exit_code = 2
+
+
+class Absent(ClusterError, NotFound):
+    """The cluster has no such document, or no such namespace."""
+
+    exit_code = 2
+
+
+class Taken(ClusterError):
+    """The document that was to be created exists already."""
+
+    exit_code = 2
+
+
+class Conflict(ClusterError):
+    """The document that was to be changed is no longer what it was."""
+
+
+class Forbidden(ClusterError):
+    """The user has not the right to do this."""
+
+
+class Unauthorized(ClusterError):
+    """The cluster does not accept the login."""
+
+
+class Refused(ClusterError):
+    """The cluster does not accept what it was given."""
+
+
+class NotServed(ClusterError):
+    """The cluster does not know this kind of document."""
+
+
+class Unanswered(ClusterError):
+    """The cluster cannot be reached, or is not well; trying again later can help."""
 
 
 class StoreError(OutlastError):

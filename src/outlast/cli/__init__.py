@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from outlast import __version__
-from outlast.cli import chaos, checkpoints, data, image, jobs, render, results, run, sync, which
+from outlast.cli import chaos, checkpoints, data, doctor, image, install, jobs, render, results, run, sync, which, why
 from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ app.command(cls=which.takes("[NAME] N"))(jobs.scale)
 app.command()(jobs.suspend)
 app.command()(jobs.resume)
 app.command()(jobs.cancel)
+app.command()(why.why)
 app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.evaluate)
@@ -94,6 +95,9 @@ app.command()(render.render)
 app.add_typer(data.app, name="data")
 app.add_typer(image.app, name="image")
 app.command()(sync.sync)
+app.command()(install.install)
+app.command()(install.uninstall)
+app.command()(doctor.doctor)
 app.command()(version)
 app.command(hidden=True)(agent)
 

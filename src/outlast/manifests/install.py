@@ -1,6 +1,6 @@
 """What is installed in a cluster: the namespace, the API, the operator and what it may do, and an etcd for who wants one.
 
-    files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them
+    files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them, and `outlast install` applies them
 
 The operator has the right to everything it does and to nothing else: no wildcard, no Secrets, no right to change roles.
 """
@@ -24,55 +24,52 @@ _LABELS = {
 }
 
 
-def files() -> dict[str, list[Document]]:
-    """The documents by the file that holds them, below `deploy/`."""
+def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> dict[str, list[Document]]:
+    """The documents by the file that holds them, below `deploy/`; `into` is the operator's namespace."""
     base = {
-        "namespace.yaml": [namespace()],
+        "namespace.yaml": [namespace(into)],
         "crd.yaml": [crd.definition()],
-        "rbac.yaml": rbac.operator(_meta(OPERATOR), OPERATOR_NAMESPACE) + rbac.users(),
-        "operator.yaml": [operator()],
+        "rbac.yaml": rbac.operator(_meta(OPERATOR), into) + rbac.users(),
+        "operator.yaml": [operator(into, image)],
     }
-    optional = {"etcd/etcd.yaml": etcd(), "worker/role.yaml": rbac.worker()}
+    optional = {"etcd/etcd.yaml": etcd(into), "worker/role.yaml": rbac.worker()}
     kustomized = {
-        "kustomization.yaml": [_kustomization(list(base), namespace=OPERATOR_NAMESPACE)],
-        "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=OPERATOR_NAMESPACE)],
+        "kustomization.yaml": [_kustomization(list(base), namespace=into)],
+        "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=into)],
         "worker/kustomization.yaml": [_kustomization(["role.yaml"])],
     }
     return {**base, **optional, **kustomized}
 
 
-def namespace() -> Document:
+def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
     """The operator's namespace; nothing that is not restricted may run in it."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
     return {
         "apiVersion": "v1",
         "kind": "Namespace",
-        "metadata": {"name": OPERATOR_NAMESPACE, "labels": {**_LABELS, **restricted}},
+        "metadata": {"name": name, "labels": {**_LABELS, **restricted}},
     }
 
 
-def operator() -> Document:
+def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
     """The operator's Deployment: one replica acts, holding a Lease, the other takes over when its node is lost."""
     labels = _selected("operator")
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {**_meta(OPERATOR), "namespace": OPERATOR_NAMESPACE},
+        "metadata": {**_meta(OPERATOR), "namespace": into},
         "spec": {
             "replicas": 2,
             "selector": {"matchLabels": labels},
-            "template": {
-                "metadata": {"labels": {**_LABELS, **labels}},
-                "spec": {
+            "template": _pods(
+                labels,
+                {
                     "serviceAccountName": OPERATOR,
-                    "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
                     "terminationGracePeriodSeconds": 15,
-                    "securityContext": places.security(),
-                    "topologySpreadConstraints": [_apart(labels)],
                     "containers": [
                         {
                             "name": "operator",
-                            "image": IMAGE,
+                            "image": image,
                             "command": ["outlast", "operator"],
                             "env": [
                                 _field(contract.Env.NAMESPACE, "metadata.namespace"),
@@ -90,33 +87,33 @@ def operator() -> Document:
                     ],
                     "volumes": [{"name": "tmp", "emptyDir": {}}],
                 },
-            },
+            ),
         },
     }
 
 
-def etcd() -> list[Document]:
+def etcd(into: str = OPERATOR_NAMESPACE) -> list[Document]:
     """An etcd of three members, for `rendezvous: {backend: etcd}` where there is no operator.
 
     Members tell clients their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod. What they
     know is on claims, so that a restart forgets nothing.
     """
     labels = _selected("etcd")
-    return [_etcd_service(labels), _etcd_budget(labels), _etcd_members(labels)]
+    return [_etcd_service(labels, into), _etcd_budget(labels, into), _etcd_members(labels, into)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------- etcd
 
 
-def _etcd_host(member: str) -> str:
-    return f"{member}.{ETCD}.{OPERATOR_NAMESPACE}.svc.{contract.CLUSTER_DOMAIN}"
+def _etcd_host(member: str, into: str) -> str:
+    return f"{member}.{ETCD}.{into}.svc.{contract.CLUSTER_DOMAIN}"
 
 
-def _etcd_service(labels: dict[str, str]) -> Document:
+def _etcd_service(labels: dict[str, str], into: str) -> Document:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {**_meta(ETCD), "namespace": OPERATOR_NAMESPACE},
+        "metadata": {**_meta(ETCD), "namespace": into},
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # members are ready only after they have found each other
@@ -126,18 +123,18 @@ def _etcd_service(labels: dict[str, str]) -> Document:
     }
 
 
-def _etcd_budget(labels: dict[str, str]) -> Document:
+def _etcd_budget(labels: dict[str, str], into: str) -> Document:
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": {**_meta(ETCD), "namespace": OPERATOR_NAMESPACE},
+        "metadata": {**_meta(ETCD), "namespace": into},
         "spec": {"maxUnavailable": 1, "selector": {"matchLabels": labels}},
     }
 
 
-def _etcd_members(labels: dict[str, str]) -> Document:
-    me = _etcd_host("$(OUTLAST_POD)")
-    members = ",".join(f"{ETCD}-{n}=http://{_etcd_host(f'{ETCD}-{n}')}:{_PEER}" for n in range(ETCD_MEMBERS))
+def _etcd_members(labels: dict[str, str], into: str) -> Document:
+    me = _etcd_host("$(OUTLAST_POD)", into)
+    members = ",".join(f"{ETCD}-{n}=http://{_etcd_host(f'{ETCD}-{n}', into)}:{_PEER}" for n in range(ETCD_MEMBERS))
     command = [
         "etcd",
         "--name=$(OUTLAST_POD)",
@@ -154,19 +151,16 @@ def _etcd_members(labels: dict[str, str]) -> Document:
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": {**_meta(ETCD), "namespace": OPERATOR_NAMESPACE},
+        "metadata": {**_meta(ETCD), "namespace": into},
         "spec": {
             "serviceName": ETCD,
             "replicas": ETCD_MEMBERS,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},
-            "template": {
-                "metadata": {"labels": {**_LABELS, **labels}},
-                "spec": {
+            "template": _pods(
+                labels,
+                {
                     "automountServiceAccountToken": False,
-                    "enableServiceLinks": False,
-                    "securityContext": places.security(),
-                    "topologySpreadConstraints": [_apart(labels)],
                     "containers": [
                         {
                             "name": "etcd",
@@ -183,7 +177,7 @@ def _etcd_members(labels: dict[str, str]) -> Document:
                         }
                     ],
                 },
-            },
+            ),
             "volumeClaimTemplates": [
                 {
                     "metadata": {"name": "data"},
@@ -208,6 +202,17 @@ def _meta(name: str) -> Document:
 
 def _selected(component: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": component}
+
+
+def _pods(labels: dict[str, str], spec: Document) -> Document:
+    """The template of pods that keep apart, are restricted, and see no Services in their environment: one called outlast-...
+    would set OUTLAST_..._PORT."""
+    ours: Document = {
+        "enableServiceLinks": False,
+        "securityContext": places.security(),
+        "topologySpreadConstraints": [_apart(labels)],
+    }
+    return {"metadata": {"labels": {**_LABELS, **labels}}, "spec": {**ours, **spec}}
 
 
 def _field(name: str, path: str) -> Document:

@@ -1,0 +1,142 @@
+"""What an API server said when it refused, in words that help: from its Status to our errors, in one place.
+
+Only `kube` calls it, for everything that goes wrong there. Pure: an answer goes in, an error comes out;
+tests/test_kube.py holds it against what real servers answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast.errors import Absent, ClusterError, Conflict, Forbidden, NotServed, Refused, Taken, Unanswered, Unauthorized
+from outlast.kinds import INSTALLED_BY, Kind
+
+_LONGEST = 600
+"""Characters of a server's sentence that are passed on: some quote whole documents."""
+_DONE = {
+    "get": "read",
+    "list": "listed",
+    "watch": "watched",
+    "create": "created",
+    "apply": "applied",
+    "patch": "changed",
+    "update": "replaced",
+    "delete": "deleted",
+}
+_CANNOT = re.compile(
+    r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)"(?: in API group "(?P<group>[^"]*)")?'
+    r'(?: in the namespace "(?P<namespace>[^"]*)")?(?P<scope> at the cluster scope)?'
+)
+_WEBHOOK = re.compile(
+    r'admission webhook "(?P<name>[^"]+)" denied the request(?: without explanation|: (?P<said>.*))?', re.DOTALL
+)
+_POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied request: (?P<said>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of the server."""
+
+    verb: str
+    """get, list, watch, create, apply, patch, update, delete, or what is done to a pod: log, exec, proxy, portforward."""
+    kind: Kind | None = None
+    name: str = ""
+    namespace: str = ""
+    server: str = ""
+    subresource: str = ""
+
+    @property
+    def thing(self) -> str:
+        """`Pod train-0 in namespace team-a`."""
+        words = [str(self.kind) if self.kind else "it", self.name]
+        words += [f"in namespace {self.namespace}"] if self.namespace else []
+        return " ".join(filter(None, words))
+
+
+def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
+    """What an answer other than 2xx means."""
+    said = _status(body)
+    message = _short(str(said.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
+    reason = str(said.get("reason") or "")
+    details: Mapping[str, Any] = said.get("details") or {}
+    undone = f"{asked.thing} cannot be {_DONE.get(asked.verb, 'reached')}"
+    if status == 401:
+        return Unauthorized(
+            f"the API server {asked.server} does not accept the login; it has expired or is not for this cluster: log in again"
+        )
+    if status == 403 and (found := _CANNOT.search(message)):
+        return Forbidden(_forbidden(found))
+    if status == 404:
+        return _absent(details, message, asked)
+    if status == 409 and reason == "AlreadyExists":
+        return Taken(f"{asked.thing} exists already")
+    if status == 409:
+        return Conflict(f"{undone}: somebody else has changed it meanwhile, or deletes it ({message}); try again")
+    if "failed calling webhook" in message or "failed to call webhook" in message:
+        return Refused(f"{undone}: an admission webhook of the cluster does not answer: {message}")
+    if asked.verb == "proxy" and (not said or "error trying to reach service" in message):
+        return Unanswered(f"{asked.thing} does not answer on its port (HTTP {status}: {message})")
+    if "failed to create typed" in message:  # 500, of what is applied
+        return Refused(f"{undone}: {message.partition('): ')[2] or message}")
+    if status == 429 or status >= 500:
+        return Unanswered(f"{undone}: the API server {asked.server} is not well (HTTP {status}: {message}); try again later")
+    return Refused(f"{undone}: {_refused(message, details)}")
+
+
+def _status(body: bytes) -> Mapping[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:  # a proxy's page, or plain text
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _forbidden(found: re.Match[str]) -> str:
+    """Verb, resource and namespace of what is not allowed."""
+    resource = f"{found['resource']}.{found['group']}" if found["group"] else found["resource"]
+    where = f" in namespace {found['namespace']}" if found["namespace"] else " in the whole cluster" if found["scope"] else ""
+    return (
+        f"{found['user']} may not {found['verb']} {resource}{where}; ask who runs the cluster for a role with that right,"
+        " or choose another namespace (-n) or context (--context)"
+    )
+
+
+def _absent(details: Mapping[str, Any], message: str, asked: Asked) -> ClusterError:
+    name, kind = details.get("name"), details.get("kind")
+    if kind == "namespaces" and asked.namespace:
+        return Absent(f"there is no namespace {name}; create it (kubectl create namespace {name}), or choose another with -n")
+    if asked.kind and not name and ("requested resource" in message or "page not found" in message or not details):
+        if asked.subresource and asked.name:
+            return Absent(f"{asked.thing} does not exist, or has no {asked.subresource} ({message})")
+        remedy = INSTALLED_BY.get(asked.kind.group, f"this cluster is too old or too new for {asked.kind.api_version}")
+        return NotServed(f"{asked.kind} ({asked.kind.api_version}) is not known to this cluster; {remedy}")
+    return Absent(f"{asked.thing} does not exist")
+
+
+def _refused(message: str, details: Mapping[str, Any]) -> str:
+    """The server's sentence, without what it repeats of the document."""
+    if found := _WEBHOOK.search(message):
+        return f"the admission webhook {found['name']} denied it: {found['said'] or 'it does not say why'}"
+    if found := _POLICY.search(message):
+        return f"the policy {found['name']} denied it: {found['said']}"
+    causes = details.get("causes") or []
+    told = [f"{c['field']}: {_cause(str(c.get('message', '')))}" for c in causes if c.get("field") and c["field"] != "<nil>"]
+    if told:
+        return _short("; ".join(dict.fromkeys(told)))
+    return message
+
+
+def _cause(message: str) -> str:
+    """`field is immutable` of `Invalid value: {a whole pod}: field is immutable`."""
+    if len(message) < 120 or not message.startswith("Invalid value: "):
+        return message
+    return message.rpartition(": ")[2]
+
+
+def _short(message: str) -> str:
+    message = " ".join(message.split())
+    return message if len(message) <= _LONGEST else f"{message[: _LONGEST * 2 // 3]} ... {message[-_LONGEST // 3 :]}"

@@ -1,0 +1,107 @@
+"""`outlast doctor`: would training work here?"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast.cli import show
+from outlast.cli.show import Output, OutputOption
+from outlast.cli.why import ContextOption, NamespaceOption
+from outlast.errors import ClusterError, NoCluster, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.doctor import Check
+
+_TIMEOUT_S = 300.0
+
+
+def doctor(
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Try this image, and the network, in pods of it.")] = None,
+    store: Annotated[str, typer.Option(metavar="URL", help="Try to write below this place of a store, in a pod.")] = "",
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Secret with credentials for the store; may be repeated.")
+    ] = None,
+    network: Annotated[bool, typer.Option(help="Try the network between two pods.")] = True,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="How long pods may take.")] = _TIMEOUT_S,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Look whether training would work: on this machine, in the cluster, and in pods.
+
+    Nothing is changed. With --image one or two small pods are made, and deleted afterwards: they try the image, names (DNS), the
+    network between nodes with an all-reduce, and the store. Exit code 1: something would not work.
+
+    \b
+    Examples:
+      outlast doctor
+      outlast doctor -n team-a --image ghcr.io/outlast/outlast:0.1
+      outlast doctor --image IMAGE --store s3://bucket/runs --secret s3-keys
+      outlast doctor --image IMAGE --no-network
+    """
+    if image is None and (store or secret):
+        raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # pods are deleted then, as after Ctrl-C
+    asked = _asked(image, store, secret or [], network, namespace, context, timeout)
+    found: dict[str, list[Check]] = {}
+    for section, checks in asked:
+        if output is Output.TABLE:
+            print(("\n" if found else "") + section, flush=True)
+        found[section] = list(_shown(checks, output))
+    if output is not Output.TABLE:
+        show.data([{"where": where, **dataclasses.asdict(each)} for where, checks in found.items() for each in checks], output)
+    if any(check.outcome == "fail" for checks in found.values() for check in checks):
+        raise typer.Exit(1)
+
+
+def _shown(checks: Iterable[Check], output: Output) -> Iterator[Check]:
+    for check in checks:
+        if output is Output.TABLE:
+            print(check, flush=True)
+        yield check
+
+
+def _asked(
+    image: str | None,
+    store: str,
+    secrets: list[str],
+    network: bool,
+    namespace: str | None,
+    context: str | None,
+    timeout: float,
+) -> Iterator[tuple[str, Iterable[Check]]]:
+    """The sections, each with its checks, made when they are looked at."""
+    from outlast import doctor, kube
+    from outlast.doctor import cluster as asked
+    from outlast.doctor import inside, machine
+
+    yield "This machine", machine.checks()
+    try:
+        cluster = kube.connect(context, namespace)
+    except NoCluster as error:
+        if namespace or context or image:
+            raise
+        yield "Cluster", [doctor.warned("access", f"not looked at: {error}", "nothing, when training is to be on this machine")]
+        return
+    try:
+        yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(asked.checks(cluster))
+        if image:
+            wanted = inside.Wanted(image, store, secrets, network, timeout)
+            yield f"In pods of {image}", _reached(inside.checks(cluster, wanted))
+    finally:
+        cluster.close()
+
+
+def _reached(checks: Iterator[Check]) -> Iterator[Check]:
+    """The checks, the last of which says that the cluster did not let us go on, when it did not."""
+    from outlast import doctor
+
+    try:
+        yield from checks
+    except ClusterError as error:
+        yield doctor.failed("access", str(error), "mend that, and ask again")

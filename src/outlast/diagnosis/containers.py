@@ -1,0 +1,340 @@
+"""Why a pod that has a node does not train: its image, how its container starts, and how it ended."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from outlast import contract
+from outlast.diagnosis import seen as sight
+from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests.request import Document
+
+# Images
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """What a container runtime (containerd, CRI-O, the kubelet) says of an image, and what it means."""
+
+    says: str
+    what: str
+    remedy: str
+
+
+_LOGIN = "make a Secret (kubectl create secret docker-registry) and name it in the template's imagePullSecrets"
+IMAGES = (
+    ImageRule(
+        r"no match for platform|exec format error",
+        "is not built for the processors of that node",
+        "build it for them (docker buildx build --platform linux/amd64,linux/arm64), or choose nodes by kubernetes.io/arch",
+    ),
+    ImageRule(
+        r"429|toomanyrequests|rate limit",
+        "may not be pulled so often: its registry limits us",
+        "log in with an imagePullSecret, or mirror it",
+    ),
+    ImageRule(
+        r"insufficient_scope|pull access denied|requested access to the resource is denied",
+        "does not exist, or its registry wants a login",
+        f"correct `image`; if it is private {_LOGIN}",
+    ),
+    ImageRule(
+        r"40[13]|[Uu]nauthorized|[Ff]orbidden|no basic auth|denied",
+        "may not be pulled: its registry wants a login",
+        f"{_LOGIN}, or let the nodes pull",
+    ),
+    ImageRule(
+        r"not found|manifest unknown|name unknown|NAME_UNKNOWN|404",
+        "does not exist in its registry",
+        "correct the name or the tag of `image`, or push it",
+    ),
+    ImageRule(
+        r"no such host|server misbehaving",
+        "cannot be pulled: the name of its registry is unknown (DNS)",
+        "correct the registry in `image`, or the DNS of the nodes",
+    ),
+    ImageRule(
+        r"x509|certificate|TLS handshake|server gave HTTP response",
+        "cannot be pulled: there is no secure connection to its registry",
+        "give the nodes the registry's certificate, or configure it as an insecure one in their container runtime",
+    ),
+    ImageRule(
+        r"connection refused|i/o timeout|timed? ?out|deadline exceeded|unreachable|connection reset|EOF",
+        "cannot be pulled: its registry does not answer the nodes",
+        "correct the registry in `image`, or let the nodes reach it (proxy, firewall, NAT)",
+    ),
+    ImageRule(
+        r"no space left", "does not fit on the node's disk", "free the disk of the node, use a smaller image or larger disks"
+    ),
+)
+_IMAGE = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError")
+
+
+def images(seen: Seen, _: float) -> Iterator[Cause]:
+    """Images that cannot be had."""
+    found: list[tuple[str, Document]] = []
+    for pod in seen.pods:
+        for status in sight.statuses(pod):
+            waits = status.get("state", {}).get("waiting") or {}
+            if waits.get("reason") in _IMAGE:
+                found.append((f"{waits['reason']} {status.get('image', '')}", pod))
+    for key, pods in sight.grouped(found).items():
+        reason, image = key.split(" ", 1)
+        yield _image(reason, image, pods, _pull_message(seen, pods))
+
+
+def _pull_message(seen: Seen, pods: Sequence[Document]) -> str:
+    """What the runtime said of the pull: the kubelet repeats it, or not, in several places."""
+    texts = [message for pod in pods for reason, message in sight.stuck(pod) if reason in _IMAGE]
+    texts += [str(event.get("message", "")) for pod in pods for event in reversed(seen.about(pod, "Failed", "InspectFailed"))]
+    telling = [text for text in texts if any(re.search(rule.says, _without_image(text)) for rule in IMAGES)]
+    return (telling or texts or [""])[0]
+
+
+def _without_image(message: str) -> str:
+    """The message without names of images and URLs, in which a tag such as 404 may stand."""
+    return re.sub(r'"[^"]*"|https?://\S+|\S+/\S+:\S+', "", message)
+
+
+def _image(reason: str, image: str, pods: Sequence[Document], message: str) -> Cause:
+    held = f"{sight.whom(pods)} {sight.verb(pods, 'waits', 'wait')} for the image {image}"
+    evidence = (f"{reason}: {message}",) if message else (reason,)
+    if reason == "InvalidImageName":
+        return Cause("image", f"{held}, which is no name of an image", evidence, "correct `image`; names are in lower case")
+    if reason == "ErrImageNeverPull":
+        remedy = "load it into the nodes, or remove imagePullPolicy: Never from the template"
+        return Cause("image", f"{held}, which is not on the node and may not be pulled", evidence, remedy)
+    for rule in IMAGES:
+        if re.search(rule.says, _without_image(message)):
+            return Cause("image", f"{held}, which {rule.what}", evidence, rule.remedy)
+    return Cause("image", f"{held}, which cannot be pulled", evidence, "correct `image`, or see what the node says")
+
+
+# Starting
+
+
+def starts(seen: Seen, _: float) -> Iterator[Cause]:
+    """Containers that cannot be made or started."""
+    found: list[tuple[str, Document]] = []
+    for pod in seen.pods:
+        for reason, message in sight.stuck(pod):
+            if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError"):
+                found.append((f"{reason}: {message}", pod))
+        over = sight.ended(pod)
+        if over and over.get("reason") in ("StartError", "ContainerCannotRun"):
+            found.append((f"{over['reason']}: {over.get('message', '')}", pod))
+    for text, pods in sight.grouped((_same(text), pod) for text, pod in found).items():
+        if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
+            continue  # `storage.references` tells it
+        whom = f"{sight.whom(pods)} {sight.verb(pods, 'cannot be started', 'cannot be started')}"
+        if "executable file not found" in text or "no such file or directory" in text:
+            command = re.search(r'exec: "([^"]+)"', text)
+            named = command[1] if command else "the command"
+            remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
+            yield Cause("command-missing", f"{whom}: there is no {named} in the image {_of(pods)}", (text,), remedy)
+        elif "exec format error" in text:
+            yield Cause("image", f"{whom}: the image is not built for that processor", (text,), IMAGES[0].remedy)
+        elif "will run as root" in text or "non-numeric user" in text:
+            remedy = "build the image with a numeric user (USER 1000), or set runAsUser in the template's securityContext"
+            yield Cause("root", f"{whom}: the image wants to run as root, and the pod may not", (text,), remedy)
+        elif "permission denied" in text:
+            yield Cause(
+                "start", f"{whom}: the command may not be executed", (text,), "give it the x bit in the image, and to user 1000"
+            )
+        else:
+            yield Cause("start", f"{whom}", (text,), "correct what the message names in the template or the image")
+
+
+def _same(text: str) -> str:
+    """The message without what differs from pod to pod."""
+    return re.sub(r"[0-9a-f]{64}|/proc/\d+\S*", "...", text)
+
+
+def _of(pods: Sequence[Document]) -> str:
+    return str(sight.container(pods[0]).get("image", ""))
+
+
+# Ends
+
+_END = re.compile(r"outlast \| worker (?P<worker>\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
+_RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
+"""`ValueError: no labels`, perhaps after what torchrun puts before lines."""
+_LAST_LINES = 12
+_SIGNALS = {
+    129: "SIGHUP",
+    130: "SIGINT",
+    132: "SIGILL",
+    134: "SIGABRT",
+    135: "SIGBUS",
+    136: "SIGFPE",
+    137: "SIGKILL",
+    139: "SIGSEGV",
+    143: "SIGTERM",
+}
+
+
+def ends(seen: Seen, _: float) -> Iterator[Cause]:
+    """Workers whose container ended badly: out of memory, misconfigured, failed."""
+    if (seen.kind == "Job" and not {*_conditions(seen)} & {"Complete", "SuccessCriteriaMet"}) or seen.kind != "Job":
+        over = [(pod, how) for pod in seen.pods if (how := sight.ended(pod)) and _bad(seen, pod, how)]
+        for rule in (_out_of_memory, _misconfigured, _failed):
+            taken = list(rule(seen, over))
+            over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
+            yield from (cause for cause, _ in taken)
+
+
+def _conditions(seen: Seen) -> list[str]:
+    found = seen.workload.get("status", {}).get("conditions", [])
+    return [each["type"] for each in found if each.get("status") == "True"]
+
+
+def _bad(seen: Seen, pod: Document, how: Document) -> bool:
+    """Whether this end says anything: not one that was wished, nor a failure to start, nor what an eviction did."""
+    code = how.get("exitCode", 0)
+    told = code in (0, contract.Exit.INTERRUPTED, 143)
+    return (
+        not told
+        and not _killed_by_probe(seen, pod)
+        and how.get("reason") not in ("StartError", "ContainerCannotRun")
+        and pod["status"].get("reason") != "Evicted"
+    )
+
+
+_Found = Iterator[tuple[Cause, list[Document]]]
+_Over = list[tuple[Document, Document]]
+
+
+def _out_of_memory(seen: Seen, over: _Over) -> _Found:
+    pods = [pod for pod, how in over if how.get("reason") == "OOMKilled"]
+    if not pods:
+        return
+    limit = sight.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
+    had = f"it may use {limit}" if limit else "the node's memory was used up"
+    remedy = (
+        "raise resources.memory, or lower the batch or resources.sharedMemory, which counts as memory"
+        if limit
+        else "set resources.memory, so that the pod is put where there is room"
+    )
+    yield (
+        Cause(
+            "out-of-memory",
+            f"{sight.whom(pods)} {sight.verb(pods, 'was', 'were')} killed for lack of memory: {had}",
+            _said(seen, pods),
+            remedy,
+        ),
+        pods,
+    )
+
+
+def _misconfigured(seen: Seen, over: _Over) -> _Found:
+    pods = [pod for pod, how in over if how.get("exitCode") == contract.Exit.MISCONFIGURED]
+    if not pods:
+        return
+    reason = _reason(seen, pods) or "the configuration is wrong"
+    what = f"{sight.whom(pods)} ended with exit code 78: {reason}; starting again would not help"
+    yield Cause("configuration", what, _said(seen, pods), "correct the job file as the log says and submit it again"), pods
+
+
+def _failed(seen: Seen, over: _Over) -> _Found:
+    for code, pods in sight.grouped((str(how.get("exitCode")), pod) for pod, how in over).items():
+        number = int(code)
+        signal = f" ({_SIGNALS[number]})" if number in _SIGNALS else ""
+        reason = ": ".join(filter(None, (_reason(seen, pods), _exception(seen, pods))))
+        what = f"{sight.whom(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
+        if number == 137:
+            remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
+        elif number in (132, 134, 135, 136, 139):
+            remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
+        else:
+            remedy = f"correct the script: `outlast logs {seen.name}` shows all; `outlast run` tries it on this machine"
+        yield Cause("failing-script", what, _said(seen, pods), remedy), pods
+
+
+def _reason(seen: Seen, pods: Sequence[Document]) -> str:
+    """The sentence of the agent's last line."""
+    for pod in pods:
+        for line in reversed(seen.logs.get(sight.name(pod), ())):
+            if found := _END.search(line):
+                return found["reason"]
+    return ""
+
+
+def _exception(seen: Seen, pods: Sequence[Document]) -> str:
+    """The last line of the first traceback: what follows it is usually what others died of because of it."""
+    for pod in pods:
+        inside = False
+        for line in seen.logs.get(sight.name(pod), ()):
+            inside = inside or "Traceback (most recent call last)" in line
+            if inside and (found := _RAISED.search(line)):
+                return found[1]
+    return ""
+
+
+def _said(seen: Seen, pods: Sequence[Document]) -> tuple[str, ...]:
+    """The last lines of the first log that has any, without empty ones."""
+    for pod in pods:
+        lines = [line for line in seen.logs.get(sight.name(pod), ()) if line.strip()]
+        if lines:
+            return (f"the log of {sight.whom([pod])} ends with:", *(f"    {line}" for line in lines[-_LAST_LINES:]))
+    return ()
+
+
+# Probes
+
+
+def probing(seen: Seen, _: float) -> Iterator[Cause]:
+    """Containers that run and do not answer, or were killed for it."""
+    found: list[tuple[str, Document]] = []
+    for pod in seen.pods:
+        if killer := _killed_by_probe(seen, pod):
+            found.append((f"killed {killer}", pod))
+        elif (asked := _failing(seen, pod)) and _running(pod) and not _started(pod) and (asked[-1].get("count") or 1) > 3:
+            found.append(("silent", pod))
+    for key, pods in sight.grouped(found).items():
+        evidence = (sight.said(_failing(seen, pods[-1])[-1]),)
+        if key == "silent":
+            remedy = "wait; if it stays so, the command is not `outlast agent`, or the node has no cores left for it"
+            whom = f"{sight.whom(pods)} {sight.verb(pods, 'runs', 'run')}"
+            yield Cause(
+                "probe", f"{whom}, and {sight.verb(pods, 'does', 'do')} not answer the startup probe yet", evidence, remedy
+            )
+            continue
+        at_start = key == "killed Startup"
+        what = f"{sight.whom(pods)} {sight.verb(pods, 'was', 'were')} killed, not having answered"
+        remedy = (
+            "the command must be `outlast agent`; on a busy node give it more cores (resources.cpu)"
+            if at_start
+            else "see its log: a native call that never returns, or a node without cores left"
+        )
+        yield Cause("probe", f"{what} {'at the start' if at_start else 'any more'}", evidence, remedy)
+
+
+def _failing(seen: Seen, pod: Document) -> list[Document]:
+    """Events of probes that may end a container."""
+    return [each for each in seen.about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))]
+
+
+def _killed_by_probe(seen: Seen, pod: Document) -> str:
+    """`Startup` or `Liveness`, when a kubelet ended the container for it; empty otherwise.
+
+    It says `failed liveness probe` only of containers that it starts again, of others that it stops them. Who was deleted, or
+    evicted, was stopped for that.
+    """
+    killing, asked = seen.about(pod, "Killing"), _failing(seen, pod)
+    if not killing or not asked:
+        return ""
+    if "probe" not in str(killing[-1].get("message")):
+        left = pod["metadata"].get("deletionTimestamp") or pod["status"].get("reason") or sight.condition(pod, "DisruptionTarget")
+        if left or not sight.ended(pod):
+            return ""
+    return str(asked[-1]["message"]).split()[0]
+
+
+def _running(pod: Document) -> bool:
+    return any((status.get("state") or {}).get("running") for status in sight.statuses(pod))
+
+
+def _started(pod: Document) -> bool:
+    return any(status.get("started") for status in sight.statuses(pod) if status.get("name") == contract.Pod.CONTAINER)

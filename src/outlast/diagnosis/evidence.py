@@ -1,0 +1,166 @@
+"""What a cluster has to show of a job: the documents that `Seen` holds, read once, each kind that may be read.
+
+A list that is forbidden, or of a kind that is not installed, is no reason to say nothing about the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from outlast import kinds
+from outlast.contract import Label, Pod
+from outlast.diagnosis import seen as sight
+from outlast.diagnosis.seen import Seen
+from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
+from outlast.kinds import Kind
+from outlast.manifests.request import Document
+
+if TYPE_CHECKING:
+    from outlast.kube import Cluster
+
+_LINES = 40
+"""Of each log."""
+_LOGS = 6
+"""How many pods' logs are read; those that failed come first, the newest of them."""
+_WORKLOADS = (kinds.ELASTIC_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
+
+
+def see(cluster: Cluster, name: str, *, namespace: str | None = None) -> Seen:
+    """What there is to see of a job. Raises NotFound when there is nothing, ClusterError when the cluster cannot be asked."""
+    where = namespace or cluster.namespace
+    unseen: dict[str, str] = {}
+    listed = _reader(cluster, where, unseen)
+    selector = f"{Label.JOB}={name}"
+    workload = _newest(found for kind in _WORKLOADS for found in _workloads(listed, kind, name, selector))
+    pods = tuple(_of(workload, listed(kinds.POD, selector)))
+    if not workload and not pods:
+        if not cluster.has_namespace(where):
+            raise NotFound(f"there is no namespace {where}; correct --namespace (kubectl get namespaces)")
+        if kinds.POD.plural in unseen:
+            raise Forbidden(unseen[kinds.POD.plural])
+        raise NotFound(f"there is no job {name} in namespace {where}; `outlast list` shows those there are")
+    queued = tuple(_owned(listed(kinds.WORKLOAD), workload))
+    queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
+    volcano = workload.get("apiVersion") == kinds.VOLCANO_JOB.api_version
+    return Seen(
+        name=name,
+        namespace=where,
+        workload=workload,
+        pods=pods,
+        events=tuple(listed(kinds.EVENT)),
+        nodes=tuple(listed(kinds.NODE)),
+        claims=tuple(listed(kinds.CLAIM)),
+        classes=tuple(listed(kinds.STORAGE_CLASS)),
+        quotas=tuple(listed(kinds.QUOTA)),
+        limits=tuple(listed(kinds.LIMIT_RANGE)),
+        queued=queued,
+        queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else tuple(listed(kinds.VOLCANO_QUEUE)) if volcano else (),
+        groups=tuple(_groups(listed, name, workload)),
+        secrets=frozenset(_names(cluster, kinds.SECRET, where, pods, unseen)),
+        configs=frozenset(map(sight.name, listed(kinds.CONFIG_MAP))),
+        logs=_logs(cluster, where, pods),
+        unseen=unseen,
+    )
+
+
+def around(cluster: Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Seen:
+    """What there is to see of what is no job: a workload of this kind and name, and the pods with these labels."""
+    unseen: dict[str, str] = {}
+    listed = _reader(cluster, namespace, unseen)
+    pods = tuple(listed(kinds.POD, labels))
+    workload = next((each for each in listed(kind) if sight.name(each) == name), {})
+    made = (kinds.NODE, kinds.CLAIM, kinds.STORAGE_CLASS, kinds.EVENT)
+    nodes, claims, classes, events = (tuple(listed(each)) for each in made)
+    return Seen(
+        name=name,
+        namespace=namespace,
+        workload=workload,
+        pods=pods,
+        events=events,
+        nodes=nodes,
+        claims=claims,
+        classes=classes,
+        logs=_logs(cluster, namespace, pods),
+        unseen=unseen,
+    )
+
+
+_Listed = Callable[..., list[Document]]
+
+
+def _reader(cluster: Cluster, namespace: str, unseen: dict[str, str]) -> _Listed:
+    """Lists a kind, nothing where it is not installed or may not be read; the latter is noted."""
+
+    def listed(kind: Kind, labels: str = "") -> list[Document]:
+        try:
+            return cluster.list_(kind, namespace=namespace, labels=labels)
+        except (NotServed, Absent):
+            return []
+        except Forbidden as error:
+            unseen[kind.plural] = str(error)
+            return []
+
+    return listed
+
+
+def _workloads(listed: _Listed, kind: Kind, name: str, selector: str) -> list[Document]:
+    """An ElasticJob is called as the job, whoever made it; all else carries its label."""
+    if kind is kinds.ELASTIC_JOB:
+        return [found for found in listed(kind) if sight.name(found) == name]
+    return listed(kind, selector)
+
+
+def _newest(found: Iterable[Document]) -> Document:
+    """The newest of several runs; an ElasticJob before what its operator has made."""
+    order = sorted(found, key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
+    return order[-1] if order else {}
+
+
+def _of(workload: Document, pods: list[Document]) -> list[Document]:
+    """The pods of this run, and not of one before it that is still there."""
+    run = workload.get("metadata", {}).get("labels", {}).get(Label.RUN)
+    return [pod for pod in pods if not run or pod["metadata"]["labels"].get(Label.RUN, run) == run]
+
+
+def _owned(documents: list[Document], owner: Document) -> list[Document]:
+    uid = owner.get("metadata", {}).get("uid")
+    return [each for each in documents if uid in [ref.get("uid") for ref in each["metadata"].get("ownerReferences", [])]]
+
+
+def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:
+    found = [*listed(kinds.POD_GROUP), *listed(kinds.VOLCANO_GROUP)]
+    mine = [each for each in found if each["metadata"].get("labels", {}).get(Label.JOB) == name]
+    return [*mine, *(each for each in _owned(found, workload) if each not in mine)]
+
+
+def _names(cluster: Cluster, kind: Kind, namespace: str, pods: tuple[Document, ...], unseen: dict[str, str]) -> list[str]:
+    """Names of Secrets, and only while pods wait for some: what is in them comes with a list of them."""
+    if not any(sight.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods):
+        return []
+    return list(map(sight.name, _reader(cluster, namespace, unseen)(kind)))
+
+
+def _logs(cluster: Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
+    """The last lines of pods whose worker has ended, failed ones first."""
+
+    def order(pod: Document) -> tuple[bool, str]:
+        return bool((sight.ended(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
+
+    found: dict[str, list[str]] = {}
+    for pod in sorted((pod for pod in pods if sight.ended(pod) or _runs(pod)), key=order, reverse=True)[:_LOGS]:
+        again = any((each.get("lastState") or {}).get("terminated") for each in sight.statuses(pod))
+        name = sight.name(pod)
+        try:
+            found[name] = list(cluster.logs(name, namespace=namespace, container=_main(pod), tail=_LINES, previous=again))
+        except (Absent, Forbidden, Refused, Unanswered) as error:
+            found[name] = [f"(the log cannot be read: {error})"]
+    return found
+
+
+def _main(pod: Document) -> str:
+    return str(sight.container(pod, Pod.CONTAINER).get("name", ""))
+
+
+def _runs(pod: Document) -> bool:
+    return any((each.get("state") or {}).get("running") for each in sight.statuses(pod))

@@ -1,0 +1,107 @@
+"""Why a job of this machine stands where it does, from its status and its ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from outlast import contract, units
+from outlast.diagnosis.seen import Cause
+from outlast.runtime.ledger import Event
+from outlast.status import Failure, JobStatus, State
+
+_LAST = 3
+"""How many of the newest incidents are evidence."""
+_SLOW_START_S = 120.0
+
+
+def causes(status: JobStatus, events: Sequence[Event], now: float) -> list[Cause]:
+    """What keeps the job from training, most important first; what is well is one cause that is not wrong."""
+    found = [cause for rule in (_state, _store, _warnings) for cause in rule(status, events, now)]
+    return sorted(found, key=lambda cause: not cause.wrong)
+
+
+def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[Cause]:
+    name, reason = status.name, status.reason
+    match status.state:
+        case State.SUCCEEDED:
+            yield Cause("finished", f"it is finished, and all is well: {reason}", wrong=False)
+        case State.CANCELLED:
+            yield Cause(
+                "cancelled", reason or "it was cancelled", (), f"start it anew with: outlast run {name}.yaml", wrong=False
+            )
+        case State.SUSPENDED:
+            yield Cause("suspended", f"it is suspended: {reason}", (), f"go on with: outlast resume {name}", wrong=False)
+        case State.INTERRUPTED:
+            yield Cause("interrupted", f"it has left: {reason}", (), f"go on with: outlast resume {name}")
+        case State.FAILED:
+            yield _failed(status, events)
+        case State.RESTARTING:
+            yield Cause(
+                "restarting",
+                f"it forms a world anew: {reason}",
+                _said(status.failure, events),
+                f"wait; `outlast logs -f {name}` shows what the workers do",
+            )
+        case State.PENDING:
+            since = next((event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now)
+            late = now - since > _SLOW_START_S
+            doing = "; ".join(f"worker {each.index} is {each.state}" for each in status.workers)
+            what = f"it starts since {units.human_seconds(now - since)}: {reason}"
+            remedy = f"see what it does with: outlast logs -f {name}" if late else "wait"
+            yield Cause("starting", what, (doing,) if doing else (), remedy, wrong=late)
+        case _ if status.launcher is None:
+            remedy = f"go on with: outlast resume {name}"
+            yield Cause("launcher", f"nobody drives it: its launcher is gone ({reason})", (), remedy)
+        case _:
+            at = f"at step {status.step}" + (f" of {status.steps}" if status.steps else "")
+            restarts = f", after {status.restarts} failures" if status.restarts else ""
+            what = f"nothing is wrong: {len(status.world)} of {status.replicas} workers train, {at}{restarts}"
+            yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
+
+
+def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
+    name, failure = status.name, status.failure
+    code = status.exit_code if failure is None or failure.code < 0 else failure.code
+    tried = f"`outlast logs {name}` shows all; correct it and start it with: outlast run {name}.yaml"
+    if code == contract.Exit.MISCONFIGURED:
+        return Cause(
+            "configuration",
+            f"it has failed: {status.reason}",
+            _said(failure, events),
+            "correct the job file or the script as it says",
+        )
+    hung = [event for event in events if event["kind"] == "hang"]
+    if hung and failure is not None and "hung" in failure.reason:
+        stacks = f"; its stacks are in {hung[-1]['stacks']}" if hung[-1].get("stacks") else ""
+        return Cause("hang", f"it has failed: {status.reason}", _said(failure, events), f"see where it stood{stacks}; {tried}")
+    if code in (137,):
+        return Cause(
+            "killed",
+            f"it has failed: {status.reason}",
+            _said(failure, events),
+            "when nobody killed it the machine had no memory left (dmesg says so): lower the batch or processesPerWorker",
+        )
+    if "deadline" in status.reason.lower():
+        return Cause("deadline", f"it has failed: {status.reason}", _said(failure, events), "raise the deadline and run it again")
+    return Cause("failing-script", f"it has failed: {status.reason}", _said(failure, events), tried)
+
+
+def _said(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
+    """The first failing rank with its traceback, else the newest failures of the ledger."""
+    if failure is not None:
+        at = f" at step {failure.step}" if failure.step is not None else ""
+        return (f"{failure.reason}{at}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
+    return tuple(str(event.get("reason", "")) for event in events if event["kind"] == "failure")[-_LAST:]
+
+
+def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Cause]:
+    there = status.store
+    if there is not None and there.since is not None:
+        held = f", {units.human_bytes(there.backlog)} of checkpoints wait" if there.backlog else ""
+        what = f"its output cannot be pushed to {there.url} since {units.human_seconds(now - there.since)}{held}"
+        yield Cause("store", what, (there.error,), "mend what the store says; training goes on, and pushing is tried again")
+
+
+def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Cause]:
+    for warning in () if status.state is State.SUCCEEDED else status.warnings:
+        yield Cause("warning", warning, (), "")

@@ -1,0 +1,93 @@
+"""Workers that lost their machine: the node is lost, drained or full, or somebody more important came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outlast.diagnosis import seen as sight
+from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests.request import Document
+
+_LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
+
+
+def lost(seen: Seen, now: float) -> Iterator[Cause]:
+    """Nodes that do not answer, or are gone, under pods that are not done."""
+    nodes = {sight.name(node): node for node in seen.nodes}
+    pods = [pod for pod in seen.pods if sight.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
+    for where, group in sight.grouped((pod["spec"]["nodeName"], pod) for pod in pods).items():
+        node = nodes.get(where)
+        whom = f"{sight.whom(group)} {sight.verb(group, 'is', 'are')} on node {where}"
+        if node is None:
+            if "nodes" not in seen.unseen:
+                names = " ".join(map(sight.name, group))
+                remedy = f"kubectl delete pod {names} --force -n {seen.namespace}: then others are made"
+                yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
+            continue
+        ready: Document = next((each for each in node["status"].get("conditions", []) if each["type"] == "Ready"), {})
+        if ready.get("status") == "True":
+            continue
+        since = sight.seconds(ready.get("lastTransitionTime"))
+        ago = f" for {now - since:.0f} s" if since else ""
+        answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
+        taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
+        evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
+        remedy = (
+            "bring the node back, or delete it (kubectl delete node), so that its pods are replaced at once, and not "
+            "5 minutes after it was lost"
+        )
+        yield Cause("node-lost", f"{whom}, which {answers}{ago}", (evidence, *(f"taint {key}" for key in taints)), remedy)
+
+
+def taken(seen: Seen, _: float) -> Iterator[Cause]:
+    """Pods that were evicted, preempted or drained, and have not been replaced by ones that run."""
+    gone = [pod for pod in seen.pods if not _replaced(seen, pod)]
+    found: list[tuple[str, Document]] = []
+    for pod in gone:
+        target = sight.condition(pod, "DisruptionTarget") or {}
+        reason = pod["status"].get("reason") or ""
+        if target:
+            found.append((target.get("reason", ""), pod))
+        elif reason in ("Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated", "NodeLost"):
+            found.append((reason, pod))
+    for reason, pods in sight.grouped(found).items():
+        message = str(pods[0]["status"].get("message") or (sight.condition(pods[0], "DisruptionTarget") or {}).get("message", ""))
+        yield _taken(reason, pods, message)
+
+
+def _replaced(seen: Seen, pod: Document) -> bool:
+    """Whether another pod of this worker has come after it."""
+    made = str(pod["metadata"].get("creationTimestamp", ""))
+    return any(
+        sight.index(other) == sight.index(pod) is not None and str(other["metadata"].get("creationTimestamp", "")) > made
+        for other in seen.pods
+    )
+
+
+def _taken(reason: str, pods: list[Document], message: str) -> Cause:
+    whom = f"{sight.whom(pods)} {sight.verb(pods, 'was', 'were')}"
+    where = sight.together(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
+    evidence = (f"{reason}: {message}",)
+    if reason in ("PreemptionByScheduler", "Preempting"):
+        remedy = "give the job a higher scheduling.priorityClassName, or wait: it goes on when there is room"
+        return Cause("preempted", f"{whom} preempted by a pod of higher priority on {where}", evidence, remedy)
+    if reason == "EvictionByEvictionAPI":
+        remedy = "nothing needs to be done when it goes on elsewhere; else uncordon the node or add another"
+        return Cause("drained", f"{whom} asked to leave {where}, by a drain or an autoscaler", evidence, remedy)
+    if reason in ("DeletionByTaintManager", "NodeLost"):
+        return Cause(
+            "node-lost", f"{whom} taken away because node {where} was lost", evidence, "bring the node back or replace it"
+        )
+    if reason == "DeletionByPodGC":
+        return Cause(
+            "node-lost", f"{whom} taken away because node {where} no longer exists", evidence, "wait until another is made"
+        )
+    if "ephemeral" in message or "emptyDir" in message or "disk" in message.lower():
+        remedy = "write less to /tmp, /out and caches, raise the volume's sizeLimit in the template, or put them on a claim"
+        return Cause("evicted", f"{whom} evicted from {where}: too much was written to the node's disk", evidence, remedy)
+    if "memory" in message.lower():
+        remedy = "set resources.memory to what the training needs, so that the node is not overfilled"
+        return Cause("evicted", f"{whom} evicted from {where}, whose memory was used up", evidence, remedy)
+    if "hutdown" in reason or "hutdown" in message:
+        return Cause("drained", f"{whom} ended because {where} was shut down", evidence, "it goes on when there is another node")
+    return Cause("evicted", f"{whom} evicted from {where}", evidence, "see what the node says (kubectl describe node)")

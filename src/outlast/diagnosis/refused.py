@@ -1,0 +1,136 @@
+"""Why pods are not even made: what the API server answered to the Job's, StatefulSet's or operator's wish for a pod."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from outlast.diagnosis import seen as sight
+from outlast.diagnosis.seen import Cause, Seen
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What admission says, and what it means; `{...}` are groups of the expression."""
+
+    name: str
+    says: str
+    what: str
+    remedy: str
+
+
+RULES = (
+    Rule(
+        "quota",
+        r"exceeded quota: (?P<quota>[^,]+), requested: (?P<asked>\S+?), used: (?P<used>\S+?), limited: (?P<limit>\S+)",
+        "the quota {quota} of the namespace leaves too little: {each}",
+        "remove what is no longer needed, lower `resources` or workers.replicas, or have the quota raised",
+    ),
+    Rule(
+        "quota",
+        r"failed quota: (?P<quota>[^:]+): must specify (?P<needed>.+?) for",
+        "the quota {quota} of the namespace lets in only pods that say what they need: {needed} is not set",
+        "set it in `resources` of the job file (a limit of cores: in the template)",
+    ),
+    Rule(
+        "limit-range",
+        r"(?P<said>(?:maximum|minimum) \S+ usage per (?:Container|Pod) is .*|.*limit to request ratio.*)",
+        "a LimitRange of the namespace refuses the pods: {said}",
+        "change `resources` of the job file so that it is within, or have the LimitRange changed",
+    ),
+    Rule(
+        "pod-security",
+        r'violates PodSecurity "(?P<level>[^"]+)": (?P<said>.*)',
+        "the Pod Security level {level} of the namespace refuses the pods: {said}",
+        "remove that from `template`, or train in a namespace with a lower level (its label pod-security.kubernetes.io/enforce)",
+    ),
+    Rule(
+        "webhook",
+        r'failed calling webhook "(?P<webhook>[^"]+)": (?P<said>.*)',
+        "the webhook {webhook}, which is to look at all pods, does not answer: {said}",
+        "bring its service back, or have it removed (kubectl get validating,mutatingwebhookconfigurations)",
+    ),
+    Rule(
+        "webhook",
+        r'admission webhook "(?P<webhook>[^"]+)" denied the request: ?(?P<said>.*)',
+        "the webhook {webhook} refuses the pods: {said}",
+        "change the job as it says, or ask who runs the cluster",
+    ),
+    Rule(
+        "policy",
+        r"ValidatingAdmissionPolicy '(?P<policy>[^']+)'.*denied request: ?(?P<said>.*)",
+        "the policy {policy} refuses the pods: {said}",
+        "change the job as it says, or ask who runs the cluster",
+    ),
+    Rule(
+        "account-missing",
+        r'serviceaccount "(?P<account>[^"]+)" not found',
+        "the ServiceAccount {account} does not exist in namespace {namespace}",
+        "make it (kubectl apply -k deploy/worker makes outlast-worker), or correct serviceAccountName in the template",
+    ),
+    Rule(
+        "priority-missing",
+        r"no PriorityClass with name (?P<priority>\S+) was found",
+        "there is no PriorityClass {priority}",
+        "correct scheduling.priorityClassName (kubectl get priorityclasses), or make it",
+    ),
+    Rule(
+        "runtime-class-missing",
+        r"RuntimeClass \"?(?P<runtime>[^\" ]+)\"? not found",
+        "there is no RuntimeClass {runtime}",
+        "correct runtimeClassName in the template (kubectl get runtimeclasses), or make it",
+    ),
+    Rule(
+        "rights",
+        r"is forbidden: (?P<said>User .* cannot .*)",
+        "who makes the pods may not: {said}",
+        "give it the right, or install Outlast again (`outlast install`)",
+    ),
+    Rule(
+        "namespace-ends",
+        r"because it is being terminated",
+        "the namespace {namespace} is being deleted",
+        "submit the job in another one",
+    ),
+    Rule(
+        "invalid",
+        r"is invalid: (?P<said>.*)",
+        "the API server takes the pods for invalid: {said}",
+        "correct that in `template`",
+    ),
+)
+
+
+def creations(seen: Seen, _: float) -> Iterator[Cause]:
+    """Pods that could not be made, while fewer are there than are wanted."""
+    alive = [pod for pod in seen.pods if sight.phase(pod) in ("Pending", "Running", "Succeeded")]
+    if len(alive) >= seen.wanted():
+        return
+    told: dict[str, Cause] = {}
+    for event in sorted((e for e in seen.events if e.get("reason") == "FailedCreate"), key=sight.when, reverse=True):
+        cause = refusal(seen, event.get("message", ""))
+        told.setdefault(cause.what, Cause(cause.rule, cause.what, (sight.said(event),), cause.remedy))
+    missing = seen.wanted() - len(alive)
+    for cause in told.values():
+        some = f"{missing} of {seen.wanted()} workers" if missing > 1 or seen.wanted() > 1 else "the worker"
+        have = "have" if missing > 1 else "has"
+        yield Cause(cause.rule, f"{some} {have} no pod: {cause.what}", cause.evidence, cause.remedy)
+
+
+def refusal(seen: Seen, message: str) -> Cause:
+    """What an answer of the API server means."""
+    for rule in RULES:
+        if found := re.search(rule.says, message, re.DOTALL):
+            words = {**found.groupdict(), "namespace": seen.namespace}
+            if "asked" in words:
+                words["each"] = _amounts(words["asked"], words["used"], words["limit"])
+            return Cause(rule.name, rule.what.format(**words), (), rule.remedy)
+    return Cause("refused", f"the API server refused: {message}", (), "change the job as it says, or ask who runs the cluster")
+
+
+def _amounts(*texts: str) -> str:
+    """`pods: a pod asks for 1, 3 of 3 are used`, from `pods=1`, `pods=3` and `pods=3`."""
+    asked, used, limit = (dict(part.partition("=")[::2] for part in text.split(",")) for text in texts)
+    said = (f"{name}: a pod asks for {amount}, {used.get(name)} of {limit.get(name)} are used" for name, amount in asked.items())
+    return "; ".join(said)

@@ -1,0 +1,280 @@
+"""Why pods find no node: the scheduler's message taken apart, and what the nodes there are have.
+
+The message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption: ...`
+(kubernetes/pkg/scheduler/framework/types.go, FitError). The rules are a table: what the scheduler says of so many nodes, and a
+function that makes a cause of it. Storage has its own module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from outlast.contract import Label
+from outlast.diagnosis import seen as sight
+from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests.request import Document
+from outlast.manifests.resources import ACCELERATORS
+
+_HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
+_PART = re.compile(r"(\d+) (.*)")
+
+
+def parts(message: str) -> list[tuple[int, str]]:
+    """What the scheduler says of how many nodes; 0 nodes for what it says of the pod.
+
+    `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives
+    (1, Insufficient cpu), (2, Too many pods).
+    """
+    found = _HEAD.match(message)
+    if not found:
+        return [(0, message.strip())]
+    rest = re.split(r"\. (?:no new claims|preemption:|not found)|,? preemption: ", message[found.end() :])[0]
+    rest = rest.rstrip(". ")
+    result = []
+    for text in re.split(r", (?=\d+ )", rest):
+        numbered = _PART.fullmatch(text)
+        result.append((int(numbered[1]), numbered[2]) if numbered else (0, text))
+    return result
+
+
+def unschedulable(seen: Seen, _: float) -> Iterator[Cause]:
+    """Pods that no node can take."""
+    refused = sight.grouped((message, pod) for pod in seen.waiting() if (message := refusal(seen, pod)))
+    for message, pods in refused.items():
+        told: list[Cause] = []
+        for count, text in parts(message):
+            for rule in RULES:
+                if found := re.search(rule.says, text):
+                    cause = rule.cause(Blocked(seen, pods, count, found))
+                    told += [cause] if cause else []
+                    break
+            else:
+                told.append(
+                    Cause(
+                        "unschedulable",
+                        f"{_whom(pods)} no node: {f'{count} of {len(seen.nodes)} nodes say ' if count else ''}{text}",
+                        remedy="see `kubectl describe pod` and `kubectl get nodes`, or ask who runs the cluster",
+                    )
+                )
+        for cause in told:
+            yield Cause(cause.rule, cause.what, (*cause.evidence, f"FailedScheduling: {message}"), cause.remedy)
+
+
+def refusal(seen: Seen, pod: Document) -> str:
+    """What the scheduler said of a pod last; empty when it said nothing."""
+    events = seen.about(pod, "FailedScheduling", "Unschedulable")
+    held = sight.condition(pod, "PodScheduled", "False") or {}
+    message = held.get("message") if held.get("reason") != "SchedulingGated" else ""
+    return str(message or (events[-1].get("message", "") if events else "")).strip()
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Pods that `count` nodes refuse for the same reason."""
+
+    seen: Seen
+    pods: list[Document]
+    count: int
+    said: re.Match[str]
+
+    @property
+    def whom(self) -> str:
+        """`worker 1 finds`."""
+        return _whom(self.pods)
+
+
+def _whom(pods: Sequence[Document]) -> str:
+    return f"{sight.whom(pods)} {sight.verb(pods, 'finds', 'find')}"
+
+
+def _resource(it: Blocked) -> Cause:
+    resource = it.said["resource"]
+    wanted = max(sight.requested(pod, resource) for pod in it.pods)
+    nodes = [(sight.quantity(node["status"].get("allocatable", {}).get(resource, 0)), sight.name(node)) for node in it.seen.nodes]
+    most = max(nodes, default=(0.0, ""))
+    asks = f"asks for {sight.readable(resource, wanted)} {_noun(resource)}"
+    had = (_offers(it.seen.nodes, resource),)
+    if not it.seen.nodes:
+        return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room: each {asks}", (), _smaller(resource))
+    if most[0] == 0:
+        return Cause(
+            f"unschedulable-{_short(resource)}", f"{it.whom} no node: none has any {resource}", had, _absent(it.seen, resource)
+        )
+    if most[0] < wanted:
+        remedy = f"{_smaller(resource)} to less than {sight.readable(resource, most[0])}, or add larger nodes"
+        return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node that is large enough: each {asks}", had, remedy)
+    remedy = f"wait until others leave, add nodes, or {_smaller(resource)} or workers.replicas"
+    return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room: each {asks}, and others use it", had, remedy)
+
+
+def _short(resource: str) -> str:
+    return (
+        resource
+        if resource in ("cpu", "memory", "ephemeral-storage")
+        else "gpu"
+        if resource in ACCELERATORS.values()
+        else "resource"
+    )
+
+
+def _noun(resource: str) -> str:
+    return "cores" if resource == "cpu" else resource
+
+
+def _smaller(resource: str) -> str:
+    field = {"cpu": "resources.cpu", "memory": "resources.memory"}.get(resource, "resources.gpu")
+    return f"lower {field}" if _short(resource) != "resource" else f"lower what the template requests of {resource}"
+
+
+def _offers(nodes: Sequence[Document], resource: str) -> str:
+    """`nodes offer: node-a 2 cores, node-b 2 cores`."""
+    amounts = [(sight.name(node), sight.quantity(node["status"].get("allocatable", {}).get(resource, 0))) for node in nodes]
+    each = (f"{name} {sight.readable(resource, amount)} {_noun(resource)}" for name, amount in amounts)
+    return f"nodes offer: {sight.together(each)}"
+
+
+def _absent(seen: Seen, resource: str) -> str:
+    others = sorted(
+        {
+            each
+            for node in seen.nodes
+            for each, amount in node["status"].get("allocatable", {}).items()
+            if each in ACCELERATORS.values() and sight.quantity(amount)
+        }
+    )
+    if resource not in ACCELERATORS.values():
+        return f"add nodes that offer {resource}, or remove it from the template"
+    has = f"nodes have {sight.together(others)}: set resources.accelerator; or " if others else ""
+    return f"{has}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"
+
+
+def _selector(it: Blocked) -> Cause:
+    pod = it.pods[0]["spec"]
+    wanted = dict(pod.get("nodeSelector", {}))
+    required = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    lines = [f"{key}={value}: {_values(it.seen.nodes, key)}" for key, value in wanted.items()]
+    for term in required.get("nodeSelectorTerms", []):
+        for each in term.get("matchExpressions", []):
+            values = " ".join([each["operator"], *each.get("values", [])])
+            lines.append(f"{each['key']} {values}: {_values(it.seen.nodes, each['key'])}")
+    where = "nodeSelector" if wanted and not required else "resources.instanceTypes or the template's affinity"
+    return Cause(
+        "unschedulable-selector",
+        f"{it.whom} no node: none has the labels that it is to have",
+        tuple(lines),
+        f"correct {where} to labels that nodes have (kubectl get nodes --show-labels), or label the nodes",
+    )
+
+
+def _values(nodes: Sequence[Document], key: str) -> str:
+    """Which values of a label nodes have."""
+    found = sorted({node["metadata"].get("labels", {}).get(key) for node in nodes} - {None})
+    return f"nodes have {sight.together(found)}" if found else "no node has this label"
+
+
+_TAINTS = {
+    "node.kubernetes.io/not-ready": "the node is not ready; bring it back or replace it",
+    "node.kubernetes.io/unreachable": "the node does not answer; bring it back or replace it",
+    "node.kubernetes.io/unschedulable": "the node is cordoned; `kubectl uncordon` it when it may be used again",
+    "node.kubernetes.io/disk-pressure": "the node's disk is nearly full; free it or replace the node",
+    "node.kubernetes.io/memory-pressure": "the node's memory is nearly used up; wait or move something away",
+    "node.kubernetes.io/pid-pressure": "the node has too many processes; move something away",
+    "node.kubernetes.io/network-unavailable": "the node's network is not set up; look at the network plugin there",
+    "node.cloudprovider.kubernetes.io/uninitialized": "the node is still being set up; wait",
+}
+
+
+def _taint(it: Blocked) -> Cause:
+    key, value = it.said["key"], (it.said["value"] or "").strip()
+    taint = f"{key}={value}" if value else key
+    carrying = [sight.name(node) for node in it.seen.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))]
+    evidence = (f"tainted {taint}: {sight.together(carrying)}",) if carrying else ()
+    several = "node" if it.count == 1 else "nodes"
+    if key in _TAINTS:
+        return Cause(
+            "unschedulable-node", f"{it.whom} no node: {it.count} {several} cannot take any ({key})", evidence, _TAINTS[key]
+        )
+    operator = f'key: {key}, operator: Equal, value: "{value}"' if value else f"key: {key}, operator: Exists"
+    return Cause(
+        "unschedulable-taint",
+        f"{it.whom} no node: {it.count} {several} {'is' if it.count == 1 else 'are'} kept for others by the taint {taint}",
+        evidence,
+        f"if the job may run there, add `tolerations: [{{{operator}}}]` to the job file; if not, add nodes without it",
+    )
+
+
+def _plain(rule: str, what: str, remedy: str) -> Callable[[Blocked], Cause]:
+    return lambda it: Cause(rule, f"{it.whom} no node: {what.format(count=it.count)}", (), remedy)
+
+
+def _nothing(_: Blocked) -> None:
+    """Another module tells it better."""
+
+
+def _apart(it: Blocked) -> Cause:
+    mine = any(Label.JOB in str(pod["spec"].get("affinity", {})) for pod in it.pods)
+    text = "it may not be where another pod of its kind is, and all nodes have one"
+    remedy = "add nodes, lower workers.replicas, or make the anti-affinity of the template preferred instead of required"
+    return Cause("unschedulable-affinity", f"{it.whom} no node: {text}", (), remedy if mine or it.pods else "")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the scheduler says of nodes, and what it means."""
+
+    says: str
+    cause: Callable[[Blocked], Cause | None]
+
+
+RULES = (
+    Rule(r"Insufficient (?P<resource>\S+)", _resource),
+    Rule(r"didn't match Pod's node affinity/selector|didn't match node selector", _selector),
+    Rule(r"had (?:untolerated )?taints?(?:\(s\))? \{(?P<key>[^:}]+):? ?(?P<value>[^}]*)\}", _taint),
+    Rule(r"didn't match pod anti-affinity rules|existing pods anti-affinity", _apart),
+    Rule(
+        r"didn't match pod affinity rules",
+        _plain(
+            "unschedulable-affinity",
+            "it may only be where certain pods are, and there are none with room",
+            "correct podAffinity in the template, or make it preferred instead of required",
+        ),
+    ),
+    Rule(
+        r"topology spread constraints",
+        _plain(
+            "unschedulable-spread",
+            "it would make the spread of pods over zones or nodes too uneven",
+            "add nodes where there are few, or use whenUnsatisfiable: ScheduleAnyway in the template",
+        ),
+    ),
+    Rule(
+        r"were unschedulable",
+        _plain("unschedulable-node", "{count} are cordoned", "`kubectl uncordon` the nodes when they may be used again"),
+    ),
+    Rule(
+        r"were not ready|were unreachable",
+        _plain("unschedulable-node", "{count} are lost", "bring the nodes back or replace them"),
+    ),
+    Rule(
+        r"Too many pods",
+        _plain(
+            "unschedulable-pods", "{count} run as many pods as they may", "add nodes, or remove pods that are no longer needed"
+        ),
+    ),
+    Rule(
+        r"free ports",
+        _plain(
+            "unschedulable-port",
+            "the port of the machine that it asks for is taken",
+            "remove hostPort or hostNetwork from the template",
+        ),
+    ),
+    Rule(
+        r"no nodes available to schedule pods",
+        _plain("unschedulable-node", "the cluster has none", "add nodes, or wait for the autoscaler"),
+    ),
+    Rule(r"[Pp]ersistent[Vv]olume|volume node affinity|max volume count|storage", _nothing),
+    Rule(r"pod group|PodGroup|[Gg]ang", _nothing),
+)

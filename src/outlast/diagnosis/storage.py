@@ -1,0 +1,171 @@
+"""Claims, Secrets and ConfigMaps that a pod waits for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from outlast.diagnosis import scheduling
+from outlast.diagnosis import seen as sight
+from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests.request import Document
+
+_DEFAULT = "storageclass.kubernetes.io/is-default-class"
+
+
+def claims(seen: Seen, _: float) -> Iterator[Cause]:
+    """Claims that do not exist, or have no volume, while pods wait for them."""
+    known = {sight.name(claim): claim for claim in seen.claims}
+    pods = [pod for pod in seen.pods if sight.phase(pod) == "Pending"]
+    waiting = sight.grouped((name, pod) for pod in pods for name in claimed(pod))
+    for name, group in waiting.items():
+        claim = known.get(name)
+        whom = f"{sight.whom(group)} {sight.verb(group, 'waits', 'wait')}"
+        if claim is None:
+            if "persistentvolumeclaims" not in seen.unseen:
+                yield _absent(seen, name, whom)
+        elif claim.get("status", {}).get("phase") != "Bound":
+            yield _unbound(seen, claim, whom)
+    for pod in seen.waiting():
+        for _count, text in scheduling.parts(scheduling.refusal(seen, pod)):
+            if cause := _elsewhere(pod, text):
+                yield cause
+
+
+def claimed(pod: Document) -> list[str]:
+    """Names of the claims that a pod uses."""
+    volumes = pod["spec"].get("volumes", [])
+    made = [f"{sight.name(pod)}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
+    return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume] + made
+
+
+def _absent(seen: Seen, name: str, whom: str) -> Cause:
+    there = sorted(map(sight.name, seen.claims))
+    has = f"there are: {sight.together(there)}" if there else "the namespace has no claims"
+    return Cause(
+        "claim-missing",
+        f"{whom} for the claim {name}, which does not exist in namespace {seen.namespace}",
+        (has,),
+        "correct `claim` under volumes, give it a `size` so that it is made, or make the PersistentVolumeClaim",
+    )
+
+
+def _unbound(seen: Seen, claim: Document, whom: str) -> Cause:
+    name, wanted = sight.name(claim), claim["spec"].get("storageClassName")
+    events = [sight.said(event) for event in seen.about({**claim, "kind": "PersistentVolumeClaim"})[-2:]]
+    classes = {sight.name(each): each for each in seen.classes}
+    offered = f"the cluster's storage classes: {sight.together(sorted(classes)) or 'none'}"
+    what = f"{whom} for the claim {name}, which has no volume"
+    if claim.get("status", {}).get("phase") == "Lost":
+        return Cause(
+            "claim-lost",
+            f"{whom} for the claim {name}, whose volume is gone",
+            (*events,),
+            "restore the volume or make a new claim",
+        )
+    if wanted is None and not any(_is_default(each) for each in classes.values()):
+        remedy = "set storageClass to one of the cluster's, make one the default, or make a PersistentVolume for it"
+        return Cause(
+            "claim-class", f"{what}: it names no storage class, and the cluster has no default one", (offered, *events), remedy
+        )
+    if wanted and wanted not in classes and "storageclasses" not in seen.unseen:
+        remedy = "correct storageClass, or install the class (delete the claim first: its class cannot be changed)"
+        return Cause("claim-class", f"{what}: there is no storage class {wanted}", (offered, *events), remedy)
+    chosen = classes.get(wanted or next((each for each, its in classes.items() if _is_default(its)), ""), {})
+    failed = [event for event in events if event.startswith("ProvisioningFailed")]
+    if failed:
+        provisioner = chosen.get("provisioner", "the provisioner")
+        return Cause(
+            "claim-failed",
+            f"{what}: {provisioner} cannot make one",
+            tuple(events),
+            f"see what {provisioner} says, or choose another class",
+        )
+    if chosen.get("volumeBindingMode") == "WaitForFirstConsumer":
+        remedy = "see why its pod finds no node; when nothing else is told here, look at the provisioner's pods"
+        return Cause("claim-waits", f"{what}: it is made when a pod that uses it has a node", tuple(events), remedy)
+    provisioner = chosen.get("provisioner", "a provisioner")
+    return Cause("claim-pending", f"{what} yet", tuple(events), f"wait; when it stays so, see whether {provisioner} runs")
+
+
+def _is_default(storage_class: Document) -> bool:
+    return bool(storage_class["metadata"].get("annotations", {}).get(_DEFAULT) == "true")
+
+
+def _elsewhere(pod: Document, text: str) -> Cause | None:
+    """The volume is there, but where the pod cannot be."""
+    whom = f"{sight.whom([pod])} {sight.verb([pod], 'finds', 'find')} no node"
+    if "volume node affinity conflict" in text:
+        remedy = "use a class with volumeBindingMode WaitForFirstConsumer, or a nodeSelector for the volume's zone"
+        return Cause(
+            "volume-elsewhere",
+            f"{whom}: its volume is in another zone or on another machine than the free nodes",
+            (text,),
+            remedy,
+        )
+    if "max volume count" in text:
+        return Cause(
+            "volume-count", f"{whom}: nodes have as many volumes as they can", (text,), "add nodes, or use fewer volumes a pod"
+        )
+    return None
+
+
+# Secrets, ConfigMaps and mounts
+
+_MISSING = re.compile(r'(?P<kind>secret|configmap) "(?P<name>[^"]+)" not found')
+_KEY = re.compile(r"couldn't find key (?P<key>\S+) in (?P<kind>Secret|ConfigMap) [^/]*/(?P<name>\S+)")
+_PLURAL = {"secret": "Secret", "configmap": "ConfigMap"}
+
+
+def _messages(seen: Seen, pod: Document) -> Iterator[str]:
+    for _reason, message in sight.stuck(pod):
+        yield message
+    if sight.phase(pod) == "Pending":
+        for event in seen.about(pod, "FailedMount", "FailedAttachVolume", "Failed"):
+            yield str(event.get("message", ""))
+
+
+def references(seen: Seen, _: float) -> Iterator[Cause]:
+    """Secrets and ConfigMaps, or keys in them, that do not exist."""
+    found: list[tuple[tuple[str, str, str], Document]] = []
+    for pod in seen.pods:
+        for message in _messages(seen, pod):
+            if absent := _MISSING.search(message):
+                found.append(((absent["kind"], absent["name"], ""), pod))
+            elif absent := _KEY.search(message):
+                found.append(((absent["kind"].lower(), absent["name"], absent["key"]), pod))
+    for kind, name, key in dict.fromkeys(each for each, _ in found):
+        pods = [pod for pod in seen.pods if ((kind, name, key), pod) in found]
+        whom = f"{sight.whom(pods)} {sight.verb(pods, 'waits', 'wait')}"
+        word = _PLURAL[kind]
+        if key:
+            remedy = f"add the key to it, or correct the name of the key (kubectl describe {kind} {name} -n {seen.namespace})"
+            yield Cause(f"{kind}-missing", f"{whom} for the key {key} of the {word} {name}, which has none", (), remedy)
+            continue
+        there = sorted(seen.secrets if kind == "secret" else seen.configs)
+        has = (f"there are: {sight.together(there)}",) if there else ()
+        if kind == "secret":
+            made = f"kubectl create secret generic {name} -n {seen.namespace} --from-literal=KEY=VALUE"
+            remedy = f"make it ({made}) or correct `secrets`"
+        else:
+            remedy = f"make it (kubectl create configmap {name} -n {seen.namespace} --from-file=FILE) or correct the template"
+        yield Cause(
+            f"{kind}-missing", f"{whom} for the {word} {name}, which does not exist in namespace {seen.namespace}", has, remedy
+        )
+
+
+def mounts(seen: Seen, _: float) -> Iterator[Cause]:
+    """Volumes that exist and cannot be mounted."""
+    for pod in seen.pods:
+        if sight.phase(pod) != "Pending":
+            continue
+        events = seen.about(pod, "FailedMount", "FailedAttachVolume")
+        if events and not _MISSING.search(message := str(events[-1].get("message", ""))):
+            held = "another node still has the volume" if "Multi-Attach" in message else "a volume cannot be mounted"
+            remedy = (
+                "wait until the other pod is gone, or use a class with ReadWriteMany"
+                if "Multi-Attach" in message
+                else "mend what the message names: the driver on that node, the server of the volume, or the rights"
+            )
+            whom = f"{sight.whom([pod])} {sight.verb([pod], 'waits', 'wait')}"
+            yield Cause("mount", f"{whom} on {pod['spec'].get('nodeName')}: {held}", (sight.said(events[-1]),), remedy)

@@ -1,0 +1,275 @@
+"""What jobs need of a cluster, as its API server tells it. Changes nothing there.
+
+Functions that judge take documents and return a `Check`; `checks` reads the documents.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast import kinds
+from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
+from outlast.diagnosis import seen as sight
+from outlast.doctor import Check, failed, passed, warned
+from outlast.errors import Absent, ClusterError, Forbidden, NotServed
+from outlast.kinds import Kind
+from outlast.manifests.request import Document
+from outlast.manifests.resources import ACCELERATORS
+
+if TYPE_CHECKING:
+    from outlast.kube import Cluster
+
+LEAST_MINOR, TESTED_MINOR = 29, 34
+"""Kubernetes 1.29 takes the rules of the definition; from 1.34 on all that we render is a stable feature."""
+
+
+@dataclass(frozen=True)
+class Right:
+    """Something that a verb of ours does."""
+
+    verb: str
+    kind: Kind
+    subresource: str = ""
+    needed: bool = True
+    """False: `submit` works without."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
+
+
+RIGHTS = (
+    Right("create", kinds.JOB),
+    Right("list", kinds.JOB),
+    Right("delete", kinds.JOB),
+    Right("patch", kinds.JOB),
+    Right("create", kinds.CONFIG_MAP),
+    Right("patch", kinds.CONFIG_MAP),
+    Right("create", kinds.SERVICE),
+    Right("patch", kinds.SERVICE),
+    Right("list", kinds.POD),
+    Right("watch", kinds.POD),
+    Right("get", kinds.POD, "log"),
+    Right("create", kinds.POD, "exec", needed=False),
+    Right("create", kinds.POD, "portforward", needed=False),
+    Right("list", kinds.EVENT, needed=False),
+    Right("list", kinds.CLAIM, needed=False),
+    Right("list", kinds.QUOTA, needed=False),
+    Right("list", kinds.NODE, needed=False),
+    Right("list", kinds.STORAGE_CLASS, needed=False),
+)
+ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
+
+
+def checks(cluster: Cluster) -> Iterator[Check]:
+    """Look at a cluster. Raises Unanswered or Unauthorized when it cannot be asked at all."""
+    version = cluster.version()
+    yield server(version)
+    if (found := kubectl(version)) is not None:
+        yield found
+    yield namespace(_maybe(lambda: cluster.get(kinds.NAMESPACE, cluster.namespace)), cluster.namespace)
+    served = cluster.serves(kinds.ELASTIC_JOB)
+    wanted = [*RIGHTS, *(ELASTIC if served else ())]
+    yield rights([right for right in wanted if not cluster.may(right.verb, right.kind, subresource=right.subresource)])
+    yield definition(served)
+    deployment = _maybe(lambda: cluster.get(kinds.DEPLOYMENT, OPERATOR, namespace=OPERATOR_NAMESPACE))
+    yield operator(deployment, served=served)
+    nodes = _listed(cluster, kinds.NODE)
+    yield machines(nodes)
+    yield devices(nodes)
+    yield storage(_listed(cluster, kinds.STORAGE_CLASS))
+    metrics = cluster.serves(kinds.POD_METRICS)
+    without = "ask who runs the cluster for metrics-server"
+    yield passed("metrics", "served") if metrics else warned("metrics", "not served: `outlast top` has no numbers", without)
+    yield queues({name: cluster.serves(kind) for name, kind in _QUEUES.items()})
+    if (quotas := _listed(cluster, kinds.QUOTA)) is not None:
+        yield from used_up(quotas)
+
+
+_QUEUES = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_JOB, "coscheduling": kinds.POD_GROUP}
+
+
+def _maybe(read: Callable[[], Document]) -> Document | str | None:
+    """A document, None when it is not there, or why it may not be read."""
+    try:
+        return read()
+    except (Absent, NotServed):
+        return None
+    except Forbidden as error:
+        return str(error)
+
+
+def _listed(cluster: Cluster, kind: Kind) -> list[Document] | None:
+    """All documents of a kind; None when they may not be read."""
+    try:
+        return cluster.list_(kind)
+    except (Forbidden, NotServed):
+        return None
+
+
+def minor(version: str) -> int:
+    """`v1.36.2` -> 36. Raises ClusterError for what is no version."""
+    found = re.match(r"v?1\.(\d+)", version)
+    if not found:
+        raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")
+    return int(found[1])
+
+
+def server(version: str) -> Check:
+    """Whether the server knows all that we ask of it."""
+    number = minor(version)
+    if number < LEAST_MINOR:
+        return failed("server", f"Kubernetes {version} is too old", f"upgrade it to 1.{LEAST_MINOR} or newer")
+    if number < TESTED_MINOR:
+        said = f"Kubernetes {version}; what we render is tested with 1.{TESTED_MINOR} and newer"
+        return warned("server", said, f"upgrade to 1.{TESTED_MINOR}, or look at `outlast submit --dry-run`")
+    return passed("server", f"Kubernetes {version}")
+
+
+def kubectl(version: str) -> Check | None:
+    """Whether the kubectl of this machine fits the server; None without one, which nothing needs."""
+    if (program := shutil.which("kubectl")) is None:
+        return None
+    done = subprocess.run([program, "version", "--client", "-o", "json"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return warned("kubectl", f"{program} does not run: {done.stderr.strip()}", "install it again; Outlast does not need it")
+    return skew(json.loads(done.stdout)["clientVersion"]["gitVersion"], version)
+
+
+def skew(client: str, version: str) -> Check:
+    """https://kubernetes.io/releases/version-skew-policy/#kubectl"""
+    if abs(minor(client) - minor(version)) > 1:
+        said = f"{client} and the server's {version} are more than one minor apart"
+        return warned("kubectl", said, f"install kubectl 1.{minor(version)}; Outlast itself does not need it")
+    return passed("kubectl", client)
+
+
+def namespace(found: Document | str | None, name: str) -> Check:
+    """The namespace and its Pod Security level, https://kubernetes.io/docs/concepts/security/pod-security-admission/."""
+    if found is None:
+        return failed("namespace", f"{name} does not exist", f"make it (kubectl create namespace {name}), or choose one with -n")
+    if isinstance(found, str):
+        return passed("namespace", f"{name} (its Pod Security level may not be read; workers fit the strictest)")
+    if found["metadata"].get("deletionTimestamp"):
+        return failed("namespace", f"{name} is being deleted", "choose another with -n")
+    level = found["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce")
+    if level == "restricted":
+        return passed("namespace", f"{name}, Pod Security level restricted: workers fit; a `template` may not ask for more")
+    return passed("namespace", f"{name}, Pod Security level {level or 'not set'}: workers need none of what it allows")
+
+
+def rights(absent: Sequence[Right]) -> Check:
+    """Whether we may do what our verbs do."""
+    remedy = "ask who runs the cluster for the role `edit` in this namespace"
+    if hard := [right for right in absent if right.needed]:
+        return failed("rights", f"you may not {sight.together(map(str, hard), 'or')}", remedy)
+    if absent:
+        said = f"enough to submit; you may not {sight.together(map(str, absent), 'or')}"
+        return warned(
+            "rights", said, "`exec`, `port-forward`, `why` and `top` show less; the role `edit`, and `view` of nodes, have all"
+        )
+    return passed("rights", "all that submit, logs, exec and why need")
+
+
+def definition(served: bool) -> Check:
+    """Whether ElasticJobs are known."""
+    if served:
+        return passed("ElasticJob", "is defined")
+    return warned("ElasticJob", "is not defined here", "outlast install; `outlast submit --as indexed-job` works without")
+
+
+def operator(found: Document | str | None, *, served: bool) -> Check:
+    """Whether somebody takes ElasticJobs up."""
+    if isinstance(found, str):
+        return warned("operator", f"it may not be looked at ({OPERATOR_NAMESPACE})", "ask who runs the cluster whether it runs")
+    if found is None:
+        made = failed if served else warned
+        said = "there is none" + (": ElasticJobs are stored, and nobody does anything about them" if served else "")
+        return made("operator", said, "outlast install --wait; `outlast submit --as indexed-job` needs none")
+    status, replicas = found.get("status", {}), found["spec"].get("replicas", 1)
+    ready, image = status.get("availableReplicas", 0), found["spec"]["template"]["spec"]["containers"][0].get("image")
+    if ready:
+        return passed("operator", f"{ready} of {replicas} run, {image}")
+    return failed("operator", f"none of {replicas} runs, {image}", "outlast install --wait says why")
+
+
+def machines(nodes: list[Document] | None) -> Check:
+    """Whether there are nodes that take pods."""
+    if nodes is None:
+        return warned("nodes", "you may not list them", "`why` and this check need the right to list nodes")
+    ready = [node for node in nodes if usable(node)]
+    if not ready:
+        return failed("nodes", f"none of {len(nodes)} takes pods", "add nodes, uncordon them, or see why they are not ready")
+    if len(ready) < len(nodes):
+        out = sight.together(sorted(sight.name(node) for node in nodes if not usable(node)))
+        return warned("nodes", f"{len(ready)} of {len(nodes)} take pods; not {out}", "kubectl describe node says why")
+    return passed("nodes", f"{len(nodes)}, all take pods: {sight.together(sorted({_kind(node) for node in nodes}))}")
+
+
+def usable(node: Document) -> bool:
+    """Whether ordinary pods may be put there: ready, not cordoned, no taint that keeps them off."""
+    taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
+    return bool(sight.condition(node, "Ready")) and not node["spec"].get("unschedulable") and not taints
+
+
+def _kind(node: Document) -> str:
+    labels, has = node["metadata"].get("labels", {}), node["status"].get("allocatable", {})
+    name = labels.get("node.kubernetes.io/instance-type", "")
+    memory = sight.readable("memory", sight.quantity(has.get("memory", 0)))
+    return f"{name + ' with ' if name else ''}{has.get('cpu', '?')} cores and {memory}"
+
+
+def devices(nodes: list[Document] | None) -> Check:
+    """Which accelerators the device plugins offer."""
+    total: dict[str, float] = {}
+    for node in nodes or ():
+        for name in ACCELERATORS.values():
+            total[name] = total.get(name, 0) + sight.quantity(node["status"].get("allocatable", {}).get(name, 0))
+    has = [f"{count:.0f} × {name}" for name, count in total.items() if count]
+    if has:
+        return passed("accelerators", sight.together(has))
+    hidden = [
+        sight.name(node) for node in nodes or () if node["metadata"].get("labels", {}).get("nvidia.com/gpu.present") == "true"
+    ]
+    if hidden:
+        said = f"{sight.together(hidden)} have GPUs that no device plugin offers"
+        return failed("accelerators", said, "install the NVIDIA device plugin or GPU operator")
+    said = "none is offered by any node"
+    return warned("accelerators", said, "jobs with resources.gpu wait for ever: add nodes with devices and their device plugin")
+
+
+def storage(classes: list[Document] | None) -> Check:
+    """Whether a claim without a class gets a volume."""
+    if classes is None:
+        return warned("storage", "you may not list storage classes", "name storageClass in the job file if a claim stays pending")
+    if not classes:
+        said = "there are no storage classes: claims that are to be made stay pending"
+        return warned("storage", said, "keep the output in a store, or ask who runs the cluster for a provisioner")
+    key = "storageclass.kubernetes.io/is-default-class"
+    default = [sight.name(each) for each in classes if each["metadata"].get("annotations", {}).get(key) == "true"]
+    names = sight.together(sorted(map(sight.name, classes)))
+    if not default:
+        return warned("storage", f"{names}; none is the default", "name storageClass under volumes in the job file")
+    return passed("storage", f"{names}; {default[0]} is the default")
+
+
+def queues(there: dict[str, bool]) -> Check:
+    """Who could make jobs wait for their turn, or start workers all or none. None of them is needed."""
+    have = [name for name, known in there.items() if known]
+    return passed("queues and gangs", sight.together(have) if have else "none of Kueue, Volcano and coscheduling; none is needed")
+
+
+def used_up(quotas: list[Document]) -> Iterator[Check]:
+    """Quotas of the namespace that have nothing left."""
+    for quota in quotas:
+        status = quota.get("status", {})
+        for resource, hard in status.get("hard", {}).items():
+            used = status.get("used", {}).get(resource, "0")
+            if sight.quantity(used) >= sight.quantity(hard):
+                said = f"{sight.name(quota)}: {resource} is used up ({used} of {hard})"
+                yield warned("quota", said, "remove what is no longer needed, or have the quota raised")

@@ -1,0 +1,246 @@
+"""What pods see: an image, names, each other, and a store.
+
+One or two pods are made that run `runtime.inspection`, and are deleted whatever happens; they end by themselves after the time
+limit, also when we are killed. They are as restricted as workers are, and small.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from outlast import contract, kinds
+from outlast.contract import Pod
+from outlast.doctor import Check, failed, warned
+from outlast.doctor import cluster as judged
+from outlast.errors import Absent, ClusterError, Forbidden
+from outlast.manifests import places
+from outlast.manifests.request import Document
+from outlast.manifests.resources import ACCELERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outlast.kube import Cluster
+
+MARK = "outlast-doctor "
+"""What the lines of checks begin with in a pod's log."""
+PLACES = (Pod.DATA, Pod.MODELS, Pod.OUTPUT, Pod.STATE, Pod.CACHE, Pod.HOME, "/tmp", "/dev/shm")
+"""Where a worker writes, see `manifests.places`."""
+LABEL = f"{contract.GROUP}/doctor"
+NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
+"""What every pod of a cluster must be able to look up."""
+_GPU = ACCELERATORS["nvidia"]
+_MEMORY = "2Gi"
+"""Most that a pod of ours may use: torch takes a third of it."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be looked at from inside."""
+
+    image: str
+    store: str = ""
+    secrets: Sequence[str] = ()
+    """Names of Secrets whose entries the pods get as variables, for the store."""
+    network: bool = True
+    """Whether two pods try the network between them."""
+    timeout_s: float = 300.0
+
+
+def checks(cluster: Cluster, wanted: Wanted) -> Iterator[Check]:
+    """Look from inside of pods in the cluster's namespace. Raises ClusterError when none can be made."""
+    nodes = _nodes(cluster)
+    usable = [node for node in nodes or () if judged.usable(node)]
+    two = wanted.network and (nodes is None or len(usable) > 1)
+    gpus = [node for node in usable if node["status"].get("allocatable", {}).get(_GPU, "0") != "0"]
+    name = f"outlast-doctor-{uuid.uuid4().hex[:8]}"
+    gpu = two and len(gpus) > 1
+    if wanted.network and not two:
+        yield warned("network", f"{len(usable)} node takes pods: there is no other one to reach", "add a node to try the network")
+    try:
+        first = cluster.create(pod(name, 0, wanted, rank=two, gpu=gpu))
+        ends = [first["metadata"]["name"]]
+        if two:
+            placed = _until(
+                cluster, name, lambda pods: any(each.get("status", {}).get("podIP") for each in pods), wanted.timeout_s
+            )
+            if placed:
+                address = placed[0]["status"]["podIP"]
+                ends.append(cluster.create(pod(name, 1, wanted, rank=True, gpu=gpu, address=address))["metadata"]["name"])
+        over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(_over, pods)), wanted.timeout_s)
+        yield from _answers(cluster, ends)
+        if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
+            yield from _unfinished(cluster, name, wanted)
+    finally:
+        _delete(cluster, name)
+
+
+def pod(name: str, index: int, wanted: Wanted, *, rank: bool, gpu: bool = False, address: str = "$(OUTLAST_ADDRESS)") -> Document:
+    """The pod that looks; with `rank` it meets the other one, which listens on `address`."""
+    arguments = ["--timeout", f"{wanted.timeout_s:.0f}"]
+    arguments += ["--mark", MARK]
+    arguments += ["--image", "--places", *PLACES] if index == 0 else []
+    arguments += ["--dns", *NAMES]
+    arguments += ["--store", wanted.store] if wanted.store and index == 0 else []
+    if rank:
+        arguments += ["--rank", str(index), "--address", address, "--backend", "nccl" if gpu else "gloo"]
+    volumes = {place: place.strip("/").replace("/", "-") for place in PLACES}
+    device = {_GPU: 1} if gpu else {}
+    apart = {
+        "requiredDuringSchedulingIgnoredDuringExecution": [
+            {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {LABEL: name}}}
+        ]
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{name}-{index}",
+            "labels": {
+                "app.kubernetes.io/name": "outlast",
+                "app.kubernetes.io/part-of": "outlast",
+                "app.kubernetes.io/component": "doctor",
+                LABEL: name,
+            },
+        },
+        "spec": {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": round(2 * wanted.timeout_s),
+            "terminationGracePeriodSeconds": 1,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": places.security(),
+            **({"affinity": {"podAntiAffinity": apart}} if index else {}),
+            "containers": [
+                {
+                    "name": Pod.CONTAINER,
+                    "image": wanted.image,
+                    "command": ["python3", "-c", source(), *arguments],
+                    "env": [
+                        {"name": "OUTLAST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                        {"name": "HOME", "value": Pod.HOME},
+                        {"name": "USER", "value": "outlast"},
+                        {"name": "PYTHONUNBUFFERED", "value": "1"},
+                        {"name": "OMP_NUM_THREADS", "value": "1"},
+                    ],
+                    **({"envFrom": [{"secretRef": {"name": each}} for each in wanted.secrets]} if wanted.secrets else {}),
+                    "resources": {
+                        "requests": {"cpu": "100m", "memory": "256Mi", **device},
+                        "limits": {"memory": _MEMORY, **device},
+                    },
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                        "readOnlyRootFilesystem": True,
+                    },
+                    "volumeMounts": [{"name": volume, "mountPath": place} for place, volume in volumes.items()],
+                }
+            ],
+            "volumes": [
+                {"name": volume, "emptyDir": {"medium": "Memory"} if volume in ("dev-shm", "run-outlast") else {}}
+                for volume in volumes.values()
+            ],
+        },
+    }
+
+
+def source() -> str:
+    """The program that looks: it travels along, so that an image without Outlast, or with another one, can be asked as well.
+
+    What Kubernetes would take for a variable, `$(...)`, is not in it.
+    """
+    return resources.files("outlast.runtime").joinpath("inspection.py").read_text()
+
+
+def answers(lines: Sequence[str]) -> list[Check]:
+    """The checks in the log of a pod."""
+    found = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
+    return [Check(each["name"], each["outcome"], each["said"], each["remedy"]) for each in found]
+
+
+def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Check]:
+    """What the pods have found so far; what the second only repeats is left out."""
+    found: list[Check] = []
+    for pod in pods:
+        try:
+            lines = list(cluster.logs(pod))
+        except ClusterError:  # it has not begun: `_unfinished` says why
+            continue
+        told = {(check.name, check.outcome) for check in found}
+        found += [check for check in answers(lines) if (check.name, check.outcome) not in told]
+    return sorted(found, key=lambda check: check.name == "all-reduce")  # one pod says that, the other what comes before
+
+
+def _unfinished(cluster: Cluster, name: str, wanted: Wanted) -> Iterator[Check]:
+    """Why pods of ours did not get to their end."""
+    import time
+
+    from outlast import diagnosis
+    from outlast.diagnosis import evidence
+
+    seen = evidence.around(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
+    wrong = [cause for cause in diagnosis.causes(seen, time.time()) if cause.wrong and cause.rule != "absent"]
+    for cause in wrong:
+        yield failed("pods", cause.what, cause.remedy)
+    if not wrong:
+        said = f"they had not ended after {wanted.timeout_s:.0f} s"
+        yield failed("pods", said, "give them longer with --timeout, or see what holds them: kubectl describe pod")
+
+
+def _over(pod: Document) -> bool:
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], timeout_s: float) -> list[Document] | None:
+    """Our pods as soon as they are as wished; None when they are not in time, or cannot get there."""
+    from outlast import kube
+
+    stop = kube.Stop()
+    clock = threading.Timer(timeout_s, stop.set)
+    clock.daemon = True
+    clock.start()
+    pods: dict[str, Document] = {}
+    try:
+        for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):
+            pods[change.document["metadata"]["name"]] = change.document
+            if done(list(pods.values())):
+                return list(pods.values())
+            if any(map(_hopeless, pods.values())):
+                return None
+    finally:
+        clock.cancel()
+        stop.set()
+    return None
+
+
+def _hopeless(pod: Document) -> bool:
+    """Whether waiting longer does not help: the image cannot be had, the command not started."""
+    from outlast.diagnosis import seen as sight
+
+    reasons = {reason for reason, _ in sight.stuck(pod)}
+    return bool(
+        reasons
+        & {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError"}
+    )
+
+
+def _nodes(cluster: Cluster) -> list[Document] | None:
+    try:
+        return cluster.list_(kinds.NODE)
+    except Forbidden:
+        return None
+
+
+def _delete(cluster: Cluster, name: str) -> None:
+    """Delete our pods, those too whose creation was not answered."""
+    for index in (0, 1):
+        try:
+            cluster.delete(kinds.POD, f"{name}-{index}", grace_s=0)
+        except Absent:
+            continue

@@ -1,0 +1,117 @@
+"""What `outlast run` needs of this machine, and which extras are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from outlast import __version__, units
+from outlast.doctor import Check, failed, passed, warned
+
+LEAST_PYTHON = (3, 11)
+_LEAST_FREE = 10 * 2**30
+"""Bytes; a few checkpoints of a small model."""
+_LEAST_SHARED = 2**30
+"""Bytes of /dev/shm: workers of data loaders hand samples over in it."""
+_TORCH_S = 120
+
+ASK_TORCH = (
+    "import torch, torch.distributed as d; c = torch.cuda.is_available(); "
+    "print(torch.__version__, d.is_available(), c and torch.cuda.device_count(), c and torch.cuda.get_device_name(0), sep='|')"
+)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra of the package: what it brings, and what needs it."""
+
+    name: str
+    modules: Sequence[str]
+    needed_for: str
+
+
+EXTRAS = (
+    Extra("store", ("obstore", "botocore"), "outputs, code and data in a store"),
+    Extra("kubernetes", ("lightkube",), "clusters"),
+)
+
+
+def checks() -> Iterator[Check]:
+    """Look at this machine."""
+    yield python(sys.version_info[:2])
+    yield passed("outlast", f"{__version__}, {platform.platform()}")
+    yield torch(sys.executable)
+    for extra in EXTRAS:
+        yield installed(extra)
+    if not Path(sys.executable).with_name("py-spy").exists():  # where the agent looks
+        yield warned("py-spy", "is not installed: a hang is ended without the stacks", "pip install 'outlast[train]'")
+    yield devices(shutil.which("nvidia-smi"))
+    yield from free(Path.cwd(), "disk", _LEAST_FREE, "free some, or set `output` to a place that has room")
+    if Path("/dev/shm").is_dir():
+        yield from free(
+            Path("/dev/shm"), "shared memory", _LEAST_SHARED, "mount /dev/shm larger, or use no workers in data loaders"
+        )
+
+
+def python(version: Sequence[int]) -> Check:
+    """Whether this Python is new enough."""
+    least, have = (".".join(map(str, each)) for each in (LEAST_PYTHON, version))
+    if tuple(version) < LEAST_PYTHON:
+        return failed("python", f"{have}; {least} or newer is needed", f"install Python {least}")
+    return passed("python", platform.python_version())
+
+
+def torch(interpreter: str) -> Check:
+    """What torch says in a process of its own: it is heavy, and may crash."""
+    remedy = "pip install 'outlast[train]'"
+    try:
+        done = subprocess.run([interpreter, "-c", ASK_TORCH], capture_output=True, text=True, check=False, timeout=_TORCH_S)
+    except subprocess.TimeoutExpired:
+        return failed("torch", f"is not imported after {_TORCH_S} s", "look at the disk that it is on, or install it again")
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return failed("torch", last[0], remedy)
+    return judged_torch(done.stdout.strip())
+
+
+def judged_torch(answer: str) -> Check:
+    """What the answer to ASK_TORCH means."""
+    version, distributed, count, name = answer.split("|")
+    if distributed != "True":
+        return failed("torch", f"{version} is built without torch.distributed", "install a build with it: pip install torch")
+    return passed("torch", f"{version}, {f'{count} × {name}' if count != 'False' else 'no GPU'}")
+
+
+def installed(extra: Extra) -> Check:
+    """Whether an extra is there."""
+    absent = [module for module in extra.modules if importlib.util.find_spec(module) is None]
+    if absent:
+        said = f"{', '.join(absent)} is not installed: needed for {extra.needed_for}"
+        return warned(extra.name, said, f"pip install 'outlast[{extra.name}]'")
+    return passed(extra.name, ", ".join(f"{module} {metadata.version(module)}" for module in extra.modules))
+
+
+def devices(program: str | None) -> Check:
+    """The GPUs that the driver knows: those that torch does not see are a mistake of the installation."""
+    if program is None:
+        return passed("devices", "no NVIDIA driver on this machine")
+    done = subprocess.run([program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    names = done.stdout.strip().splitlines()
+    if done.returncode or not names:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        return warned("devices", f"nvidia-smi knows none: {said}", "see whether the driver is loaded (dmesg), or use CPUs")
+    return passed("devices", f"{len(names)} × {names[0]}")
+
+
+def free(place: Path, name: str, least: int, remedy: str) -> Iterator[Check]:
+    """How much room a file system has."""
+    room = shutil.disk_usage(place).free
+    said = f"{units.human_bytes(room)} free on {place}"
+    yield passed(name, said) if room >= least else warned(name, f"only {said}", remedy)

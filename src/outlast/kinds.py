@@ -1,0 +1,105 @@
+"""The kinds of documents that a cluster keeps and that we have to do with: how each is addressed.
+
+`kube` and all who call it name kinds by these constants; `kind_of` finds the kind of a document. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outlast import contract
+from outlast.errors import OutlastError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of document."""
+
+    api_version: str
+    """`v1`, `batch/v1`."""
+    kind: str
+    plural: str
+    """As in the address: `pods`."""
+    namespaced: bool = True
+
+    @property
+    def group(self) -> str:
+        """`batch`; empty for the core group."""
+        return self.api_version.rpartition("/")[0]
+
+    @property
+    def root(self) -> str:
+        """The address of its group and version: `apis/batch/v1`."""
+        return f"apis/{self.api_version}" if "/" in self.api_version else f"api/{self.api_version}"
+
+    @property
+    def resource(self) -> str:
+        """As Kubernetes names it in sentences: `jobs.batch`."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+POD = Kind("v1", "Pod", "pods")
+SERVICE = Kind("v1", "Service", "services")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
+SECRET = Kind("v1", "Secret", "secrets")
+EVENT = Kind("v1", "Event", "events")
+CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+VOLUME = Kind("v1", "PersistentVolume", "persistentvolumes", namespaced=False)
+QUOTA = Kind("v1", "ResourceQuota", "resourcequotas")
+LIMIT_RANGE = Kind("v1", "LimitRange", "limitranges")
+SERVICE_ACCOUNT = Kind("v1", "ServiceAccount", "serviceaccounts")
+NODE = Kind("v1", "Node", "nodes", namespaced=False)
+NAMESPACE = Kind("v1", "Namespace", "namespaces", namespaced=False)
+JOB = Kind("batch/v1", "Job", "jobs")
+DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
+STATEFUL_SET = Kind("apps/v1", "StatefulSet", "statefulsets")
+DAEMON_SET = Kind("apps/v1", "DaemonSet", "daemonsets")
+LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
+DISRUPTION_BUDGET = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+ROLE = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+CLUSTER_ROLE = Kind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
+CLUSTER_ROLE_BINDING = Kind("rbac.authorization.k8s.io/v1", "ClusterRoleBinding", "clusterrolebindings", namespaced=False)
+STORAGE_CLASS = Kind("storage.k8s.io/v1", "StorageClass", "storageclasses", namespaced=False)
+PRIORITY_CLASS = Kind("scheduling.k8s.io/v1", "PriorityClass", "priorityclasses", namespaced=False)
+CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False)
+
+ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
+VOLCANO_JOB = Kind("batch.volcano.sh/v1alpha1", "Job", "jobs")
+VOLCANO_QUEUE = Kind("scheduling.volcano.sh/v1beta1", "Queue", "queues", namespaced=False)
+VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
+POD_GROUP = Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
+"""Of the coscheduling plugin."""
+WORKLOAD = Kind("kueue.x-k8s.io/v1beta1", "Workload", "workloads")
+LOCAL_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "LocalQueue", "localqueues")
+CLUSTER_QUEUE = Kind("kueue.x-k8s.io/v1beta1", "ClusterQueue", "clusterqueues", namespaced=False)
+POD_METRICS = Kind("metrics.k8s.io/v1beta1", "PodMetrics", "pods")
+NODE_METRICS = Kind("metrics.k8s.io/v1beta1", "NodeMetrics", "nodes", namespaced=False)
+
+KINDS = tuple(value for value in list(globals().values()) if isinstance(value, Kind))
+"""All of them."""
+
+INSTALLED_BY = {
+    contract.GROUP: "install it with: outlast install",
+    "batch.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
+    "scheduling.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
+    "scheduling.x-k8s.io": "ask who runs the cluster for the coscheduling plugin, or set scheduling.gang to none",
+    "kueue.x-k8s.io": "ask who runs the cluster for Kueue (https://kueue.sigs.k8s.io)",
+    "metrics.k8s.io": "ask who runs the cluster for metrics-server",
+}
+"""How the kinds of a group come into a cluster."""
+
+
+def kind_of(document: Mapping[str, Any]) -> Kind:
+    """The kind of a document; raises OutlastError for one that we know nothing of."""
+    wanted = (document.get("apiVersion"), document.get("kind"))
+    for kind in KINDS:
+        if (kind.api_version, kind.kind) == wanted:
+            return kind
+    raise OutlastError(f"{wanted[1]} of {wanted[0]} is no kind of document that Outlast knows; apply it with kubectl")

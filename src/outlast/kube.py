@@ -1,0 +1,816 @@
+"""A Kubernetes cluster: documents in, documents out, as plain dicts. The only module that knows lightkube.
+
+lightkube finds the way in (certificates, tokens, login programs of clouds) and its HTTP client carries the requests; documents
+are not made into its models, so what we do not know of them stays as it is. All errors are `ClusterError`s of `answers`.
+Everything here may be called from several threads. Lengthy things end when their `Stop` is set, at once.
+
+    cluster = kube.connect()
+    for pod in cluster.list_(kube.POD, labels="outlast.dev/job=train"): ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from urllib.parse import quote
+
+from outlast import answers, kubeconfig
+from outlast.answers import Asked
+from outlast.errors import Absent, ClusterError, Forbidden, NoCluster, NotServed, Refused, Unanswered, Unauthorized
+from outlast.kinds import *  # noqa: F403  # `kube.POD`: callers name kinds by this module
+from outlast.kinds import NAMESPACE, POD, Kind, kind_of
+
+if TYPE_CHECKING:
+    import httpx2
+    from httpx2.websockets import WebSocketSession
+
+Document = dict[str, Any]
+
+MANAGER = "outlast"
+"""Who we are, in `managedFields`."""
+_PAGE = 500
+"""Documents a request of `list_`, as kubectl asks for."""
+_CONNECT_S = 10.0
+_READ_S = 65.0
+"""The API server ends ordinary requests after 60 s."""
+_WATCH_S = 290
+"""A watch is begun anew after about so long, as client-go does; the server may end it sooner."""
+_SILENCE_S = 150.0
+"""A watch over which nothing has come for so long, no bookmark either, is taken for dead. Bookmarks come every minute."""
+_MESSAGE = 2**20
+"""Bytes of the longest message over a websocket; a kubelet's are 32 KiB."""
+_TRIES = 4
+"""How often a request that cannot have done anything, or may be repeated, is made."""
+_LONGEST_PAUSE_S = 30.0
+
+
+class Stop(threading.Event):
+    """An Event that also ends what waits for the server, in whichever thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sockets: set[socket.socket] = set()
+        self._guard = threading.Lock()
+
+    def set(self) -> None:
+        with self._guard:
+            super().set()
+            for connection in self._sockets:
+                _hang_up(connection)
+
+    @contextlib.contextmanager
+    def holding(self, connection: socket.socket | None) -> Iterator[None]:
+        """Close the connection when the Event is set."""
+        if connection is None:
+            yield
+            return
+        with self._guard:
+            self._sockets.add(connection)
+            if self.is_set():
+                _hang_up(connection)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._sockets.discard(connection)
+
+
+def _hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
+    with contextlib.suppress(OSError):  # it is closed already
+        socket.socket.shutdown(connection, way)  # of TLS, the reader has to see the end by itself
+
+
+@dataclass(frozen=True)
+class Change:
+    """What has happened to a document."""
+
+    type: Literal["added", "modified", "deleted"]
+    document: Document
+    """As it is, or as it was last. Of one that vanished while nobody watched there are only kind, apiVersion and metadata."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command in a pod ended."""
+
+    code: int
+    output: bytes
+    error: bytes
+
+
+def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
+    """The cluster of a context of the kubeconfig (default: its current one), or the one that this pod runs in.
+
+    Asks the server nothing. Raises NoCluster.
+    """
+    try:
+        from lightkube.config.client_adapter import ConnectionParams
+        from lightkube.config.kubeconfig import KubeConfig
+        from lightkube.config.models import User
+        from lightkube.core.exceptions import ConfigError
+    except ImportError as error:
+        raise NoCluster(f"{error.name} is not installed; for clusters: pip install 'outlast[kubernetes]'") from error
+    import httpx2
+
+    proxy = None
+    paths = kubeconfig.files(os.environ)
+    try:
+        if paths:
+            whole = kubeconfig.read(paths)
+            name = kubeconfig.chosen(whole, context)
+            config = KubeConfig.from_dict(_understood(whole), fname=paths[0]).get(name)
+            assert config is not None
+            servers = {entry["name"]: entry["cluster"] for entry in whole["clusters"]}
+            proxy = servers[config.context.cluster].get("proxy-url")
+        elif kubeconfig.inside(os.environ):
+            if context:
+                raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
+            config = KubeConfig.from_service_account().get()
+            assert config is not None
+        else:
+            raise NoCluster(
+                "there is no kubeconfig (KUBECONFIG, ~/.kube/config) and this is no pod; log in to a cluster, "
+                "or run it on this machine: outlast run FILE"
+            )
+        config = config._replace(user=config.user or User())
+        params = ConnectionParams(timeout=httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None), proxy=proxy)
+        arguments = params.httpx_params(config)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
+        client = httpx2.Client(**arguments, limits=limits)
+    except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
+        place = ", ".join(map(str, paths)) or "the account of this pod"
+        raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
+    return Cluster(
+        client,
+        # What becomes a websocket must not be taken for a connection to be used again; and refusals are to be read.
+        lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]}),
+        context=config.context_name,
+        server=config.cluster.server,
+        namespace=namespace or config.namespace,
+    )
+
+
+def _read_refusal(answer: httpx2.Response) -> None:
+    if answer.status_code != 101:
+        answer.read()
+
+
+def _understood(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The kubeconfig with login programs as lightkube knows them: it tells them nothing, and refuses the newest version of their
+    answers, which is no different."""
+
+    def user(entry: Mapping[str, Any]) -> dict[str, Any]:
+        program = entry["user"].get("exec")
+        if not program:
+            return dict(entry)
+        version = program["apiVersion"]
+        told = json.dumps({"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}})
+        env = [*(program.get("env") or []), {"name": "KUBERNETES_EXEC_INFO", "value": told}]
+        if version == "client.authentication.k8s.io/v1":
+            version = "client.authentication.k8s.io/v1beta1"
+        return {**entry, "user": {**entry["user"], "exec": {**program, "apiVersion": version, "env": env}}}
+
+    return {**whole, "users": [user(entry) for entry in whole["users"]]}
+
+
+@dataclass
+class Cluster:
+    """The API server of a cluster, and the namespace in which documents are when nothing else is said."""
+
+    client: httpx2.Client = field(repr=False)
+    tunnel: Callable[[], httpx2.Client] = field(repr=False)
+    """A client for one websocket."""
+    context: str
+    server: str
+    namespace: str
+    warnings: list[str] = field(default_factory=list)
+    """What the server has warned of, each once: a policy that will be enforced, a version that goes away."""
+
+    # documents
+
+    def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
+        """A document. Raises Absent."""
+        return self._document("get", "GET", kind, name, namespace=namespace, subresource=subresource)
+
+    def list_(
+        self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
+    ) -> list[Document]:
+        """All documents of a kind that the selectors find, in one namespace or `everywhere`."""
+        return self._listed(kind, namespace=namespace, everywhere=everywhere, labels=labels, fields=fields)[0]
+
+    def create(self, document: Document, *, dry_run: bool = False) -> Document:
+        """Make a document. Raises Taken when one of its name exists."""
+        kind, _, namespace = self._of(document)
+        params = {"fieldManager": MANAGER, "fieldValidation": "Strict", **_dry(dry_run)}
+        return self._document("create", "POST", kind, "", namespace=namespace, params=params, body=document)
+
+    def apply(self, document: Document, *, dry_run: bool = False) -> Document:
+        """Make a document, or make what we say of it true (server-side apply). Unknown fields are an error."""
+        kind, name, namespace = self._of(document)
+        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
+        return self._document(
+            "apply",
+            "PATCH",
+            kind,
+            name,
+            namespace=namespace,
+            params=params,
+            body=document,
+            content_type="application/apply-patch+yaml",
+        )
+
+    def patch(
+        self,
+        kind: Kind,
+        name: str,
+        change: Any,
+        *,
+        namespace: str | None = None,
+        subresource: str = "",
+        type: Literal["merge", "strategic", "json"] = "merge",
+    ) -> Document:
+        """Change some fields. A `metadata.resourceVersion` in the change makes it a condition: raises Conflict."""
+        content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
+        params = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+        return self._document(
+            "patch",
+            "PATCH",
+            kind,
+            name,
+            namespace=namespace,
+            subresource=subresource,
+            params=params,
+            body=change,
+            content_type=f"application/{content_type}+json",
+        )
+
+    def replace(self, document: Document, *, subresource: str = "") -> Document:
+        """Write a document that was read before. Raises Conflict when somebody else has written it meanwhile."""
+        kind, name, namespace = self._of(document)
+        params = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+        return self._document(
+            "update", "PUT", kind, name, namespace=namespace, subresource=subresource, params=params, body=document
+        )
+
+    def delete(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        namespace: str | None = None,
+        grace_s: float | None = None,
+        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
+        uid: str | None = None,
+    ) -> None:
+        """Delete a document, and what it owns. Raises Absent; Conflict when its uid is another by now."""
+        options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = round(grace_s)
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        self._document("delete", "DELETE", kind, name, namespace=namespace, body=options)
+
+    # changes
+
+    def watch(
+        self,
+        kind: Kind,
+        *,
+        stop: Stop,
+        namespace: str | None = None,
+        everywhere: bool = False,
+        labels: str = "",
+        fields: str = "",
+    ) -> Iterator[Change]:
+        """First all that there is, then every change, until `stop` is set.
+
+        Whatever happens to the connection, no state is missed for good: when the server has forgotten what came meanwhile, all is
+        listed anew, and what vanished is said as well. While the server is away it is asked again, with growing pauses. What it
+        refuses is raised; so is the first failure to reach it.
+        """
+        select = {"namespace": namespace, "everywhere": everywhere, "labels": labels, "fields": fields}
+        known: dict[str, Document] = {}
+        version, begun, failures = "", False, 0
+        while not stop.is_set():
+            try:
+                if not version:
+                    documents, version = self._listed(kind, **select)  # type: ignore[arg-type]
+                    begun = True
+                    yield from _differences(known, documents)
+                failures += 1  # unless anything comes: a connection that ends at once is no better than none
+                for reached, change in self._changes(kind, version, stop, **select):
+                    version, failures = reached, 0
+                    if change is not None:
+                        _remember(known, change)
+                        yield change
+            except _Gone:
+                version = ""
+            except Unanswered:
+                if not begun:
+                    raise
+            if failures:
+                stop.wait(_pause(failures))
+
+    def _changes(self, kind: Kind, version: str, stop: Stop, **select: Any) -> Iterator[tuple[str, Change | None]]:
+        """Versions after the given one and what changed with them (None: nothing that was asked for), over one connection."""
+        params = {
+            **_selectors(select["labels"], select["fields"]),
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(random.randint(_WATCH_S * 3 // 4, _WATCH_S)),
+        }
+        asked, path = self._address("watch", kind, "", select["namespace"], everywhere=select["everywhere"])
+        with self._stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
+            for line in lines:
+                event = _parsed(line, asked)
+                document = event["object"]
+                if event["type"] == "ERROR":
+                    raise _mistake(int(document.get("code") or 500), json.dumps(document).encode(), asked)
+                bookmark = event["type"] == "BOOKMARK"
+                yield document["metadata"]["resourceVersion"], None if bookmark else Change(event["type"].lower(), document)
+
+    # pods
+
+    def logs(
+        self,
+        pod: str,
+        *,
+        namespace: str | None = None,
+        container: str = "",
+        follow: bool = False,
+        since_s: float | None = None,
+        since: str = "",
+        tail: int | None = None,
+        previous: bool = False,
+        timestamps: bool = False,
+        stop: Stop | None = None,
+    ) -> Iterator[str]:
+        """The lines of a container's log, without their ends. `since` is a time as `timestamps` shows it.
+
+        A container that is still to begin is Refused.
+        """
+        params = {"follow": follow, "previous": previous, "timestamps": timestamps}
+        given = {name: "true" for name, value in params.items() if value}
+        given |= {"container": container} if container else {}
+        given |= {"sinceSeconds": str(max(1, round(since_s)))} if since_s is not None else {}
+        given |= {"sinceTime": since} if since else {}
+        given |= {"tailLines": str(tail)} if tail is not None else {}
+        asked, path = self._address("log", POD, pod, namespace, subresource="log")
+        with self._stream(asked, path, given, stop or Stop(), silence_s=None if follow else _READ_S) as lines:
+            for line in lines:
+                yield line.decode(errors="replace")
+
+    def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None) -> str:
+        """What a server in a pod answers to GET, by way of the API server."""
+        asked, base = self._address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
+        return self._answer(asked, "GET", f"{base}/{path.lstrip('/')}", repeat=False).text
+
+    def exec_(
+        self,
+        pod: str,
+        command: Sequence[str],
+        *,
+        namespace: str | None = None,
+        container: str = "",
+        stdin: BinaryIO | bytes | None = None,
+        stdout: Callable[[bytes], None] | None = None,
+        stderr: Callable[[bytes], None] | None = None,
+        tty: bool = False,
+        size: Callable[[], tuple[int, int]] | None = None,
+    ) -> Ended:
+        """Run a command in a container. What it writes is given to `stdout` and `stderr`, or is in the result.
+
+        `stdin` is what it reads; a file is read by a thread of its own, to its end. `size` tells the columns and lines of the
+        terminal, for `tty`.
+        """
+        params: list[tuple[str, str]] = [("command", word) for word in command]
+        params += [("stdout", "true")] + ([] if tty else [("stderr", "true")])
+        params += [("container", container)] if container else []
+        params += [("stdin", "true")] if stdin is not None else []
+        params += [("tty", "true")] if tty else []
+        asked, path = self._address("exec", POD, pod, namespace, subresource="exec")
+        kept: dict[int, list[bytes]] = {1: [], 2: []}
+        sinks = {1: stdout or kept[1].append, 2: stderr or kept[2].append}
+        with self._websocket(asked, path, params, "v5.channel.k8s.io") as connection:
+            if size is not None:
+                columns, lines = size()
+                connection.send_bytes(b"\4" + json.dumps({"Width": columns, "Height": lines}).encode())
+            if isinstance(stdin, bytes):
+                connection.send_bytes(b"\0" + stdin)
+                connection.send_bytes(b"\xff\0")
+            elif stdin is not None:
+                threading.Thread(target=_feed, args=(connection, stdin), daemon=True).start()
+            for message in _messages(connection, asked):
+                channel, rest = message[0], message[1:]
+                if channel == 3:
+                    return Ended(_exit_code(rest, asked), b"".join(kept[1]), b"".join(kept[2]))
+                if rest and channel in sinks:
+                    sinks[channel](rest)
+        raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
+
+    def forward(self, pod: str, port: int, connection: socket.socket, *, namespace: str | None = None) -> None:
+        """Carry what comes over a connection to a port of a pod, and what it answers back, until either ends.
+
+        Raises Unanswered with what the node says when nothing listens there.
+        """
+        asked, path = self._address("portforward", POD, pod, namespace, subresource="portforward")
+        with self._websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
+            threading.Thread(target=_upload, args=(connection, there), daemon=True).start()
+            begun: set[int] = set()
+            for message in _messages(there, asked):
+                channel, rest = message[0], message[1:]
+                if channel not in begun:  # the first message of each is the port
+                    begun.add(channel)
+                elif channel == 1 and rest:
+                    raise Unanswered(f"{asked.thing}: port {port} does not answer: {rest.decode(errors='replace').strip()}")
+                elif channel == 0:
+                    try:
+                        connection.sendall(rest)
+                    except OSError:  # who asked has gone
+                        return
+
+    # the cluster
+
+    def may(
+        self,
+        verb: str,
+        kind: Kind,
+        *,
+        name: str = "",
+        subresource: str = "",
+        namespace: str | None = None,
+        everywhere: bool = False,
+    ) -> bool:
+        """Whether we have the right to do something (SelfSubjectAccessReview)."""
+        attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
+        if kind.namespaced and not everywhere:
+            attributes["namespace"] = namespace or self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+        }
+        asked = Asked("create", server=self.server)
+        answer = self._answer(asked, "POST", "apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body=review, repeat=True)
+        return bool(_parsed(answer.content, asked)["status"].get("allowed"))
+
+    def version(self) -> str:
+        """The server's version: `v1.36.2`."""
+        return str(self.raw("version")["gitVersion"])
+
+    def serves(self, kind: Kind) -> bool:
+        """Whether the cluster knows a kind of document."""
+        try:
+            found = self.raw(kind.root)
+        except (Absent, NotServed):
+            return False
+        return any(resource["name"] == kind.plural for resource in found.get("resources", ()))
+
+    def has_namespace(self, namespace: str | None = None) -> bool:
+        """Whether a namespace exists; True when we may not know."""
+        try:
+            self.get(NAMESPACE, namespace or self.namespace)
+        except Absent:
+            return False
+        except Forbidden:
+            return True
+        return True
+
+    def raw(self, path: str) -> Document:
+        """What the server has at a path: discovery, `readyz?verbose` and the like have no kind."""
+        asked = Asked("get", server=self.server)
+        return _parsed(self._answer(asked, "GET", path.lstrip("/")).content, asked)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.client.close()
+
+    # requests
+
+    def _of(self, document: Document) -> tuple[Kind, str, str | None]:
+        meta = document["metadata"]
+        return kind_of(document), meta.get("name", ""), meta.get("namespace")
+
+    def _address(
+        self,
+        verb: str,
+        kind: Kind,
+        name: str,
+        namespace: str | None,
+        *,
+        everywhere: bool = False,
+        subresource: str = "",
+    ) -> tuple[Asked, str]:
+        inside = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
+        parts = [kind.root, *(["namespaces", quote(inside, safe="")] if inside else []), kind.plural]
+        parts += [quote(name, safe=":")] if name else []
+        parts += [subresource] if subresource else []
+        shown = name.partition(":")[0] if subresource == "proxy" else name
+        return Asked(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
+
+    def _document(
+        self,
+        verb: str,
+        method: str,
+        kind: Kind,
+        name: str,
+        *,
+        namespace: str | None,
+        subresource: str = "",
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> Document:
+        asked, path = self._address(verb, kind, name, namespace, subresource=subresource)
+        if verb == "create":
+            asked = Asked(verb, kind, body["metadata"].get("name", ""), asked.namespace, self.server)
+        repeat = verb in ("get", "apply", "delete")
+        answer = self._answer(asked, method, path, params=params, body=body, content_type=content_type, repeat=repeat)
+        return _parsed(answer.content, asked)
+
+    def _listed(
+        self, kind: Kind, *, namespace: str | None, everywhere: bool, labels: str, fields: str
+    ) -> tuple[list[Document], str]:
+        """The documents and the version of the list."""
+        asked, path = self._address("list", kind, "", namespace, everywhere=everywhere)
+        for attempt in (1, 2):
+            found: list[Document] = []
+            token = ""
+            while True:
+                params = {**_selectors(labels, fields), "limit": str(_PAGE), **({"continue": token} if token else {})}
+                try:
+                    page = _parsed(self._answer(asked, "GET", path, params=params).content, asked)
+                except Refused as error:
+                    if token and attempt == 1 and isinstance(error, _Expired):
+                        break  # the list has grown too old between two pages
+                    raise
+                for item in page.get("items") or ():
+                    found.append({"apiVersion": kind.api_version, "kind": kind.kind, **item})
+                token = page["metadata"].get("continue") or ""
+                if not token:
+                    return found, str(page["metadata"].get("resourceVersion", ""))
+        raise AssertionError
+
+    def _answer(
+        self,
+        asked: Asked,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        repeat: bool | None = None,
+    ) -> httpx2.Response:
+        """What the server answers; raises what it refuses.
+
+        A request that it has not taken is made again a few times; so is one that it may have taken, if it may be repeated.
+        """
+        import httpx2
+
+        repeat = method == "GET" if repeat is None else repeat
+        content = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": content_type}
+        for attempt in range(1, _TRIES + 1):
+            answer = None
+            try:
+                answer = self.client.request(method, path, params=params, content=content, headers=headers)
+                self._note(answer)
+                if answer.is_success:
+                    return answer
+                wrong = _mistake(answer.status_code, answer.content, asked)
+                again = answer.status_code == 429 or (repeat and isinstance(wrong, Unanswered))
+            except Exception as error:
+                wrong = _unreached(error, asked)
+                again = isinstance(error, httpx2.ConnectError) or (repeat and isinstance(error, httpx2.TransportError))
+                again = again and not isinstance(error, httpx2.ConnectTimeout)
+                if attempt == _TRIES or not again:
+                    raise wrong from error
+            if attempt == _TRIES or not again:
+                raise wrong
+            time.sleep(_pause(attempt, answer))
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def _stream(
+        self, asked: Asked, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
+    ) -> Generator[Iterator[bytes], None, None]:
+        """The lines of an answer as they come, without their ends; they end when `stop` is set."""
+        import httpx2
+
+        timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None)
+        timeout.read = silence_s
+        request = self.client.build_request("GET", path, params=params, timeout=timeout)
+        try:
+            answer = self.client.send(request, stream=True)
+        except Exception as error:
+            raise _unreached(error, asked) from error
+        try:
+            if not answer.is_success:
+                raise _mistake(answer.status_code, answer.read(), asked)
+            self._note(answer)
+            network = answer.extensions.get("network_stream")
+            with stop.holding(network.get_extra_info("socket") if network else None):
+                yield _lines(answer, asked, stop)
+        finally:
+            answer.close()
+
+    @contextlib.contextmanager
+    def _websocket(
+        self, asked: Asked, path: str, params: list[tuple[str, str]], protocol: str
+    ) -> Generator[WebSocketSession, None, None]:
+        from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
+
+        with contextlib.closing(self.tunnel()) as client:
+            opened = client.websocket(path, subprotocols=[protocol], params=params, max_message_size_bytes=_MESSAGE)  # type: ignore[arg-type]
+            try:
+                connection = opened.__enter__()
+            except WebSocketUpgradeError as error:
+                raise _mistake(error.response.status_code, error.response.content, asked) from error
+            except Exception as error:
+                raise _unreached(error, asked) from error
+            try:
+                yield connection
+            finally:
+                _end(connection)
+                with contextlib.suppress(HTTPXWSException):
+                    while True:  # until its reader has seen the end: a socket must not be closed while somebody reads from it
+                        connection.receive_bytes()
+                opened.__exit__(None, None, None)
+
+    def _note(self, answer: httpx2.Response) -> None:
+        """Keep what the server warns of: https://kubernetes.io/blog/2020/09/03/warnings/."""
+        for value in answer.headers.get_list("warning"):
+            said = value.partition('"')[2].rpartition('"')[0].replace('\\"', '"')
+            if said and said not in self.warnings:
+                self.warnings.append(said)
+
+
+class _Gone(Exception):
+    """The server has forgotten what came after the version that was asked for (410)."""
+
+
+class _Expired(Refused):
+    """The rest of a list is no longer to be had (410)."""
+
+
+def _mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
+    if status == 410 and asked.verb == "list":
+        return _Expired(f"{asked.thing} cannot be listed: the list has grown too old")
+    if status == 410 and asked.verb == "watch":
+        raise _Gone
+    return answers.mistake(status, body, asked)
+
+
+def _unreached(error: Exception, asked: Asked) -> ClusterError:
+    """What it means that a request had no answer."""
+    import httpx2
+    from lightkube.core.exceptions import ConfigError
+
+    text = str(error) or type(error).__name__
+    if isinstance(error, ClusterError):
+        return error
+    if isinstance(error, ConfigError):
+        return Unauthorized(f"the login to {asked.server} failed: {' '.join(text.split())[:400]}; log in again")
+    if isinstance(error, FileNotFoundError):
+        return Unauthorized(f"the login program {error.filename} of the kubeconfig is not installed; install it")
+    if isinstance(error, (KeyError, ValueError)) and not isinstance(error, httpx2.InvalidURL):
+        return Unauthorized(f"the login program of the kubeconfig for {asked.server} gave no token ({text}); log in again")
+    if isinstance(error, httpx2.TimeoutException):
+        why = "it does not answer in time"
+    elif "CERTIFICATE" in text or "certificate" in text:
+        why = f"its certificate is not the one that the kubeconfig trusts ({text})"
+    elif "Name or service" in text or "name resolution" in text or "nodename" in text:
+        why = "its host is not known (DNS)"
+    elif "refused" in text:
+        why = "the connection was refused"
+    elif isinstance(error, (httpx2.TransportError, httpx2.StreamError, httpx2.InvalidURL, OSError)):
+        why = f"the connection was lost ({text})"
+    else:
+        raise error
+    return Unanswered(f"the API server {asked.server} cannot be reached: {why}; look at the network, the VPN, or the context")
+
+
+def _pause(attempt: int, answer: httpx2.Response | None = None) -> float:
+    """Seconds before the next attempt: growing, random, and no less than the server asks for."""
+    wanted = answer.headers.get("retry-after", "") if answer is not None else ""
+    least = float(wanted) if wanted.isdecimal() else 0.0
+    return min(_LONGEST_PAUSE_S, max(least, random.uniform(0.5, 1) * 0.25 * 2.0 ** min(attempt, 10)))
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}
+
+
+def _selectors(labels: str, fields: str) -> dict[str, str]:
+    return {**({"labelSelector": labels} if labels else {}), **({"fieldSelector": fields} if fields else {})}
+
+
+def _parsed(content: bytes, asked: Asked) -> Document:
+    try:
+        found: Document = json.loads(content)
+    except ValueError as error:
+        said = content[:80].decode(errors="replace")
+        raise Unanswered(f"{asked.server} does not answer as an API server: {said!r}; look at the context's server") from error
+    return found
+
+
+def _lines(answer: httpx2.Response, asked: Asked, stop: Stop) -> Iterator[bytes]:
+    rest = b""
+    try:
+        for part in answer.iter_bytes():
+            *whole, rest = (rest + part).split(b"\n")
+            yield from whole
+            if stop.is_set():
+                return
+    except Exception as error:
+        if stop.is_set():
+            return
+        raise _unreached(error, asked) from error
+    if rest and not stop.is_set() and asked.verb != "watch":  # half an event is none
+        yield rest
+
+
+def _remembered(document: Document) -> Document:
+    """Enough of a document to say later that it has vanished."""
+    meta = {key: value for key, value in document["metadata"].items() if key != "managedFields"}
+    return {"apiVersion": document.get("apiVersion"), "kind": document.get("kind"), "metadata": meta}
+
+
+def _remember(known: dict[str, Document], change: Change) -> None:
+    uid = change.document["metadata"]["uid"]
+    if change.type == "deleted":
+        known.pop(uid, None)
+    else:
+        known[uid] = _remembered(change.document)
+
+
+def _differences(known: dict[str, Document], documents: Sequence[Document]) -> Iterator[Change]:
+    """What a new list says to who knows the old one; `known` is what is known afterwards."""
+    present = {document["metadata"]["uid"] for document in documents}
+    for uid in [uid for uid in known if uid not in present]:
+        yield Change("deleted", known.pop(uid))
+    for document in documents:
+        meta = document["metadata"]
+        old = known.get(meta["uid"])
+        known[meta["uid"]] = _remembered(document)
+        if old is None:
+            yield Change("added", document)
+        elif old["metadata"].get("resourceVersion") != meta.get("resourceVersion"):
+            yield Change("modified", document)
+
+
+def _end(connection: WebSocketSession) -> None:
+    """End a websocket: whoever reads from it sees its end, and closes it."""
+    if (there := connection.stream.get_extra_info("socket")) is not None:
+        _hang_up(there, socket.SHUT_RD)
+
+
+def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
+    """What comes over a websocket, until it is closed."""
+    from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
+
+    while True:
+        try:
+            message = connection.receive_bytes()
+        except WebSocketDisconnect:
+            return
+        except (WebSocketNetworkError, OSError) as error:
+            raise Unanswered(f"{asked.thing}: the connection to the API server was lost; try again") from error
+        if message:
+            yield message
+
+
+def _feed(connection: WebSocketSession, source: BinaryIO) -> None:
+    """Send what is read from a file, as it can be had."""
+    with contextlib.suppress(Exception):  # the command has ended; what it did not read is of no use
+        while part := os.read(source.fileno(), 32 * 1024):
+            connection.send_bytes(b"\0" + part)
+        connection.send_bytes(b"\xff\0")
+
+
+def _upload(source: socket.socket, there: WebSocketSession) -> None:
+    with contextlib.suppress(Exception):  # either side has gone, and the other one says so
+        while part := source.recv(32 * 1024):
+            there.send_bytes(b"\0" + part)
+    _end(there)
+
+
+def _exit_code(content: bytes, asked: Asked) -> int:
+    """The exit code in the Status with which a command ends. Raises Refused when it could not be started."""
+    status = _parsed(content, asked)
+    if status.get("status") == "Success":
+        return 0
+    for cause in (status.get("details") or {}).get("causes") or ():
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    raise Refused(f"nothing can be run in {asked.thing}: {status.get('message')}")

@@ -1,0 +1,307 @@
+"""What a pod can see, reach and write: run inside one by `outlast doctor`, and by nobody else.
+
+    python -m outlast.runtime.inspection --image --dns NAME ...
+
+Each check is a line of JSON on standard output, after what `--mark` says: name, outcome (pass, warn, fail), said, remedy.
+`doctor` sends the text of this file along, so that an image may be asked that has an older Outlast, or none: nothing is imported
+at the top but the standard library, and everything else where it is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+LEAST_PYTHON = (3, 11)
+SEND_S = 2.0
+"""How long bandwidth is measured."""
+REDUCED = 4 * 2**20
+"""Numbers in the tensor of the all-reduce: 16 MiB."""
+ROUNDS = 5
+
+
+mark = ""
+"""What the lines of checks begin with."""
+
+
+def say(name: str, outcome: str, said: str, remedy: str = "") -> None:
+    """Print one check."""
+    print(mark + json.dumps({"name": name, "outcome": outcome, "said": said, "remedy": remedy}), flush=True)
+
+
+@contextlib.contextmanager
+def telling(name: str, remedy: str) -> Iterator[None]:
+    """A check that fails with what it raises."""
+    try:
+        yield
+    except Exception as error:
+        say(name, "fail", f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, remedy)
+
+
+# The image
+
+
+def image(places: Sequence[str]) -> None:
+    """Python, Outlast and torch; the user; the places that are written to."""
+    have = sys.version_info[:2] >= LEAST_PYTHON
+    least = ".".join(map(str, LEAST_PYTHON))
+    say("python", "pass" if have else "fail", platform.python_version(), "" if have else f"use Python {least} or newer")
+    _version("outlast", "outlast", "install Outlast in the image: pip install outlast[train,store]", needed=True)
+    _version("torch", "torch", "install torch in the image: pip install outlast[train]", needed=True)
+    _version("obstore", "obstore", "for outputs in a store: pip install outlast[store]", needed=False)
+    _version("numpy", "numpy", "pip install outlast[train]", needed=True)
+    _command()
+    user = os.getuid()
+    remedy = "add USER 1000 to its Dockerfile; pods run as user 1000 in any case"
+    say("user", "pass" if user else "fail", f"user {user}, group {os.getgid()}", "" if user else remedy)
+    _writable(places)
+    _accelerators()
+
+
+def _version(name: str, package: str, remedy: str, *, needed: bool) -> None:
+    try:
+        importlib.import_module(package)
+        say(name, "pass", f"{package} {importlib.metadata.version(package)}")
+    except Exception as error:  # a library of the system that is missing raises anything
+        say(name, "fail" if needed else "warn", f"{package} cannot be imported: {error}", remedy)
+
+
+def _command() -> None:
+    found = shutil.which("outlast")
+    remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
+    if found is None:
+        say("command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy)
+        return
+    done = subprocess.run([found, "version"], capture_output=True, text=True, check=False, timeout=60)
+    text = (done.stdout or done.stderr).strip().splitlines()
+    outcome = "fail" if done.returncode else "pass"
+    say("command", outcome, text[-1] if text else f"exit code {done.returncode}", remedy if done.returncode else "")
+
+
+def _writable(places: Sequence[str]) -> None:
+    wrong = []
+    for place in places:
+        try:
+            path = f"{place}/.outlast-doctor-{uuid.uuid4().hex}"
+            with open(path, "wb") as file:
+                file.write(b"x")
+            os.unlink(path)
+        except OSError as error:
+            wrong.append(f"{place} ({error.strerror})")
+    remedy = "let user and group 1000 write there, or let fsGroup of the volume do so"
+    if wrong:
+        say("places", "fail", f"cannot write to {', '.join(wrong)}", remedy)
+    else:
+        say("places", "pass", f"can write to {', '.join(places)}")
+
+
+def _accelerators() -> None:
+    try:
+        import torch
+    except Exception:  # `torch` has said so already
+        return
+    if torch.cuda.is_available():
+        say("gpu", "pass", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+    elif os.path.exists("/dev/nvidia0"):
+        remedy = "use an image whose torch is built for CUDA, no newer than the driver"
+        say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
+
+
+# Names
+
+
+def dns(names: Sequence[str]) -> None:
+    """Names that must be known inside a cluster."""
+    remedy = "see whether the cluster's DNS runs (kubectl get pods -n kube-system -l k8s-app=kube-dns) and pods may reach port 53"
+    with telling("dns", remedy):
+        found = []
+        for name in names:
+            began = time.monotonic()
+            address = socket.getaddrinfo(name, None)[0][4][0]
+            found.append(f"{name} is {address} ({(time.monotonic() - began) * 1000:.0f} ms)")
+        say("dns", "pass", "; ".join(found))
+
+
+# The other pod
+
+
+def peer(rank: int, address: str, port: int, backend: str, timeout_s: float) -> None:
+    """Bandwidth between two pods, and an all-reduce of them. Rank 0 listens on `address`."""
+    remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
+    with telling("network", remedy):
+        if rank == 0:
+            _take(port, timeout_s)
+        else:
+            say("network", "pass", _send(address, port, timeout_s))
+    with telling("all-reduce", f"see the network above; {backend} needs all ports between pods, and the same interface on both"):
+        sentence = _all_reduce(rank, address, port + 1, backend, timeout_s)
+        if rank == 0:
+            say("all-reduce", "pass", sentence)
+
+
+def _take(port: int, timeout_s: float) -> None:
+    """Count what comes over one connection, and say how much it was."""
+    with socket.create_server(("", port)) as server:
+        server.settimeout(timeout_s)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(timeout_s)
+            total = 0
+            while part := connection.recv(2**20):
+                total += len(part)
+            connection.sendall(str(total).encode())
+
+
+def _send(address: str, port: int, timeout_s: float) -> str:
+    """Send as much as goes, and tell how much that was."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout=5)
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)  # it does not listen yet
+    with connection:
+        connection.settimeout(timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.monotonic()
+        connection.sendall(b"x")
+        data = bytes(2**20)
+        while time.monotonic() - began < SEND_S:
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        total = int(connection.recv(64))
+        seconds = time.monotonic() - began
+    return f"TCP from {socket.gethostname()} to {address}: {total * 8 / seconds / 1e9:.1f} Gbit/s over one connection"
+
+
+def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float) -> str:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    method = f"tcp://{address if ':' not in address else f'[{address}]'}:{port}"
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
+    try:
+        device = "cuda" if backend == "nccl" else "cpu"
+        tensor = torch.full((REDUCED,), float(rank + 1), device=device)  # (n,)
+        dist.all_reduce(tensor)
+        if tensor[0].item() != 3.0 or tensor[-1].item() != 3.0:
+            raise RuntimeError(f"the sum of 1 and 2 was {tensor[0].item()}")
+        began = time.monotonic()
+        for _ in range(ROUNDS):
+            dist.all_reduce(tensor)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.monotonic() - began) / ROUNDS
+    finally:
+        dist.destroy_process_group()
+    size = REDUCED * 4
+    return f"{backend} of {size / 2**20:.0f} MiB over two pods: {seconds * 1000:.0f} ms, {size / seconds / 1e9:.2f} GB/s"
+
+
+# The store
+
+
+def store(url: str) -> None:
+    """Put, get, list, conditional put and delete, of a small object below a URL."""
+    remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
+    try:
+        from outlast import store as stores
+    except Exception as error:
+        say("store", "fail", f"stores cannot be used: {error}", "pip install outlast[store] in the image")
+        return
+    key = f".outlast-doctor-{uuid.uuid4().hex}"
+    try:
+        place = stores.open_(url, patience_s=10)
+    except Exception as error:
+        say("store", "fail", str(error), remedy)
+        return
+
+    def read() -> None:
+        if place.get(key) != b"outlast":
+            raise RuntimeError(f"{key} is not what was written")
+
+    def listed() -> None:
+        if key not in [entry.key for entry in place.entries()]:
+            raise RuntimeError(f"{key} was written and is not in the list")
+
+    steps: tuple[tuple[str, Callable[[], Any]], ...] = (
+        ("put", lambda: place.put(key, b"outlast")),
+        ("get", read),
+        ("list", listed),
+    )
+    done: list[str] = []
+    try:
+        for name, step in steps:
+            with telling(f"store {name}", remedy):
+                began = time.monotonic()
+                step()
+                done.append(f"{name} {(time.monotonic() - began) * 1000:.0f} ms")
+                continue
+            return
+        _conditional(place, url)
+    finally:
+        if done:
+            with telling("store delete", remedy):
+                place.delete([key])
+                done.append("delete")
+    if len(done) == len(steps) + 1:
+        say("store", "pass", f"{url}: {', '.join(done)}")
+
+
+def _conditional(place: Any, url: str) -> None:
+    """Whether two who create the same object are told apart: without it a zombie is only noticed late."""
+    with telling("store conditional", "give the credentials the right to write and delete there"):
+        knows = place.conditional()
+        remedy = (
+            "use a store that knows conditional writes (S3, GCS, Azure, MinIO), so that a zombie cannot overwrite a newer run"
+        )
+        said = "writes under a condition are " + ("told apart" if knows else "not known to it")
+        say("store conditional", "pass" if knows else "warn", f"{url}: {said}", "" if knows else remedy)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the checks that are asked for, in this order."""
+    parser = argparse.ArgumentParser(prog="inspection")
+    parser.add_argument("--mark", default="")
+    parser.add_argument("--image", action="store_true")
+    parser.add_argument("--places", nargs="*", default=[])
+    parser.add_argument("--dns", nargs="*", default=[])
+    parser.add_argument("--store", default="")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--address", default="")
+    parser.add_argument("--port", type=int, default=29400)
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--timeout", type=float, default=120.0)
+    asked = parser.parse_args(argv)
+    global mark
+    mark = asked.mark
+    if asked.image:
+        image(asked.places)
+    if asked.dns:
+        dns(asked.dns)
+    if asked.store:
+        store(asked.store)
+    if asked.rank is not None:
+        peer(asked.rank, asked.address, asked.port, asked.backend, asked.timeout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,423 @@
+"""`outlast doctor`: what it makes of answers, the pods that it makes, what runs in them; and, marked `cluster`, all of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes_validate import utils as schemas
+
+import fake
+from fake_cluster import Document, FakeCluster
+from outlast import cli, doctor, kinds, kube
+from outlast.doctor import Check, inside, machine
+from outlast.doctor import cluster as asked
+from outlast.errors import Unanswered
+from outlast.runtime import inspection
+
+IMAGE = "docker.io/library/outlast:test"
+MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
+
+
+# This machine
+
+
+def test_this_machine_can_run_this_test() -> None:
+    found = {check.name: check.outcome for check in machine.checks()}
+    assert {name: found[name] for name in ("python", "outlast", "torch", "store", "kubernetes")} == dict.fromkeys(
+        ("python", "outlast", "torch", "store", "kubernetes"), "pass"
+    )
+
+
+def test_a_python_that_is_too_old_is_told() -> None:
+    assert machine.python((3, 9)) == doctor.failed("python", "3.9; 3.11 or newer is needed", "install Python 3.11")
+
+
+def test_what_torch_answers_is_judged() -> None:
+    assert machine.judged_torch("2.13.0|True|8|NVIDIA H100") == doctor.passed("torch", "2.13.0, 8 × NVIDIA H100")
+    assert machine.judged_torch("2.13.0|True|False|False") == doctor.passed("torch", "2.13.0, no GPU")
+    assert machine.judged_torch("2.13.0|False|False|False").outcome == "fail"
+
+
+def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
+    python.chmod(0o755)
+    assert machine.torch(str(python)) == doctor.failed(
+        "torch", "ModuleNotFoundError: No module named torch", "pip install 'outlast[train]'"
+    )
+
+
+def test_an_extra_that_is_not_there_says_what_needs_it() -> None:
+    extra = machine.Extra("moon", ("lunar_lander",), "landing")
+    assert machine.installed(extra) == doctor.warned(
+        "moon", "lunar_lander is not installed: needed for landing", "pip install 'outlast[moon]'"
+    )
+
+
+def test_a_disk_that_is_nearly_full_is_told(tmp_path: Path) -> None:
+    (check,) = machine.free(tmp_path, "disk", 2**62, "free some")
+    assert (check.outcome, check.remedy) == ("warn", "free some")
+
+
+# A cluster
+
+
+@pytest.mark.parametrize(
+    ("version", "outcome"),
+    [("v1.36.2", "pass"), ("v1.34.0-eks-1", "pass"), ("v1.31.1", "warn"), ("v1.24.0", "fail")],
+)
+def test_the_servers_version_is_judged(version: str, outcome: str) -> None:
+    assert asked.server(version).outcome == outcome
+
+
+def test_a_kubectl_of_another_age_is_told() -> None:
+    assert asked.skew("v1.36.0", "v1.35.1").outcome == "pass"
+    assert asked.skew("v1.32.4-dispatcher", "v1.36.2").outcome == "warn"
+
+
+def a_namespace(**labels: str) -> Document:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team", "labels": labels}}
+
+
+def test_a_namespace_is_judged() -> None:
+    level = {"pod-security.kubernetes.io/enforce": "restricted"}
+    assert asked.namespace(a_namespace(**level), "team").said.startswith("team, Pod Security level restricted")
+    assert asked.namespace(a_namespace(), "team").outcome == "pass"
+    assert asked.namespace("you may not", "team").outcome == "pass"
+    assert asked.namespace(None, "team") == doctor.failed(
+        "namespace", "team does not exist", "make it (kubectl create namespace team), or choose one with -n"
+    )
+    going = a_namespace()
+    going["metadata"]["deletionTimestamp"] = "2026-11-21T16:00:00Z"
+    assert asked.namespace(going, "team").outcome == "fail"
+
+
+def test_rights_that_submit_needs_fail_and_others_warn() -> None:
+    assert asked.rights([]).outcome == "pass"
+    create, *_, last = asked.RIGHTS
+    assert asked.rights([create, last]).said == "you may not create jobs.batch"
+    assert asked.rights([create, last]).outcome == "fail"
+    assert asked.rights([last]) == doctor.warned(
+        "rights", "enough to submit; you may not list storageclasses.storage.k8s.io", asked.rights([last]).remedy
+    )
+
+
+def a_node(name: str = "node-a", *, ready: str = "True", labels: Document | None = None, **allocatable: str) -> Document:
+    status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"cpu": "8", "memory": "32Gi", **allocatable}}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": labels or {}}, "spec": {}, "status": status}
+
+
+def test_nodes_are_judged() -> None:
+    cordoned = a_node("node-b")
+    cordoned["spec"]["unschedulable"] = True
+    assert asked.machines([a_node()]) == doctor.passed("nodes", "1, all take pods: 8 cores and 32 GiB")
+    assert asked.machines([a_node(), cordoned]).said == "1 of 2 take pods; not node-b"
+    assert asked.machines([cordoned, a_node("c", ready="Unknown")]).said == "none of 2 takes pods"
+    assert asked.machines(None).outcome == "warn"
+
+
+def test_accelerators_are_counted_and_hidden_ones_are_a_mistake() -> None:
+    assert asked.devices([a_node(**{"nvidia.com/gpu": "8"}), a_node(**{"nvidia.com/gpu": "8"})]).said == "16 × nvidia.com/gpu"
+    assert asked.devices([a_node()]).outcome == "warn"
+    hidden = asked.devices([a_node(labels={"nvidia.com/gpu.present": "true"})])
+    assert (hidden.outcome, hidden.said) == ("fail", "node-a have GPUs that no device plugin offers")
+
+
+def a_class(name: str, *, default: bool = False) -> Document:
+    annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if default else {}
+    return {"metadata": {"name": name, "annotations": annotations}}
+
+
+def test_storage_classes_are_judged() -> None:
+    assert asked.storage([a_class("ebs", default=True), a_class("efs")]).said == "ebs and efs; ebs is the default"
+    assert asked.storage([a_class("ebs")]).outcome == asked.storage([]).outcome == asked.storage(None).outcome == "warn"
+
+
+def a_deployment(available: int) -> Document:
+    containers = [{"image": "operator:1"}]
+    spec = {"replicas": 2, "template": {"spec": {"containers": containers}}}
+    return {"metadata": {"name": "outlast-operator"}, "spec": spec, "status": {"availableReplicas": available}}
+
+
+def test_an_operator_is_needed_as_soon_as_jobs_for_it_can_be_stored() -> None:
+    assert asked.operator(a_deployment(2), served=True) == doctor.passed("operator", "2 of 2 run, operator:1")
+    assert asked.operator(a_deployment(0), served=True).outcome == "fail"
+    assert asked.operator(None, served=True).outcome == "fail"
+    assert asked.operator(None, served=False).outcome == "warn"
+    assert asked.operator("forbidden", served=True).outcome == "warn"
+
+
+def test_a_quota_that_is_used_up_is_told() -> None:
+    quota = {"metadata": {"name": "team"}, "status": {"hard": {"pods": "4", "cpu": "8"}, "used": {"pods": "4", "cpu": "500m"}}}
+    (check,) = asked.used_up([quota])
+    assert check.said == "team: pods is used up (4 of 4)"
+
+
+def test_a_whole_cluster_is_looked_at_and_nothing_changed() -> None:
+    cluster = FakeCluster(a_namespace(), a_node(), served=(kinds.LOCAL_QUEUE,))
+    found = {check.name: check for check in asked.checks(cluster)}  # type: ignore[arg-type]
+    assert found["queues and gangs"].said == "Kueue"
+    assert found["ElasticJob"].outcome == found["metrics"].outcome == "warn"
+    assert [check for check in found.values() if check.outcome == "fail"] == []
+    assert cluster.order == []
+
+
+def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
+    blind = (kinds.NODE, kinds.STORAGE_CLASS, kinds.QUOTA, kinds.NAMESPACE, kinds.DEPLOYMENT)
+    found = {check.name: check.outcome for check in asked.checks(FakeCluster(forbidden=blind))}  # type: ignore[arg-type]
+    assert (found["rights"], found["nodes"], found["storage"], found["operator"]) == ("warn", "warn", "warn", "warn")
+    assert found["namespace"] == "pass"
+
+
+# Pods
+
+WANTED = inside.Wanted(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
+
+
+@pytest.mark.parametrize("version", MINORS)
+@pytest.mark.parametrize("index", [0, 1])
+def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: str) -> None:
+    pod = inside.pod("outlast-doctor-a", index, WANTED, rank=True, gpu=True)
+    schemas.validate(pod, version, strict=True)
+    spec, (container,) = pod["spec"], pod["spec"]["containers"]
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert (spec["activeDeadlineSeconds"], spec["restartPolicy"], spec["automountServiceAccountToken"]) == (10, "Never", False)
+    assert container["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+    assert ("affinity" in spec) == (index == 1)
+
+
+def test_what_runs_in_pods_fits_into_a_command_and_names_no_variable_of_kubernetes() -> None:
+    assert len(inside.source()) < 100_000
+    assert "$(" not in inside.source()
+    compile(inside.source(), "inspection", "exec")
+
+
+def line(name: str, outcome: str = "pass") -> str:
+    return inside.MARK + json.dumps({"name": name, "outcome": outcome, "said": "so", "remedy": ""})
+
+
+def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...] = ()) -> FakeCluster:
+    """Pods of this cluster have an address at once, and have ended as soon as the last one is there."""
+
+    def end(document: Document) -> None:
+        name = document["metadata"]["name"]
+        document["status"] = {"phase": phase, "podIP": "10.0.0.1"}
+        cluster.lines[name] = ["something else", line("dns"), *(lines if name.endswith("0") else (line("network"),))]
+
+    cluster.then = end
+    return cluster
+
+
+def test_two_pods_look_and_are_deleted() -> None:
+    cluster = ending(FakeCluster(a_node("a"), a_node("b")), lines=(line("all-reduce"), line("places", "fail")))
+    found = list(inside.checks(cluster, WANTED))  # type: ignore[arg-type]
+    assert [(check.name, check.outcome) for check in found] == [
+        ("dns", "pass"),
+        ("places", "fail"),
+        ("network", "pass"),
+        ("all-reduce", "pass"),
+    ]
+    assert [each.split()[0] for each in cluster.order] == ["create", "create", "delete", "delete"]
+    assert cluster.list_(kinds.POD) == []
+
+
+def test_with_one_node_or_without_network_there_is_one_pod() -> None:
+    alone = ending(FakeCluster(a_node("a")))
+    assert [check.name for check in inside.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
+    quiet = ending(FakeCluster(a_node("a"), a_node("b")))
+    wanted = inside.Wanted(IMAGE, network=False, timeout_s=5)
+    assert [check.name for check in inside.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
+    assert [each.split()[0] for each in quiet.order] == ["create", "delete"]
+
+
+def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
+    cluster = FakeCluster(a_node("a"), a_node("b"))
+    waits = {"waiting": {"reason": "ImagePullBackOff", "message": "no such host"}}
+
+    def hang(document: Document) -> None:
+        document["status"] = {"phase": "Pending", "containerStatuses": [{"name": "worker", "image": IMAGE, "state": waits}]}
+
+    cluster.then = hang
+    (check,) = inside.checks(cluster, WANTED)  # type: ignore[arg-type]
+    assert (check.outcome, check.name) == ("fail", "pods")
+    assert check.said.endswith(f"for the image {IMAGE}, which cannot be pulled: the name of its registry is unknown (DNS)")
+    assert cluster.list_(kinds.POD) == []
+
+
+def test_pods_that_never_end_are_given_up_and_deleted() -> None:
+    cluster = FakeCluster(a_node("a"))
+    cluster.then = lambda document: document.update(status={"phase": "Running", "podIP": "10.0.0.1"})
+    *_, check = inside.checks(cluster, inside.Wanted(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
+    assert check == doctor.failed("pods", "they had not ended after 0 s", check.remedy)
+    assert cluster.list_(kinds.POD) == []
+
+
+def test_ctrl_c_deletes_the_pods() -> None:
+    cluster = FakeCluster(a_node("a"), a_node("b"))
+
+    def interrupt(_: Document) -> None:
+        raise KeyboardInterrupt
+
+    cluster.then = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        list(inside.checks(cluster, WANTED))  # type: ignore[arg-type]
+    assert cluster.list_(kinds.POD) == []
+
+
+# What runs in them
+
+
+def run(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", inside.source(), "--mark", inside.MARK, *words], stdout=subprocess.PIPE, text=True
+    )
+
+
+def told(process: subprocess.Popen[str]) -> dict[str, Check]:
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return {check.name: check for check in inside.answers(out.splitlines())}
+
+
+def test_an_image_is_looked_at_from_inside(tmp_path: Path) -> None:
+    found = told(run("--image", "--places", str(tmp_path), "/proc/nowhere"))
+    assert {name: found[name].outcome for name in ("python", "outlast", "torch", "obstore", "places")} == {
+        "python": "pass",
+        "outlast": "pass",
+        "torch": "pass",
+        "obstore": "pass",
+        "places": "fail",
+    }
+    assert found["places"].said == "cannot write to /proc/nowhere (No such file or directory)"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_processes_measure_what_is_between_them() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    words = ("--address", "127.0.0.1", "--port", port, "--timeout", "60")
+    first, second = run("--rank", "0", *words), run("--rank", "1", *words)
+    assert told(second)["network"].said.endswith("Gbit/s over one connection")
+    assert told(first)["all-reduce"].said.startswith("gloo of 16 MiB over two pods: ")
+
+
+def test_a_peer_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+    inspection.peer(1, "127.0.0.1", port, "gloo", 0.1)
+    found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    assert (found[0]["name"], found[0]["outcome"]) == ("network", "fail")
+    assert "refused" in found[0]["said"]
+    assert f"{port} was tried" in found[0]["remedy"]
+
+
+def test_a_name_that_nobody_knows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    inspection.dns(["localhost"])
+    inspection.dns(["nowhere.invalid"])
+    known, unknown = (json.loads(each) for each in capsys.readouterr().out.splitlines())
+    assert known["said"].startswith(("localhost is 127.0.0.1", "localhost is ::1"))
+    assert (unknown["outcome"], unknown["name"]) == ("fail", "dns")
+
+
+def test_a_store_is_tried_and_left_as_it_was(moto: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from outlast import store
+
+    inspection.store(f"{moto.url}/runs")
+    conditional, whole = (json.loads(each) for each in capsys.readouterr().out.splitlines())
+    assert (conditional["name"], conditional["outcome"]) == ("store conditional", "pass")
+    assert (whole["name"], whole["outcome"]) == ("store", "pass")
+    assert list(store.open_(moto.url).entries()) == []
+
+
+def test_a_store_that_does_not_exist_is_told(moto: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    inspection.store("s3://no-such-bucket-here/runs")
+    (found,) = (json.loads(each) for each in capsys.readouterr().out.splitlines())
+    assert (found["name"], found["outcome"]) == ("store put", "fail")
+    assert "there is no bucket s3://no-such-bucket-here" in found["said"]
+
+
+def test_a_store_without_conditional_writes_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspection.store(f"file://{tmp_path}")
+    conditional, whole = (json.loads(each) for each in capsys.readouterr().out.splitlines())
+    assert (conditional["outcome"], whole["outcome"]) == ("warn", "pass")
+
+
+# The command line
+
+
+@pytest.fixture
+def outlast(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Runs `outlast doctor` on a cluster; that of this machine is not looked at."""
+    monkeypatch.setattr(machine, "checks", lambda: iter([doctor.passed("python", "3.11")]))
+
+    def call(cluster: FakeCluster, *words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(kube, "connect", lambda context=None, namespace=None: cluster)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["doctor", *words], backend=fake.FakeBackend(tmp_path))
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return call
+
+
+def test_doctor_prints_what_it_finds_by_where_it_looked(outlast: Any) -> None:
+    code, out, err = outlast(ending(FakeCluster(a_namespace(), a_node("a"))), "--image", IMAGE)
+    assert (code, err) == (0, "")
+    assert out.startswith("This machine\npass  python              3.11\n\nCluster fake, namespace team\npass  server ")
+    assert f"\n\nIn pods of {IMAGE}\nwarn  network " in out
+
+
+def test_doctor_fails_when_something_would_not_work(outlast: Any) -> None:
+    code, out, _ = outlast(FakeCluster(version="v1.20.0"), "-o", "json")
+    assert code == 1
+    assert [each["name"] for each in json.loads(out) if each["outcome"] == "fail"] == ["server", "namespace", "nodes"]
+
+
+def test_a_cluster_that_does_not_answer_is_a_failure_and_no_traceback(outlast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = FakeCluster()
+
+    def away() -> str:
+        raise Unanswered("the API server https://fake cannot be reached: it does not answer in time")
+
+    monkeypatch.setattr(cluster, "version", away)
+    code, out, _ = outlast(cluster)
+    assert code == 1
+    assert "fail  access              the API server https://fake cannot be reached" in out
+
+
+def test_a_store_without_an_image_is_a_mistake(outlast: Any) -> None:
+    code, _, err = outlast(FakeCluster(), "--store", "s3://b/c")
+    assert (code, err) == (2, "Error: --store and --secret are tried in a pod; say of which image: --image IMAGE\n")
+
+
+# A real cluster
+
+
+@pytest.mark.cluster
+def test_a_real_cluster_is_looked_at_from_inside() -> None:
+    subprocess.run(["kubectl", "create", "namespace", "why-doctor"], check=True)
+    restricted = "pod-security.kubernetes.io/enforce=restricted"
+    try:
+        subprocess.run(["kubectl", "label", "namespace", "why-doctor", restricted], check=True)
+        cluster = kube.connect(namespace="why-doctor")
+        assert [check for check in asked.checks(cluster) if check.outcome == "fail"] == []
+        found = {check.name: check for check in inside.checks(cluster, inside.Wanted(IMAGE, "file:///out/probe"))}
+        assert {check.name for check in found.values() if check.outcome == "pass"} >= {
+            "python", "outlast", "torch", "command", "user", "places", "dns", "network", "all-reduce", "store",
+        }  # fmt: skip
+        assert cluster.list_(kinds.POD) == []
+        absent = list(inside.checks(cluster, inside.Wanted("127.0.0.1:5056/no/image:1", network=False)))
+        assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]
+        assert threading.active_count() < 10
+        cluster.close()
+    finally:
+        subprocess.run(["kubectl", "delete", "namespace", "why-doctor", "--wait=false"], check=True)

@@ -1,0 +1,283 @@
+"""`outlast install` and `outlast uninstall`, on a cluster without a server and, marked `cluster`, on a real one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fake_cluster import Document, FakeCluster
+from outlast import cli, installation, kinds, kube
+from outlast.errors import ClusterError, OutlastError
+from outlast.manifests import install
+
+ROOT = Path(__file__).parents[1]
+
+
+def established(cluster: FakeCluster) -> FakeCluster:
+    """The cluster serves what is defined, as soon as it is."""
+
+    def serve(document: Document) -> None:
+        if document["kind"] == "CustomResourceDefinition":
+            document["status"] = {"conditions": [{"type": "Established", "status": "True"}]}
+
+    cluster.then = serve
+    return cluster
+
+
+def bring(cluster: FakeCluster, **options: Any) -> list[str]:
+    wanted = installation.documents(**{key: value for key, value in options.items() if key != "dry_run"})
+    return [str(done) for done in installation.bring(cluster, wanted, dry_run=options.get("dry_run", False))]  # type: ignore[arg-type]
+
+
+WHOLE = [
+    "Namespace outlast-system",
+    "CustomResourceDefinition elasticjobs.outlast.dev",
+    "ServiceAccount outlast-operator in outlast-system",
+    "ClusterRole outlast-operator",
+    "ClusterRoleBinding outlast-operator",
+    "ClusterRole outlast-view",
+    "ClusterRole outlast-edit",
+    "Deployment outlast-operator in outlast-system",
+]
+
+
+def test_what_is_installed_is_what_deploy_holds() -> None:
+    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml"]
+    held = [document for name in names for document in yaml.safe_load_all((ROOT / "deploy" / name).read_text())]
+    assert installation.documents() == held
+    etcd = list(yaml.safe_load_all((ROOT / "deploy" / "etcd" / "etcd.yaml").read_text()))
+    assert [each for each in installation.documents(etcd=True) if each not in held] == etcd
+    assert runpy.run_path(str(ROOT / "deploy" / "render.py"))["pages"]().keys() >= set(names)
+
+
+def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made() -> None:
+    cluster = established(FakeCluster())
+    assert bring(cluster) == [f"created    {each}" for each in WHOLE]
+    assert cluster.order == [f"apply {each.partition(' in ')[0]}" for each in WHOLE]
+
+
+def test_installing_again_changes_nothing() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    before = copy.deepcopy(cluster.documents)
+    assert bring(cluster) == [f"unchanged  {each}" for each in WHOLE]
+    assert cluster.documents == before
+
+
+def test_another_image_changes_the_deployment_alone() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    changed = [each for each in bring(cluster, image="example.com/operator:2") if not each.startswith("unchanged")]
+    assert changed == ["changed    Deployment outlast-operator in outlast-system"]
+    deployment = cluster.get(kinds.DEPLOYMENT, "outlast-operator", namespace="outlast-system")
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "example.com/operator:2"
+
+
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing() -> None:
+    cluster = established(FakeCluster())
+    assert bring(cluster, dry_run=True) == [f"created    {each}" for each in WHOLE]
+    assert cluster.documents == {}
+    bring(cluster)
+    assert {each.split()[0] for each in bring(cluster, dry_run=True)} == {"unchanged"}
+
+
+def test_everything_is_in_the_namespace_that_is_asked_for() -> None:
+    made = json.dumps(installation.documents(namespace="ml-platform", etcd=True))
+    assert "outlast-system" not in made
+    assert "outlast-etcd.ml-platform.svc.cluster.local" in made
+    with pytest.raises(OutlastError, match="--namespace default: Outlast would change the labels of that namespace"):
+        installation.check_namespace("default")
+
+
+def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:
+    cluster = FakeCluster()
+
+    def refuse(document: Document) -> None:
+        if document["kind"] == "CustomResourceDefinition":
+            document["status"] = {"conditions": [{"type": "NamesAccepted", "status": "False", "message": '"ej" is taken'}]}
+
+    cluster.then = refuse
+    with pytest.raises(ClusterError, match=r'elasticjobs.outlast.dev is not accepted: "ej" is taken; remove what has its names'):
+        bring(cluster)
+    assert len(cluster.documents) == 2
+
+
+def test_a_definition_that_is_never_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_ESTABLISHED_S", 0.05)
+    cluster = FakeCluster()
+    cluster.then = lambda document: document.setdefault("status", {"conditions": None})
+    with pytest.raises(ClusterError, match=r"the API server does not serve elasticjobs.outlast.dev"):
+        bring(cluster)
+
+
+# Taking it away
+
+
+def remove(cluster: FakeCluster, **options: Any) -> list[str]:
+    return [str(done) for done in installation.remove(cluster, **options)]  # type: ignore[arg-type]
+
+
+def a_job(namespace: str = "team") -> Document:
+    meta = {"name": "train", "namespace": namespace}
+    return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": {}}
+
+
+def test_uninstalling_takes_all_but_the_definition_the_last_first() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    assert remove(cluster) == [
+        *(f"deleted    {each}" for each in reversed(WHOLE) if "Custom" not in each),
+        "kept       CustomResourceDefinition elasticjobs.outlast.dev: ElasticJobs would be deleted with it; --crds removes it",
+    ]
+    assert [key[0] for key in cluster.documents] == [kinds.CRD.resource]
+
+
+def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, etcd=True)
+    remove(cluster, crds=True)
+    assert cluster.documents == {}
+    assert {each.split()[0] for each in remove(cluster, crds=True)} == {"absent"}
+
+
+def test_a_namespace_in_which_others_live_is_kept() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    cluster.put({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "theirs", "namespace": "outlast-system"}})
+    kept = [each for each in remove(cluster) if each.startswith("kept")]
+    assert kept[0] == "kept       Namespace outlast-system: there is more in it: Deployment theirs"
+
+
+def test_a_namespace_that_was_there_before_is_kept() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    cluster.documents["namespaces", "", "outlast-system"]["metadata"]["labels"] = {}
+    assert "kept       Namespace outlast-system: it was not made by `outlast install`" in remove(cluster)
+
+
+def test_etcds_volumes_keep_their_namespace() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, etcd=True)
+    claim = {"name": "data-outlast-etcd-0", "namespace": "outlast-system"}
+    cluster.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": claim})
+    assert any("etcd's volumes are still in it: PersistentVolumeClaim data-outlast-etcd-0" in each for each in remove(cluster))
+
+
+# The command line
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> FakeCluster:
+    cluster = established(FakeCluster())
+    monkeypatch.setattr(kube, "connect", lambda context=None, namespace=None: cluster)
+    return cluster
+
+
+def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    return (int(ended.value.code or 0), *capsys.readouterr())
+
+
+def test_install_counts_what_it_has_done(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.warnings.append("something is old")
+    code, out, err = outlast(capsys, "install")
+    assert (code, out.splitlines()[-1], err) == (0, "fake: 8 created", "outlast | the server warns: something is old\n")
+    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == "fake: 8 would be unchanged"
+
+
+def test_install_that_waits_for_an_operator_that_cannot_run_says_why(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits = {"waiting": {"reason": "ImagePullBackOff", "message": "ghcr.io/outlast/operator:0.1: not found"}}
+    cluster.put(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": "operator-a",
+                "namespace": "outlast-system",
+                "labels": {"app.kubernetes.io/component": "operator"},
+            },
+            "spec": {"containers": [{"name": "operator"}]},
+            "status": {"phase": "Pending", "containerStatuses": [{"name": "operator", "image": install.IMAGE, "state": waits}]},
+        }
+    )
+    code, _, err = outlast(capsys, "install", "--wait", "--timeout", "1")
+    assert code == 1
+    assert err.startswith(
+        "\nThe operator does not run after 1 s:\n\nPod operator-a waits for the image ghcr.io/outlast/operator:0.1"
+    )
+
+
+def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = cluster.then
+
+    def run(document: Document) -> None:
+        serve(document)
+        if document["kind"] == "Deployment":
+            document["status"] = {"updatedReplicas": 2, "availableReplicas": 2}
+
+    cluster.then = run
+    code, out, _ = outlast(capsys, "install", "--wait")
+    assert (code, out.splitlines()[-1]) == (0, "the operator runs")
+
+
+def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlast(capsys, "install")
+    cluster.put(a_job())
+    code, out, err = outlast(capsys, "uninstall", "--crds")
+    assert (code, out) == (2, "")
+    assert err == "Error: 1 ElasticJob of fake would be deleted with --crds (team/train); add --yes if they may be\n"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: "no")
+    assert outlast(capsys, "uninstall", "--crds")[0::2] == (2, "Error: nothing was changed\n")
+    assert cluster.serves(kinds.ELASTIC_JOB)
+    assert outlast(capsys, "uninstall", "--crds", "--yes")[0] == 0
+    assert not cluster.serves(kinds.ELASTIC_JOB)
+
+
+# A real cluster
+
+
+@pytest.fixture
+def real() -> Iterator[kube.Cluster]:
+    cluster = kube.connect(namespace="why-install")
+    yield cluster
+    for _ in installation.remove(cluster, namespace="why-install", crds=True):
+        pass
+    subprocess.run(["kubectl", "delete", "namespace", "why-install", "--ignore-not-found"], check=True)
+    cluster.close()
+
+
+@pytest.mark.cluster
+def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: kube.Cluster) -> None:
+    """Puts the definition of ElasticJob and roles into the cluster, and removes them: ElasticJobs there are lost."""
+    wanted = installation.documents(namespace="why-install", etcd=True)
+    would = [done.what for done in installation.bring(real, wanted, dry_run=True)]
+    made = [done.what for done in installation.bring(real, wanted)]
+    assert made == would
+    assert set(made) <= {"created", "unchanged", "changed"}  # others may have the definition
+    assert {done.what for done in installation.bring(real, wanted)} == {"unchanged"}
+    (again,) = installation.bring(real, wanted[:1])
+    assert again.what == "unchanged"
+    other = installation.documents(namespace="why-install", etcd=True, image="example.com/operator:2")
+    changed = [done for done in installation.bring(real, other) if done.what == "changed"]
+    assert [str(done) for done in changed] == ["changed    Deployment outlast-operator in why-install"]
+    causes = installation.wait(real, "why-install", timeout_s=5)
+    assert causes
+    gone = {
+        str(done).split(":")[0].split(maxsplit=1)[1]: done.what for done in installation.remove(real, namespace="why-install")
+    }
+    assert gone["Deployment outlast-operator in why-install"] == "deleted"
+    assert gone["CustomResourceDefinition elasticjobs.outlast.dev"] == "kept"

@@ -1,0 +1,777 @@
+"""`outlast why`: what was recorded on a cluster, what schedulers, runtimes and admission say, and jobs of this machine."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fake
+import situations
+from outlast import cli, diagnosis
+from outlast.diagnosis import Cause, Seen, containers, here, machines, refused, scheduling, storage, waiting
+from outlast.diagnosis import seen as sight
+from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
+
+Document = dict[str, Any]
+NOW = 1_800_000_000.0
+
+# As recorded
+
+FIRST = {
+    "image-unreachable": (
+        "image",
+        "workers 0 and 1 wait for the image 127.0.0.1:5056/team/train:v9, which cannot be pulled: its registry does "
+        "not answer the "
+        "nodes",
+    ),
+    "image-invalid": ("image", "workers 0 and 1 wait for the image Team/Train:v9, which is no name of an image"),
+    "image-never": (
+        "image",
+        "workers 0 and 1 wait for the image localhost/train:v9, which is not on the node and may not be pulled",
+    ),
+    "gpu": ("unschedulable-gpu", "workers 0 and 1 find no node: none has any nvidia.com/gpu"),
+    "cpu": ("unschedulable-cpu", "workers 0 and 1 find no node that is large enough: each asks for 64 cores"),
+    "memory": ("unschedulable-memory", "workers 0 and 1 find no node that is large enough: each asks for 900 GiB memory"),
+    "node-selector": ("unschedulable-selector", "workers 0 and 1 find no node: none has the labels that it is to have"),
+    "claim-missing": ("claim-missing", "workers 0 and 1 wait for the claim datasets, which does not exist in namespace team"),
+    "claim-no-class": (
+        "claim-class",
+        "workers 0 and 1 wait for the claim datasets, which has no volume: it names no storage class, and the cluster "
+        "has no default "
+        "one",
+    ),
+    "claim-wrong-class": (
+        "claim-class",
+        "workers 0 and 1 wait for the claim datasets, which has no volume: there is no storage class fast",
+    ),
+    "secret-missing": ("secret-missing", "workers 0 and 1 wait for the Secret hf-token, which does not exist in namespace team"),
+    "secret-volume-missing": (
+        "secret-missing",
+        "workers 0 and 1 wait for the Secret hf-token, which does not exist in namespace team",
+    ),
+    "configmap-missing": (
+        "configmap-missing",
+        "workers 0 and 1 wait for the ConfigMap settings, which does not exist in namespace team",
+    ),
+    "quota": (
+        "quota",
+        "1 of 2 workers has no pod: the quota team of the namespace leaves too little: pods: a pod asks for 1, 1 of 1 are used",
+    ),
+    "quota-unset": (
+        "quota",
+        "2 of 2 workers have no pod: the quota team of the namespace lets in only pods that say what they need: "
+        "requests.cpu is not "
+        "set",
+    ),
+    "limit-range": (
+        "limit-range",
+        "2 of 2 workers have no pod: a LimitRange of the namespace refuses the pods: maximum memory usage per "
+        "Container is 1Gi, but "
+        "limit is 2Gi",
+    ),
+    "pod-security": (
+        "pod-security",
+        "2 of 2 workers have no pod: the Pod Security level restricted:latest of the namespace refuses the pods: privileged "
+        '(container "worker" must not set securityContext.privileged=true), allowPrivilegeEscalation != false '
+        '(container "worker" '
+        "must set securityContext.allowPrivilegeEscalation=false)",
+    ),
+    "account-missing": (
+        "account-missing",
+        "2 of 2 workers have no pod: the ServiceAccount trainer does not exist in namespace team",
+    ),
+    "priority-missing": ("priority-missing", "2 of 2 workers have no pod: there is no PriorityClass urgent"),
+    "out-of-memory": ("out-of-memory", "worker 0 was killed for lack of memory: it may use 128Mi"),
+    "command-missing": (
+        "command-missing",
+        "workers 0 and 1 cannot be started: there is no outlast-agent in the image docker.io/library/outlast:test",
+    ),
+    "script-fails": (
+        "failing-script",
+        "worker 0 ended with exit code 1: training failed with exit code 1: ValueError: no labels in /data/labels.csv",
+    ),
+    "configuration-wrong": (
+        "configuration",
+        "worker 0 ended with exit code 78: /etc/outlast/jobs.yaml: there is no such file; did you mean /etc/outlast/job.yaml?; "
+        "starting again would not help",
+    ),
+    "probe-fails": ("probe", "workers 0 and 1 were killed, not having answered at the start"),
+    "suspended": ("suspended", "it is suspended"),
+    "deadline": ("deadline", "it was given up: it had not finished when activeDeadlineSeconds was over"),
+    "finished": ("finished", "it is finished, and all is well"),
+    "alone": (
+        "unschedulable-affinity",
+        "worker 1 finds no node: it may not be where another pod of its kind is, and all nodes have one",
+    ),
+}
+
+
+def causes(seen: Seen) -> list[Cause]:
+    return diagnosis.causes(seen, NOW)
+
+
+def test_every_situation_has_been_recorded_and_has_a_cause() -> None:
+    assert FIRST.keys() == situations.SITUATIONS.keys()
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_the_first_cause_is_the_one_that_was_made(name: str) -> None:
+    first = causes(situations.seen(name))[0]
+    assert (first.rule, first.what) == FIRST[name]
+    assert first.wrong == (name not in ("suspended", "finished"))
+    assert first.remedy or name == "finished"
+
+
+FOLLOW = {
+    "quota": ["others"],
+    "alone": ["others"],
+    "out-of-memory": ["failed"],
+    "script-fails": ["failed"],
+    "configuration-wrong": ["failed"],
+}
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_what_follows_from_it_is_all_that_is_said_besides(name: str) -> None:
+    assert [cause.rule for cause in causes(situations.seen(name))[1:]] == FOLLOW.get(name, [])
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_what_may_not_be_read_costs_evidence_and_no_more(name: str) -> None:
+    """Someone with the role `view`: no nodes, storage classes and Secrets."""
+    it = situations.seen(name)
+    blind = dict.fromkeys(("nodes", "storageclasses", "secrets"), "you may not list them")
+    seen = Seen(**{**vars(it), "nodes": (), "classes": (), "secrets": frozenset(), "unseen": blind})
+    rule = causes(seen)[0].rule
+    assert rule == {"claim-wrong-class": "claim-failed"}.get(name, FIRST[name][0])
+
+
+def test_the_evidence_of_a_missing_gpu_is_what_nodes_have() -> None:
+    seen = situations.seen("gpu")
+    (cause,) = causes(seen)
+    assert cause.evidence[0] == "nodes offer: node-a 0 nvidia.com/gpu, node-b 0 nvidia.com/gpu and node-c 0 nvidia.com/gpu"
+    assert cause.evidence[1].startswith("FailedScheduling: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
+    nodes = copy.deepcopy(seen.nodes)
+    for node in nodes:
+        node["status"]["allocatable"]["amd.com/gpu"] = "8"
+    (cause,) = causes(Seen(**{**vars(seen), "nodes": nodes}))
+    assert cause.remedy.startswith("nodes have amd.com/gpu: set resources.accelerator; or ")
+    for node in nodes:
+        node["status"]["allocatable"]["nvidia.com/gpu"] = "8"
+    (cause,) = causes(Seen(**{**vars(seen), "nodes": nodes}))
+    assert cause.what == "workers 0 and 1 find no node with room: each asks for 2 nvidia.com/gpu, and others use it"
+
+
+def test_the_log_of_a_failing_script_is_shown_as_it_is() -> None:
+    cause = causes(situations.seen("script-fails"))[0]
+    assert cause.evidence[0] == "the log of worker 0 ends with:"
+    assert '      File "<string>", line 4, in <module>' in cause.evidence
+    assert "\n        File " in diagnosis.text([cause])
+
+
+def test_a_paragraph_has_the_sentence_the_evidence_and_the_remedy() -> None:
+    text = diagnosis.text([Cause("a", "it is late", ("the clock: 9:30",), "go"), Cause("b", "well")], unseen=["nodes"])
+    assert text == "It is late\n  the clock: 9:30\n  → go\n\nWell\n\nNot looked at, because you may not: nodes."
+
+
+# Builders
+
+
+def a_pod(name: str = "train-0", *, phase: str = "Pending", node: str = "", index: int = 0, **status: Any) -> Document:
+    labels = {"outlast.dev/job": "train", "outlast.dev/worker": str(index)}
+    spec: Document = {"containers": [{"name": "worker", "image": "team/train:v9"}]}
+    made = {"name": name, "labels": labels, "creationTimestamp": "2026-11-21T16:00:00Z"}
+    return {
+        "kind": "Pod",
+        "metadata": made,
+        "spec": {**spec, **({"nodeName": node} if node else {})},
+        "status": {"phase": phase, **status},
+    }
+
+
+def an_event(about: Document, reason: str, message: str) -> Document:
+    it = {"kind": about["kind"], "name": about["metadata"]["name"]}
+    return {"involvedObject": it, "reason": reason, "message": message, "lastTimestamp": "2026-11-21T16:00:05Z", "count": 1}
+
+
+def a_node(name: str = "node-a", *, ready: str = "True", taints: tuple[str, ...] = ()) -> Document:
+    conditions = [{"type": "Ready", "status": ready, "reason": "NodeStatusUnknown", "message": "Kubelet stopped posting."}]
+    conditions[0]["lastTransitionTime"] = "2027-01-15T07:58:20Z"  # 100 s before NOW
+    spec = {"taints": [{"key": key, "effect": "NoExecute"} for key in taints]}
+    return {
+        "kind": "Node",
+        "metadata": {"name": name, "labels": {}},
+        "spec": spec,
+        "status": {"conditions": conditions, "allocatable": {"cpu": "8"}},
+    }
+
+
+def a_job(replicas: int = 1, **status: Any) -> Document:
+    return {"kind": "Job", "metadata": {"name": "train", "labels": {}}, "spec": {"parallelism": replicas}, "status": status}
+
+
+def refusing(message: str, **more: Any) -> Seen:
+    """A pod that the scheduler says this of."""
+    pod = a_pod()
+    return Seen("train", workload=a_job(), pods=(pod,), events=(an_event(pod, "FailedScheduling", message),), **more)
+
+
+# The scheduler
+
+TEXTS = st.sampled_from(
+    ["Insufficient cpu", "Too many pods", "node(s) had untolerated taint {a: b}", "node(s) were unschedulable"]
+)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), TEXTS), min_size=1, max_size=5), st.sampled_from(["", " preemption: 0/3 no."]))
+def test_a_message_of_the_scheduler_is_taken_apart(parts: list[tuple[int, str]], tail: str) -> None:
+    total = sum(count for count, _ in parts)
+    message = f"0/{total} nodes are available: {', '.join(f'{count} {text}' for count, text in parts)}.{tail}"
+    assert scheduling.parts(message) == parts
+
+
+SAYS = {
+    "1 node(s) had untolerated taint {nvidia.com/gpu: present}": "1 node is kept for others by the taint nvidia.com/gpu=present",
+    "2 node(s) had untolerated taint {team: }": "2 nodes are kept for others by the taint team",
+    "1 node(s) had untolerated taint(s) {team: }": "1 node is kept for others by the taint team",
+    "1 node(s) had taint {spot: true}, that the pod didn't tolerate": "1 node is kept for others by the taint spot=true",
+    "1 node(s) had untolerated taint {node.kubernetes.io/unreachable: }": "1 node cannot take any "
+    "(node.kubernetes.io/unreachable)",
+    "3 node(s) were unschedulable": "3 are cordoned",
+    "3 Too many pods": "3 run as many pods as they may",
+    "3 node(s) didn't match pod topology spread constraints": "it would make the spread of pods over zones or nodes too uneven",
+    "3 node(s) didn't match pod affinity rules": "it may only be where certain pods are, and there are none with room",
+    "3 node(s) didn't have free ports for the requested pod ports": "the port of the machine that it asks for is taken",
+    "3 node(s) had volume node affinity conflict": "its volume is in another zone or on another machine than the free nodes",
+    "3 node(s) exceed max volume count": "nodes have as many volumes as they can",
+    "3 node(s) are on fire": "3 of 0 nodes say node(s) are on fire",
+}
+
+
+@pytest.mark.parametrize("said", SAYS)
+def test_what_the_scheduler_says_has_a_meaning(said: str) -> None:
+    (cause,) = causes(
+        refusing(f"0/3 nodes are available: {said}. preemption: 0/3 nodes are available: 3 Preemption is not helpful.")
+    )
+    assert cause.what in (f"worker 0 finds no node: {SAYS[said]}",)
+    assert cause.remedy
+
+
+def test_several_reasons_are_told_one_by_one() -> None:
+    seen = refusing("0/3 nodes are available: 1 Too many pods, 2 node(s) had untolerated taint {team: a}.")
+    assert [cause.rule for cause in causes(seen)] == ["unschedulable-pods", "unschedulable-taint"]
+
+
+def test_a_cluster_without_nodes_says_so() -> None:
+    (cause,) = causes(refusing("no nodes available to schedule pods"))
+    assert cause.what == "worker 0 finds no node: the cluster has none"
+
+
+# Images
+
+PULLS = {
+    'failed to resolve reference "docker.io/library/trian:9": docker.io/library/trian:9: not found': "does not exist "
+    "in its registry",
+    "reading manifest v9 in example.com/a: manifest unknown": "does not exist in its registry",
+    "pull access denied, repository does not exist or may require authorization: server message: insufficient_scope: "
+    "authorization failed": ("does not exist, or its registry wants a login"),
+    "unexpected status from HEAD request to https://example.com/v2/a/manifests/v9: 403 Forbidden": (
+        "may not be pulled: its registry wants a login"
+    ),
+    "failed to authorize: failed to fetch anonymous token: unexpected status: 401 Unauthorized": (
+        "may not be pulled: its registry wants a login"
+    ),
+    "no basic auth credentials": "may not be pulled: its registry wants a login",
+    "429 Too Many Requests - Server message: toomanyrequests: You have reached your pull rate limit": (
+        "may not be pulled so often: its registry limits us"
+    ),
+    "dial tcp: lookup exmaple.com on 10.0.0.2:53: no such host": "cannot be pulled: the name of its registry is unknown (DNS)",
+    "dial tcp 10.0.0.9:443: i/o timeout": "cannot be pulled: its registry does not answer the nodes",
+    "tls: failed to verify certificate: x509: certificate signed by unknown authority": (
+        "cannot be pulled: there is no secure connection to its registry"
+    ),
+    "no match for platform in manifest: not found": "is not built for the processors of that node",
+    "write /var/lib/containerd/x: no space left on device": "does not fit on the node's disk",
+}
+
+
+@pytest.mark.parametrize("message", PULLS)
+def test_what_a_runtime_says_of_an_image_has_a_meaning(message: str) -> None:
+    waits = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "team/train:v404"'}}
+    pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "image": "team/train:v404", "state": waits}])
+    events = (
+        an_event(pod, "Failed", f'Failed to pull image "team/train:v404": {message}'),
+        an_event(pod, "Failed", "Error: ErrImagePull"),
+    )
+    (cause,) = containers.images(Seen("train", pods=(pod,), events=events), NOW)
+    assert cause.what == f"worker 0 waits for the image team/train:v404, which {PULLS[message]}"
+    assert message in cause.evidence[0]
+
+
+def test_a_tag_is_no_status_of_a_server() -> None:
+    waits = {"waiting": {"reason": "ErrImagePull", "message": 'pulling "registry.local/team/train:403": connection refused'}}
+    pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "image": "registry.local/team/train:403", "state": waits}])
+    (cause,) = containers.images(Seen("train", pods=(pod,)), NOW)
+    assert cause.what.endswith("its registry does not answer the nodes")
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "rule"),
+    [
+        ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root", "root"),
+        ("CreateContainerConfigError", "image has non-numeric user (app), cannot verify user is non-root", "root"),
+        ("RunContainerError", 'exec: "outlast": permission denied', "start"),
+        ("RunContainerError", "exec /usr/bin/outlast: exec format error", "image"),
+        ("CreateContainerError", "device is busy", "start"),
+    ],
+)
+def test_a_container_that_cannot_be_started_says_why(reason: str, message: str, rule: str) -> None:
+    pod = a_pod(
+        node="node-a", containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": reason, "message": message}}}]
+    )
+    (cause,) = containers.starts(Seen("train", pods=(pod,)), NOW)
+    assert (cause.rule, cause.evidence) == (rule, (f"{reason}: {message}",))
+
+
+# Ends
+
+
+def ended(code: int, reason: str = "Error", **more: Any) -> Document:
+    over = {"terminated": {"exitCode": code, "reason": reason}}
+    return a_pod(phase="Failed", node="node-a", containerStatuses=[{"name": "worker", "state": over}], **more)
+
+
+@pytest.mark.parametrize("code", [0, 75, 143])
+def test_who_left_as_asked_is_no_cause(code: int) -> None:
+    assert list(containers.ends(Seen("train", workload=a_job(), pods=(ended(code),)), NOW)) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [(137, "exit code 137 (SIGKILL)"), (139, "exit code 139 (SIGSEGV)"), (135, "exit code 135 (SIGBUS)"), (2, "exit code 2")],
+)
+def test_how_a_worker_was_killed_is_said(code: int, what: str) -> None:
+    (cause,) = containers.ends(Seen("train", workload=a_job(), pods=(ended(code),)), NOW)
+    assert (cause.rule, cause.what) == ("failing-script", f"worker 0 ended with {what}")
+
+
+def test_the_first_traceback_names_what_failed() -> None:
+    log = [
+        "[rank1]: Traceback (most recent call last):",
+        "[rank1]: RuntimeError: shape mismatch",
+        "Traceback (most recent call last):",
+        "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+        "outlast | worker 0: rank 1 on worker 0 failed with exit code 1 (exit 1)",
+    ]
+    seen = Seen("train", workload=a_job(), pods=(ended(1),), logs={"train-0": log})
+    (cause,) = containers.ends(seen, NOW)
+    assert cause.what == (
+        "worker 0 ended with exit code 1: rank 1 on worker 0 failed with exit code 1: RuntimeError: shape mismatch"
+    )
+
+
+def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> None:
+    last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    status = {"name": "worker", "state": {"running": {}}, "lastState": last}
+    pod = a_pod(phase="Running", node="node-a", containerStatuses=[status])
+    (cause,) = containers.ends(Seen("train", workload={**a_job(), "kind": "StatefulSet"}, pods=(pod,)), NOW)
+    assert (cause.what, cause.remedy) == (
+        "worker 0 was killed for lack of memory: the node's memory was used up",
+        "set resources.memory, so that the pod is put where there is room",
+    )
+
+
+def test_a_liveness_probe_that_killed_is_told() -> None:
+    pod = a_pod(phase="Running", node="node-a", containerStatuses=[{"name": "worker", "state": {"running": {}}, "started": True}])
+    events = (
+        an_event(pod, "Unhealthy", "Liveness probe failed: timeout"),
+        an_event(pod, "Killing", "Container worker failed liveness probe, will be restarted"),
+    )
+    (cause,) = containers.probing(Seen("train", pods=(pod,), events=events), NOW)
+    assert cause.what == "worker 0 was killed, not having answered any more"
+
+
+# Admission
+
+REFUSALS = {
+    'pods "a" is forbidden: exceeded quota: team, requested: requests.cpu=8,requests.memory=4Gi, used: '
+    "requests.cpu=4,requests.memory=1Gi, "
+    "limited: requests.cpu=8,requests.memory=8Gi": (
+        "quota",
+        "the quota team of the namespace leaves too little: requests.cpu: a pod asks for 8, 4 of 8 are used; "
+        "requests.memory: a pod "
+        "asks for 4Gi, 1Gi of 8Gi are used",
+    ),
+    'admission webhook "validate.kyverno.svc" denied the request: no latest tags': (
+        "webhook",
+        "the webhook validate.kyverno.svc refuses the pods: no latest tags",
+    ),
+    'Internal error occurred: failed calling webhook "pods.istio.io": failed to call webhook: Post "https://x": '
+    "context deadline exceeded": (
+        "webhook",
+        "the webhook pods.istio.io, which is to look at all pods, does not answer: failed to call webhook: Post "
+        '"https://x": context '
+        "deadline exceeded",
+    ),
+    "pods \"a\" is forbidden: ValidatingAdmissionPolicy 'team-label' with binding 'b' denied request: label team is missing": (
+        "policy",
+        "the policy team-label refuses the pods: label team is missing",
+    ),
+    'pods is forbidden: User "system:serviceaccount:a:b" cannot create resource "pods"': (
+        "rights",
+        'who makes the pods may not: User "system:serviceaccount:a:b" cannot create resource "pods"',
+    ),
+    'pods "a" is forbidden: unable to create new content in namespace team because it is being terminated': (
+        "namespace-ends",
+        "the namespace team is being deleted",
+    ),
+    'Pod "a" is invalid: spec.containers[0].image: Required value': (
+        "invalid",
+        "the API server takes the pods for invalid: spec.containers[0].image: Required value",
+    ),
+    "pods are out of stock": ("refused", "the API server refused: pods are out of stock"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_admission_says_has_a_meaning(message: str) -> None:
+    cause = refused.refusal(Seen("train", "team"), f"Error creating: {message}")
+    said = cause.what.replace("Error creating: ", "")
+    assert (cause.rule, said) == REFUSALS[message]
+    assert cause.remedy
+
+
+def test_pods_that_could_not_be_made_at_first_and_are_there_now_are_no_cause() -> None:
+    job = a_job()
+    seen = Seen("train", workload=job, pods=(a_pod(phase="Running"),), events=(an_event(job, "FailedCreate", "exceeded quota"),))
+    assert list(refused.creations(seen, NOW)) == []
+
+
+# Storage
+
+
+def a_claim(**fields: Any) -> Document:
+    return {"kind": "PersistentVolumeClaim", "metadata": {"name": "data"}, "spec": fields, "status": {"phase": "Pending"}}
+
+
+def a_class(mode: str, *, default: bool = False) -> Document:
+    annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if default else {}
+    return {"metadata": {"name": "ebs", "annotations": annotations}, "provisioner": "ebs.csi.aws.com", "volumeBindingMode": mode}
+
+
+def waiting_for(claim: Document, storage_class: Document, *events: tuple[str, str]) -> Cause:
+    pod = a_pod()
+    pod["spec"]["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
+    told = tuple(an_event(claim, *event) for event in events)
+    (cause,) = storage.claims(Seen("train", pods=(pod,), claims=(claim,), classes=(storage_class,), events=told), NOW)
+    return cause
+
+
+def test_a_claim_that_waits_for_its_pod_is_no_mistake_of_the_storage() -> None:
+    cause = waiting_for(a_claim(storageClassName="ebs"), a_class("WaitForFirstConsumer"))
+    assert cause.what == "worker 0 waits for the claim data, which has no volume: it is made when a pod that uses it has a node"
+
+
+def test_a_provisioner_that_fails_is_quoted() -> None:
+    cause = waiting_for(a_claim(), a_class("Immediate", default=True), ("ProvisioningFailed", "no credentials"))
+    assert (cause.rule, cause.evidence) == ("claim-failed", ("ProvisioningFailed: no credentials",))
+    assert cause.what.endswith("ebs.csi.aws.com cannot make one")
+
+
+def test_a_claim_that_waits_for_its_provisioner_is_told() -> None:
+    cause = waiting_for(a_claim(storageClassName="ebs"), a_class("Immediate"))
+    assert cause.rule == "claim-pending"
+    lost = {**a_claim(), "status": {"phase": "Lost"}}
+    assert waiting_for(lost, a_class("Immediate")).rule == "claim-lost"
+
+
+def test_a_key_that_a_secret_has_not_is_named() -> None:
+    waits = {"waiting": {"reason": "CreateContainerConfigError", "message": "couldn't find key TOKEN in Secret team/hf"}}
+    pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "state": waits}])
+    (cause,) = causes(Seen("train", "team", workload=a_job(), pods=(pod,), nodes=(a_node(),)))
+    assert cause.what == "worker 0 waits for the key TOKEN of the Secret hf, which has none"
+
+
+def test_a_volume_that_another_node_holds_is_told() -> None:
+    pod = a_pod(node="node-a")
+    seen = Seen(
+        "train", workload=a_job(), pods=(pod,), events=(an_event(pod, "FailedAttachVolume", "Multi-Attach error for volume"),)
+    )
+    assert next(storage.mounts(seen, NOW)).what == "worker 0 waits on node-a: another node still has the volume"
+
+
+# Machines
+
+
+def test_a_node_that_is_lost_is_named_with_how_long_it_does_not_answer() -> None:
+    node = a_node(ready="Unknown", taints=("node.kubernetes.io/unreachable",))
+    seen = Seen("train", workload=a_job(), pods=(a_pod(phase="Running", node="node-a"),), nodes=(node,))
+    first = causes(seen)[0]
+    assert first == Cause(
+        "node-lost",
+        "worker 0 is on node node-a, which does not answer for 100 s",
+        ("Ready is Unknown: NodeStatusUnknown: Kubelet stopped posting.", "taint node.kubernetes.io/unreachable"),
+        first.remedy,
+    )
+    assert "kubectl delete node" in first.remedy
+
+
+def test_a_node_that_no_longer_exists_is_told() -> None:
+    seen = Seen("train", "team", workload=a_job(), pods=(a_pod(phase="Running", node="node-b"),), nodes=(a_node(),))
+    cause = next(machines.lost(seen, NOW))
+    assert (cause.what, cause.remedy) == (
+        "worker 0 is on node node-b, which no longer exists",
+        "kubectl delete pod train-0 --force -n team: then others are made",
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "rule", "what"),
+    [
+        ("PreemptionByScheduler", "preempting to accommodate a higher priority pod", "preempted", "preempted by a pod of higher"),
+        ("EvictionByEvictionAPI", "Eviction API: evicting", "drained", "asked to leave node-a, by a drain or an autoscaler"),
+        ("DeletionByTaintManager", "Taint manager: deleting due to NoExecute taint", "node-lost", "because node node-a was lost"),
+        ("DeletionByPodGC", "PodGC: node no longer exists", "node-lost", "because node node-a no longer exists"),
+        ("TerminationByKubelet", "The node was low on resource: ephemeral-storage.", "evicted", "too much was written to"),
+        ("TerminationByKubelet", "The node was low on resource: memory.", "evicted", "whose memory was used up"),
+        ("TerminationByKubelet", "Pod was terminated in response to imminent node shutdown.", "drained", "was shut down"),
+    ],
+)
+def test_who_lost_the_machine_is_told_how(reason: str, message: str, rule: str, what: str) -> None:
+    target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
+    gone = a_pod(phase="Failed", node="node-a", conditions=[target])
+    seen = Seen("train", workload=a_job(), pods=(gone,))
+    (cause,) = machines.taken(seen, NOW)
+    assert cause.rule == rule
+    assert what in cause.what
+    after = a_pod("train-0b", phase="Running", node="node-a")
+    after["metadata"]["creationTimestamp"] = "2026-11-21T16:05:00Z"
+    assert list(machines.taken(Seen("train", pods=(gone, after)), NOW)) == []
+
+
+# Queues and gangs
+
+
+def in_queue(**status: Any) -> Seen:
+    job = a_job()
+    job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
+    job["spec"]["suspend"] = True
+    workload = {"kind": "Workload", "metadata": {"name": "w"}, "spec": {"queueName": "research"}, "status": status}
+    return Seen("train", workload=job, queued=(workload,), queues=({"metadata": {"name": "team-a"}},))
+
+
+def refusal(message: str) -> Document:
+    return {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": message}
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy"),
+    [
+        (
+            "couldn't assign flavors: insufficient unused quota for nvidia.com/gpu",
+            "lower `resources` or workers.replicas, or have",
+        ),
+        ("LocalQueue research doesn't exist", "correct scheduling.queue (there are: team-a), or make the LocalQueue research"),
+        ("ClusterQueue c is inactive", "its ClusterQueue does not admit anything now: see kubectl describe clusterqueue"),
+        ("waiting for the head of the queue", "wait until others leave the queue, raise its priority, or ask for less"),
+    ],
+)
+def test_a_job_that_kueue_has_not_admitted_says_what_its_queue_says(message: str, remedy: str) -> None:
+    (cause,) = causes(in_queue(conditions=[refusal(message)]))
+    assert (cause.rule, cause.what, cause.evidence) == ("queue", "queue research has not admitted it", (f"Pending: {message}",))
+    assert cause.remedy.startswith(remedy)
+
+
+def test_a_job_that_kueue_has_put_back_says_why() -> None:
+    evicted = {"type": "Evicted", "status": "True", "reason": "Preempted", "message": "for a workload of higher priority"}
+    (cause,) = causes(in_queue(conditions=[refusal("x"), evicted]))
+    assert cause.what == "queue research has put it back (Preempted)"
+
+
+def test_a_job_that_waits_for_an_admission_check_names_it() -> None:
+    reserved = {"type": "QuotaReserved", "status": "True"}
+    checks = [{"name": "autoscaler", "state": "Pending", "message": "asked for 4 nodes"}]
+    (cause,) = causes(in_queue(conditions=[reserved], admissionChecks=checks))
+    assert cause.what == "queue research has room, and waits for autoscaler"
+
+
+def test_a_queue_without_kueue_is_told() -> None:
+    seen = in_queue()
+    (cause,) = causes(Seen(**{**vars(seen), "queued": ()}))
+    assert cause.what == "it is to wait in queue research, and Kueue has made no workload of it"
+
+
+def a_group(api_version: str, phase: str) -> Document:
+    spec = {"minMember": 4, "queue": "research"}
+    return {
+        "apiVersion": api_version,
+        "kind": "PodGroup",
+        "metadata": {"name": "train"},
+        "spec": spec,
+        "status": {"phase": phase},
+    }
+
+
+def test_a_gang_that_does_not_fit_is_told_after_what_keeps_it() -> None:
+    seen = refusing("0/1 nodes are available: 1 Too many pods.", groups=(a_group("scheduling.x-k8s.io/v1alpha1", "Pending"),))
+    assert [cause.rule for cause in causes(seen)] == ["unschedulable-pods", "gang"]
+
+
+def test_a_gang_that_volcanos_queue_has_not_let_in_waits_for_the_queue() -> None:
+    seen = Seen("train", workload=a_job(4), groups=(a_group("scheduling.volcano.sh/v1beta1", "Pending"),))
+    assert causes(seen)[0].what == "queue research of Volcano has not let it in"
+
+
+def test_a_scheduler_that_is_not_there_is_named() -> None:
+    pod = a_pod()
+    pod["spec"]["schedulerName"] = "volcano"
+    (cause,) = causes(Seen("train", workload=a_job(), pods=(pod,)))
+    assert (cause.rule, cause.what) == ("scheduler", "worker 0 waits for the scheduler volcano, which says nothing")
+
+
+# What is well
+
+
+def test_a_job_that_trains_has_nothing_wrong() -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    pods = tuple(a_pod(f"train-{i}", phase="Running", node="node-a", index=i, conditions=ready) for i in range(2))
+    (cause,) = causes(Seen("train", workload=a_job(2), pods=pods, nodes=(a_node(),)))
+    assert cause == Cause("training", "nothing is wrong: 2 of 2 workers run", wrong=False)
+
+
+def test_a_worker_that_pulls_its_image_is_on_its_way() -> None:
+    creating = [{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}]
+    pod = a_pod(node="node-a", containerStatuses=creating, startTime="2027-01-15T07:58:20Z")
+    seen = Seen("train", workload=a_job(), pods=(pod,), nodes=(a_node(),), events=(an_event(pod, "Pulling", "Pulling image"),))
+    (cause,) = causes(seen)
+    assert (cause.what, cause.wrong) == ("worker 0 pulls its image on node-a for 1m40s", False)
+
+
+def test_a_statefulset_whose_workers_all_said_that_they_are_done_is_finished() -> None:
+    workload = {"kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 2}}
+    logs = {f"train-{i}": ["outlast | worker 0: training is done (exit 0)"] for i in range(2)}
+    assert waiting.finished(Seen("train", workload=workload, logs=logs)) is not None
+    assert waiting.finished(Seen("train", workload=workload, logs={"train-0": logs["train-0"]})) is None
+
+
+def test_an_elasticjob_that_nobody_takes_up_asks_for_the_operator() -> None:
+    (cause,) = causes(Seen("train", workload={"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}}))
+    assert cause.rule == "operator"
+
+
+def test_nothing_seen_is_an_absent_job() -> None:
+    assert [cause.rule for cause in causes(Seen("train"))] == ["absent"]
+
+
+@pytest.mark.parametrize(("text", "number"), [("500m", 0.5), ("16Gi", 16 * 2**30), ("2", 2), ("1e3", 1000), ("1.5k", 1500)])
+def test_quantities_are_numbers(text: str, number: float) -> None:
+    assert sight.quantity(text) == number
+
+
+def test_a_quantity_that_is_none_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="'16 apples' is no quantity"):
+        sight.quantity("16 apples")
+
+
+# Here
+
+
+def a_status(state: State, **fields: Any) -> JobStatus:
+    return JobStatus(
+        **{"name": "digits", "run": "r", "state": state, "replicas": 2, "launcher": 7, "submitted": NOW - 60, **fields}
+    )
+
+
+def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
+    failure = Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1 failed", traceback="Traceback:\nKeyError: 'x'", step=8)
+    status = a_status(State.FAILED, reason="restart 3 of 2", failure=failure, exit_code=1)
+    (cause,) = here.causes(status, [], NOW)
+    assert (cause.rule, cause.what, cause.evidence) == (
+        "failing-script",
+        "it has failed: restart 3 of 2",
+        ("rank 1 on worker 1 failed at step 8", "    Traceback:", "    KeyError: 'x'"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "rule", "wrong"),
+    [
+        (a_status(State.SUCCEEDED, reason="training is done"), "finished", False),
+        (a_status(State.SUSPENDED, reason="by the user"), "suspended", False),
+        (a_status(State.INTERRUPTED, reason="Ctrl-C"), "interrupted", True),
+        (a_status(State.CANCELLED, reason="cancelled by the user"), "cancelled", False),
+        (a_status(State.FAILED, reason="x", exit_code=78), "configuration", True),
+        (a_status(State.FAILED, reason="x", exit_code=137), "killed", True),
+        (a_status(State.FAILED, reason="the deadline is over", exit_code=1), "deadline", True),
+        (a_status(State.RESTARTING, reason="lost worker 1"), "restarting", True),
+        (a_status(State.RUNNING, launcher=None), "launcher", True),
+        (a_status(State.RUNNING, world=[0, 1], step=3, steps=9), "training", False),
+    ],
+    ids=lambda value: str(value.state) if isinstance(value, JobStatus) else "",
+)
+def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bool) -> None:
+    (cause,) = here.causes(status, [], NOW)
+    assert (cause.rule, cause.wrong) == (rule, wrong)
+
+
+def test_a_job_here_that_starts_for_long_is_wrong() -> None:
+    worker = WorkerStatus(index=0, state="fetching")
+    status = a_status(State.PENDING, reason="starting", workers=[worker])
+    (cause,) = here.causes(status, [{"t": NOW - 300, "kind": "launcher"}], NOW)
+    assert (cause.what, cause.wrong, cause.evidence) == ("it starts since 5m00s: starting", True, ("worker 0 is fetching",))
+    assert not here.causes(status, [{"t": NOW - 3, "kind": "launcher"}], NOW)[0].wrong
+
+
+def test_a_hang_names_the_file_with_its_stacks() -> None:
+    failure = Failure(worker=0, rank=0, code=137, reason="rank 0 on worker 0 hung: no progress for 60 s")
+    status = a_status(State.FAILED, reason="restart 1 of 0", failure=failure)
+    (cause,) = here.causes(status, [{"t": NOW, "kind": "hang", "stacks": "/out/stacks.txt"}], NOW)
+    assert cause.rule == "hang"
+    assert "/out/stacks.txt" in cause.remedy
+
+
+def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> None:
+    there = StoreStatus(url="s3://b/runs/digits", since=NOW - 120, error="the store is not well (HTTP 503)", backlog=2**20)
+    found = here.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)
+    assert [cause.rule for cause in found] == ["store", "warning", "training"]
+    assert found[0].what == "its output cannot be pushed to s3://b/runs/digits since 2m00s, 1.0 MiB of checkpoints wait"
+
+
+# The command line
+
+
+def outlast(backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words), backend=backend)
+    return (int(ended.value.code or 0), *capsys.readouterr())
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> fake.FakeBackend:
+    backend = fake.FakeBackend(tmp_path)
+    backend.runs["digits"] = fake.Run(a_status(State.SUSPENDED, reason="by the user"))
+    return backend
+
+
+def test_why_tells_of_a_job_of_this_machine(backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    assert outlast(backend, capsys, "why") == (0, "It is suspended: by the user\n  → go on with: outlast resume digits\n", "")
+    code, out, _ = outlast(backend, capsys, "why", "digits", "-o", "json")
+    assert (code, json.loads(out)["causes"][0]["rule"]) == (0, "suspended")
+
+
+def test_why_of_a_job_that_is_nowhere_says_where_it_was_looked_for(
+    backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = outlast(backend, capsys, "why", "cifar10")
+    assert code == 2
+    assert err.startswith(
+        "Error: no job 'cifar10' was run here, and it cannot be looked for in a cluster: there is no kubeconfig"
+    )
