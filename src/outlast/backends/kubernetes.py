@@ -34,6 +34,8 @@ _KINDS = (kube.ELASTIC_JOB, kube.JOB, kube.STATEFUL_SET, kube.VOLCANO_JOB)
 """What a job can be made as."""
 _MINOR = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP)
 """What is made beside it, and goes with it. Claims stay: they hold data and output."""
+FILE = "outlast.dev/file"
+"""Annotation of a workload that was submitted `--fresh`: the name that it would have had without."""
 _WORKER = "app.kubernetes.io/component=worker"
 _ASK_S = 3.0
 """How long an agent may take to say how far it is."""
@@ -170,6 +172,13 @@ class KubernetesBackend:
     def apply(self, job: Job, *, source: Path, fresh: bool = False) -> Iterator[str]:
         """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`."""
         documents = self._documents(job, source, fresh)
+        title = _workload(documents)["metadata"]["name"]
+        if fresh:  # its name is that of no file, so that of the file is written into it
+            title = _workload(self._documents(job, source, False))["metadata"]["name"]
+            _workload(documents)["metadata"].setdefault("annotations", {})[FILE] = title
+        elif again := [each for each in self._all(job.metadata.name) if _file(each) == title and not observed.over(each)]:
+            yield f"{again[0]['kind']} {again[0]['metadata']['name']} runs this very file already"
+            return
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         for document in documents:
             title, meta = f"{document['kind']} {document['metadata']['name']}", document["metadata"]
@@ -464,6 +473,15 @@ class KubernetesBackend:
 
     def _own(self, workload: Document) -> List[Document]:
         return [pod for pod in self._pods(_name(workload)) if _of(pod, workload)]
+
+
+def _workload(documents: Sequence[Document]) -> Document:
+    """The document that has the pods."""
+    return next(document for document in documents if kube.kind_of(document) in _KINDS)
+
+
+def _file(workload: Document) -> str:
+    return str((workload["metadata"].get("annotations") or {}).get(FILE, ""))
 
 
 def _name(workload: Document) -> str:

@@ -166,14 +166,17 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
         queue = (seen.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
         if queue and not seen.pods:
             return State.PENDING, f"waits in the queue {queue} to be admitted"
-        return State.SUSPENDED, f"{leaving} of {wanted} workers still save and leave" if leaving else "suspended"
+        return (
+            State.SUSPENDED,
+            f"{leaving} {'worker' if leaving == 1 else 'workers'} still to save and leave" if leaving else "suspended",
+        )
     if seen.workload["metadata"].get("deletionTimestamp"):
         return State.CANCELLED, "it is being deleted"
-    alive = [index for index, pod in newest.items() if pods.running(pod)]
+    alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.leaves(pod)]
     for index, pod in sorted(newest.items()):
         if problem := pods.lost(pod):
             return State.RESTARTING, f"worker {index} {problem}"
-    troubles = [(index, pod) for index, pod in sorted(newest.items()) if not pods.running(pod) and not _done(pod)]
+    troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and not _done(pod)]
     if len(alive) + sum(_done(pod) for pod in newest.values()) >= wanted:
         ready = sum(pods.ready(pod) for pod in newest.values())
         return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
@@ -181,7 +184,9 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
     if troubles:
         index, pod = troubles[0]
         ended_ = pods.end(pod)
-        sentence = pods.waits(pod) or (ended_.sentence if ended_ else "is being started")
+        sentence = (
+            "leaves, and is made anew" if pods.leaves(pod) else pods.waits(pod) or (ended_.sentence if ended_ else "begins")
+        )
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
         return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are made anew"
@@ -242,7 +247,7 @@ def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> W
     reason = pods.lost(pod) or pods.waits(pod)
     if pods.over(pod) and end is not None:
         state, reason = ("done" if end.code == 0 else "failed"), "" if end.code == 0 else end.sentence
-    elif pod["metadata"].get("deletionTimestamp"):
+    elif pods.leaves(pod):
         state, reason = "leaving", "is being deleted"
     elif not pods.running(pod):
         state = "pending"

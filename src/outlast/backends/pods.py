@@ -94,7 +94,12 @@ def running(pod: Document) -> bool:
 
 def ready(pod: Document) -> bool:
     """Whether its worker is in a world."""
-    return bool(container(pod).get("ready")) and not pod["metadata"].get("deletionTimestamp")
+    return bool(container(pod).get("ready")) and not leaves(pod)
+
+
+def leaves(pod: Document) -> bool:
+    """Whether it is being deleted."""
+    return bool(pod["metadata"].get("deletionTimestamp"))
 
 
 def began(pod: Document) -> bool:
