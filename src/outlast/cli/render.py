@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outlast.cli import which
 from outlast.errors import InvalidJob, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.shipping import Parcel
+    from outlast.spec import Job
 
 _APPLIED = 190 << 10
 """So much code may be in a ConfigMap that kubectl applies by itself: it keeps a copy in an annotation, of at most 256 KiB."""
@@ -47,17 +53,11 @@ def render(
       outlast render job.yaml --as volcano --set scheduling.queue=research -o json
       outlast render job.yaml --as job --upload | kubectl apply --server-side -f -
     """
-    from outlast import manifests, shipping
+    from outlast import manifests
     from outlast.cli import run
-    from outlast.manifests import places
 
-    job, namespace = run.load(file, name=name, set_=set_ or ()), _checked(namespace)
-    with shipping.parcel(job, but=[file]) as parcel:
-        job, texts = parcel.job, _texts(places.files(parcel.job.spec))
-        try:
-            documents = manifests.render(job, topology, namespace=namespace, files=texts, code=parcel.code)
-        except InvalidJob as error:
-            raise InvalidJob(error.problems, source=str(file)) from error
+    job = run.load(file, name=name, set_=set_ or ())
+    with rendered(job, topology, source=file, namespace=which.checked(namespace)) as (documents, parcel):
         if parcel.url and not upload:
             raise OutlastError(
                 f"{parcel.sentence}, which render does not write to unless it is told to; add --upload, or use `outlast submit`"
@@ -69,6 +69,24 @@ def render(
     for sentence in [*said, *manifests.warnings(job, topology)]:
         print(f"outlast | {job.metadata.name}: {sentence}", file=sys.stderr)
     print(text(documents) if output == "yaml" else listed(documents), end="")
+
+
+@contextlib.contextmanager
+def rendered(
+    job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None
+) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
+    """The documents of a job, in the order in which they are to be applied, and its code, which has to be put where they say
+    (`Parcel.put`) before they are. Raises InvalidJob with the name of the job's file."""
+    from outlast import manifests, shipping
+    from outlast.manifests import places
+
+    with shipping.parcel(job, but=[source]) as parcel:
+        files = texts(places.files(parcel.job.spec))
+        try:
+            made = manifests.render(parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code)
+        except InvalidJob as error:
+            raise InvalidJob(error.problems, source=str(source)) from error
+        yield made, parcel
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
@@ -97,14 +115,7 @@ def listed(documents: Sequence[dict[str, Any]]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)}, indent=2) + "\n"
 
 
-def _checked(namespace: str | None) -> str | None:
-    """The namespace that is asked for; raises OutlastError when it cannot be one."""
-    if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
-        raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
-    return namespace
-
-
-def _texts(paths: Sequence[str]) -> dict[str, str]:
+def texts(paths: Sequence[str]) -> dict[str, str]:
     """The texts of files that pods need."""
     found = {}
     for path in paths:
