@@ -700,3 +700,16 @@ def test_a_link_reads_an_object(url: str) -> None:
 def test_azure_knows_no_backslash() -> None:
     assert [name for name in NAMES if urls.impossible(name, "s3") or urls.impossible(name, "gs")] == []
     assert [name for name in NAMES if urls.impossible(name, "az")] == ["a\\b"]
+
+
+def test_a_machine_without_certificates_uses_those_that_botocore_brings(monkeypatch):
+    from outlast import s3
+
+    environ: dict[str, str] = {}
+    monkeypatch.setattr(s3, "_CERTIFICATES", ("/nowhere",))
+    s3.find_certificates(environ)
+    assert environ["SSL_CERT_FILE"].endswith("botocore/cacert.pem")
+    assert "BEGIN CERTIFICATE" in Path(environ["SSL_CERT_FILE"]).read_text()
+    given = {"SSL_CERT_FILE": "/mine"}
+    s3.find_certificates(given)
+    assert given == {"SSL_CERT_FILE": "/mine"}

@@ -57,6 +57,7 @@ _DENYING_DISK = {1: "it is not permitted", 13: "permission denied", 30: "the fil
 _PASSING_DISK = {5: "input/output error", 28: "the disk is full", 122: "the quota is used up"}
 
 _CONNECTION = (
+    (r"No CA certificates", "this machine has no CA certificates (install ca-certificates, or set SSL_CERT_FILE)"),
     (r"builder error|BadScheme", "http:// is not allowed here"),
     (r"[Tt]imed ?[Oo]ut|Timeout", "it does not answer in time"),
     (r"dns error|failed to lookup|Name or service|NameResolution", "its host is not known (DNS)"),

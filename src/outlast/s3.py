@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
-from importlib import import_module
+from importlib import import_module, util
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -195,3 +195,24 @@ def _in_our_words(what: str) -> Iterator[None]:
         raise Unreachable(f"{what} cannot be had: {error}") from error
     except (errors.BotoCoreError, errors.ClientError) as error:
         raise Denied(f"{what} cannot be used: {error}") from error
+
+
+def find_certificates(environ: MutableMapping[str, str]) -> None:
+    """Where this machine has no CA certificates, as in slim images, use those that botocore brings: without any, obstore makes
+    no client, not even one for http://."""
+    given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
+    if given or any(os.path.exists(path) for path in _CERTIFICATES):
+        return
+    found = util.find_spec("botocore")
+    for directory in (found.submodule_search_locations if found else None) or ():
+        environ["SSL_CERT_FILE"] = os.path.join(directory, "cacert.pem")
+
+
+_CERTIFICATES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/ssl/cert.pem",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
+    "/etc/ssl/ca-bundle.pem",
+)
+"""Where the distributions keep them (rustls-native-certs looks there)."""

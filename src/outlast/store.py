@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -495,6 +496,7 @@ def open_(url: str, *, patience_s: float | None = None) -> Store:
             return Store(url, _memories.setdefault(bucket, _Root(scheme, bucket, obstores.MemoryStore())), prefix)
     if scheme == "file":
         return Store(url, _Root(scheme, "", obstores.LocalStore(), patience_s=patience_s), rest.strip("/"))
+    s3.find_certificates(os.environ)
     stalled_s = min(STALLED_S, patience_s / 2)
     access = s3.access(timeout_s=stalled_s) if scheme == "s3" else None
     kind: Any = {"s3": obstores.S3Store, "gs": obstores.GCSStore, "az": obstores.AzureStore}[scheme]
