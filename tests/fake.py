@@ -32,6 +32,8 @@ class Run:
 class FakeBackend:
     """Jobs of `steps` steps; `at` maps a step to what happens when the job of any name has made it."""
 
+    look_s = 0.05
+
     def __init__(self, output: Path, *, steps: int = 20, at: Mapping[int, Callable[[Run], object]] | None = None) -> None:
         self._output = output
         self._steps = steps
@@ -132,7 +134,16 @@ class FakeBackend:
         run.launcher = None
         run.status.state, run.status.reason = State.INTERRUPTED, "killed"
 
-    def logs(self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
+    def logs(
+        self,
+        name: str,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[LogLine]:
         run = self._run(name)
         seen = 0 if tail is None else max(0, len(run.lines) - tail)
         while True:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 import fake
 import situations
-from outlast import cli, diagnosis
-from outlast.diagnosis import Cause, Seen, containers, here, machines, refused, scheduling, storage, waiting
+from fake_cluster import FakeCluster
+from outlast import cli, diagnosis, kinds, kube
+from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage, waiting
 from outlast.diagnosis import seen as sight
+from outlast.errors import Forbidden, NotFound
 from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
@@ -354,7 +356,13 @@ def test_who_left_as_asked_is_no_cause(code: int) -> None:
 
 @pytest.mark.parametrize(
     ("code", "what"),
-    [(137, "exit code 137 (SIGKILL)"), (139, "exit code 139 (SIGSEGV)"), (135, "exit code 135 (SIGBUS)"), (2, "exit code 2")],
+    [
+        (79, "exit code 79"),
+        (137, "exit code 137 (SIGKILL)"),
+        (139, "exit code 139 (SIGSEGV)"),
+        (135, "exit code 135 (SIGBUS)"),
+        (2, "exit code 2"),
+    ],
 )
 def test_how_a_worker_was_killed_is_said(code: int, what: str) -> None:
     (cause,) = containers.ends(Seen("train", workload=a_job(), pods=(ended(code),)), NOW)
@@ -765,13 +773,91 @@ def test_why_tells_of_a_job_of_this_machine(backend: fake.FakeBackend, capsys: p
     assert (code, json.loads(out)["causes"][0]["rule"]) == (0, "suspended")
 
 
-def test_why_of_a_job_that_is_nowhere_says_where_it_was_looked_for(
-    backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_why_of_a_job_that_is_nowhere_names_those_there_are(
+    backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code, _, err = outlast(backend, capsys, "why", "cifar10")
+    code, _, err = outlast(backend, capsys, "why", "digit")
     assert code == 2
-    assert err.startswith(
-        "Error: no job 'cifar10' was run here, and it cannot be looked for in a cluster: there is no kubeconfig"
-    )
+    assert "did you mean digits?" in err
+
+
+# What is read of a cluster
+
+
+def a_cluster(name: str, **options: Any) -> FakeCluster:
+    """A cluster that shows what was recorded."""
+    found = situations.recorded(name)
+    kinds_ = {
+        "jobs": "batch/v1 Job",
+        "pods": "v1 Pod",
+        "events": "v1 Event",
+        "nodes": "v1 Node",
+        "resourcequotas": "v1 ResourceQuota",
+        "limitranges": "v1 LimitRange",
+        "persistentvolumeclaims": "v1 PersistentVolumeClaim",
+    }
+    cluster = FakeCluster(**options)
+    cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
+    for plural, kind in kinds_.items():
+        for document in found[plural]:
+            api_version, word = kind.split()
+            cluster.put({**document, "apiVersion": api_version, "kind": word})
+    for plural, word in {"secrets": "Secret", "configmaps": "ConfigMap"}.items():
+        for each in found[plural]:
+            cluster.put({"apiVersion": "v1", "kind": word, "metadata": {"name": each}})
+    cluster.lines = found["logs"]
+    return cluster
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_what_is_read_of_a_cluster_gives_the_same_cause(name: str) -> None:
+    found = causes(evidence.see(a_cluster(name), "train"))  # type: ignore[arg-type]
+    assert (found[0].rule, found[0].what) == FIRST[name]
+
+
+def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
+    seen = evidence.see(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
+    assert seen.unseen == {"nodes": "you may not list nodes", "events": "you may not list events"}
+    assert causes(seen)[0].rule == "unschedulable-gpu"
+
+
+def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:
+    assert evidence.see(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
+    forbidden = a_cluster("secret-missing", forbidden=(kinds.SECRET,))
+    assert causes(evidence.see(forbidden, "train"))[0].rule == "secret-missing"  # type: ignore[arg-type]
+
+
+def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
+    cluster = a_cluster("gpu")
+    for old in (*cluster.list_(kinds.JOB), *cluster.list_(kinds.POD)):
+        meta = {**old["metadata"], "name": f"{old['metadata']['name']}-new", "creationTimestamp": "2030-01-01T00:00:00Z"}
+        del meta["uid"]
+        cluster.put({**old, "metadata": {**meta, "labels": {**meta["labels"], "outlast.dev/run": "new"}}})
+    seen = evidence.see(cluster, "train")  # type: ignore[arg-type]
+    assert sight.name(seen.workload).endswith("-new")
+    assert sorted(map(sight.name, seen.pods)) == sorted(name for name in map(sight.name, seen.pods) if name.endswith("-new"))
+    assert len(seen.pods) == 2
+
+
+def test_a_job_that_is_not_in_the_cluster_is_told() -> None:
+    with pytest.raises(NotFound, match="there is no job other in namespace team; `outlast list` shows those there are"):
+        evidence.see(a_cluster("gpu"), "other")  # type: ignore[arg-type]
+    with pytest.raises(NotFound, match="there is no namespace nowhere; correct --namespace"):
+        evidence.see(FakeCluster(namespace="nowhere"), "other")  # type: ignore[arg-type]
+    with pytest.raises(Forbidden, match="you may not list pods"):
+        evidence.see(FakeCluster(a_namespace(), forbidden=(kinds.POD,)), "other")  # type: ignore[arg-type]
+
+
+def a_namespace() -> Document:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
+
+
+def test_why_tells_of_a_job_in_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube, "connect", lambda context, namespace: a_cluster("gpu", forbidden=(kinds.CLAIM,)))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["why", "train", "-n", "team"])
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Workers 0 and 1 find no node: none has any nvidia.com/gpu\n  nodes offer: node-a 0 nvidia.com/gpu")
+    assert out.endswith("Not looked at, because you may not: persistentvolumeclaims.\n")
+    assert err == ""

@@ -38,6 +38,8 @@ MANAGER = "outlast"
 """Who we are, in `managedFields`."""
 _PAGE = 500
 """Documents a request of `list_`, as kubectl asks for."""
+_SERVERS = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
+"""Metadata that the API server writes."""
 _CONNECT_S = 10.0
 _READ_S = 65.0
 """The API server ends ordinary requests after 60 s."""
@@ -369,10 +371,10 @@ class Cluster:
             for line in lines:
                 yield line.decode(errors="replace")
 
-    def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None) -> str:
-        """What a server in a pod answers to GET, by way of the API server."""
+    def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
+        """What a server in a pod answers to GET, by way of the API server. Raises Unanswered."""
         asked, base = self._address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
-        return self._answer(asked, "GET", f"{base}/{path.lstrip('/')}", repeat=False).text
+        return self._answer(asked, "GET", f"{base}/{path.lstrip('/')}", repeat=False, timeout_s=timeout_s).text
 
     def exec_(
         self,
@@ -570,6 +572,7 @@ class Cluster:
         body: Any = None,
         content_type: str = "application/json",
         repeat: bool | None = None,
+        timeout_s: float | None = None,
     ) -> httpx2.Response:
         """What the server answers; raises what it refuses.
 
@@ -577,13 +580,14 @@ class Cluster:
         """
         import httpx2
 
+        timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else httpx2.Timeout(timeout_s)
         repeat = method == "GET" if repeat is None else repeat
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": content_type}
         for attempt in range(1, _TRIES + 1):
             answer = None
             try:
-                answer = self.client.request(method, path, params=params, content=content, headers=headers)
+                answer = self.client.request(method, path, params=params, content=content, headers=headers, timeout=timeout)
                 self._note(answer)
                 if answer.is_success:
                     return answer
@@ -653,6 +657,12 @@ class Cluster:
             said = value.partition('"')[2].rpartition('"')[0].replace('\\"', '"')
             if said and said not in self.warnings:
                 self.warnings.append(said)
+
+
+def said(document: Document) -> Document:
+    """A document without what the API server writes into it."""
+    meta = {key: value for key, value in document["metadata"].items() if key not in _SERVERS}
+    return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
 
 
 class _Gone(Exception):

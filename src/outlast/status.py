@@ -51,12 +51,20 @@ class WorkerStatus(_Model):
 
     index: int
     state: str = "starting"
-    """starting | fetching | waiting | training | leaving | done | gone"""
+    """starting | fetching | waiting | training | leaving | done | gone; of pods also pending | running | failed"""
     pid: int | None = None
     ranks: list[RankStatus] = Field(default_factory=list)
     restarts: int = 0
     probes: str | None = None
     """Where `/healthz`, `/readyz` and `/metrics` are served."""
+    pod: str = ""
+    """Its pod, on Kubernetes."""
+    node: str = ""
+    """The pod's node."""
+    step: int | None = None
+    """Steps done, where single processes are not known."""
+    reason: str = ""
+    """Why it waits, or how it ended."""
 
 
 class CheckpointStatus(_Model):

@@ -1,15 +1,15 @@
 """Where jobs run: one Protocol of few verbs, and the lookup that finds its implementation.
 
 The command line and `outlast.chaos` know only this Protocol. `outlast.backends.local` runs workers as child processes of this
-machine. A backend says what went wrong as an `OutlastError`: `NotFound` for a name it does not know, `AlreadyRunning` for a run
-that is on its way.
+machine, `outlast.backends.kubernetes` as pods of a cluster. A backend says what went wrong as an `OutlastError`: `NotFound` for a
+name it does not know, `AlreadyRunning` for a run that is on its way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +35,9 @@ class LogLine:
 class Backend(Protocol):
     """A place that runs jobs. Every verb but `logs`, `chaos` and `evaluate` returns as soon as the wish is recorded."""
 
+    look_s: float
+    """How often it is worth looking how a job does, in seconds."""
+
     def submit(self, job: Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
         """Start a job, or go on with its unfinished run unless `fresh`, and return the run's id.
 
@@ -44,7 +47,7 @@ class Backend(Protocol):
         """
 
     def ensure(self, name: str) -> bool:
-        """Start what drives an unfinished run if that is gone; say whether it was."""
+        """Start what drives an unfinished run if that is gone; say whether it was. A cluster's controllers see to that."""
 
     def list(self) -> Sequence[JobStatus]:
         """All jobs known here, the newest last."""
@@ -70,18 +73,29 @@ class Backend(Protocol):
     def kill(self, name: str) -> None:
         """End every process of the job now; nothing is saved."""
 
-    def logs(self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
+    def logs(
+        self,
+        name: str,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[LogLine]:
         """The workers' log lines, merged, or those of one worker.
 
-        `tail` begins with the last so many lines of each worker, 0 with what is written from now on. `follow` waits for a job
-        that has not started, and ends when the job does.
+        `tail` begins with the last so many lines of each worker, 0 with what is written from now on; `since_s` with what is no
+        older than so many seconds, where the times of lines are known. `follow` waits for a job that has not started, and ends
+        when the job does; `say` is told what is being waited for.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Do one of `chaos.ACTIONS` to a worker (None: one that `rng` chooses); return the sentence that says what was done."""
 
-    def output(self, name: str) -> Path:
-        """The job's output directory: checkpoints, logs, ledger."""
+    def output(self, name: str) -> Path | str:
+        """Where the job's output is (checkpoints, logs, ledger): a directory of this machine, or words for a place
+        elsewhere, such as the URL of one in a store."""
 
     def events(self, name: str) -> Sequence[Event]:
         """The ledger of the job's run, in the order of time."""

@@ -45,6 +45,8 @@ class LocalBackend:
     `start` starts a command that outlives us, its output appended to a file.
     """
 
+    look_s = 0.3
+
     def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = daemon.start) -> None:
         self._state = state.absolute()
         self._start = start
@@ -174,8 +176,21 @@ class LocalBackend:
         """The ledger of the job's run."""
         return ledger.read(self.output(name) / contract.LEDGER)
 
-    def logs(self, name: str, *, worker: int | None = None, follow: bool = False, tail: int | None = None) -> Iterator[LogLine]:
-        """The workers' log lines, see the Protocol."""
+    def logs(
+        self,
+        name: str,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[LogLine]:
+        """The workers' log lines, see the Protocol. Their times are not known, so `since_s` is refused."""
+        if since_s is not None:
+            raise OutlastError(
+                f"{name} runs on this machine, where lines of logs have no times; use --tail N in place of --since"
+            )
         run = Run.read(self._known(name))
         directory = Path(run.output) / contract.LOGS
         if run.store and not directory.is_dir() and self._over(name):

@@ -15,7 +15,23 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from outlast import __version__
-from outlast.cli import chaos, checkpoints, data, doctor, install, jobs, render, results, run, sync, which, why
+from outlast.cli import (
+    chaos,
+    checkpoints,
+    data,
+    doctor,
+    inside,
+    install,
+    jobs,
+    render,
+    results,
+    run,
+    submit,
+    sync,
+    top,
+    which,
+    why,
+)  # fmt: skip
 from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
@@ -78,6 +94,7 @@ def agent() -> None:
 
 
 app.command()(run.run)
+app.command()(submit.submit)
 app.command("list")(jobs.list_)
 app.command()(jobs.status)
 app.command()(jobs.logs)
@@ -86,6 +103,9 @@ app.command()(jobs.suspend)
 app.command()(jobs.resume)
 app.command()(jobs.cancel)
 app.command()(why.why)
+app.command()(top.top)
+app.command("exec", cls=which.takes("NAME -- COMMAND"))(inside.exec_)
+app.command("port-forward", cls=which.takes("NAME [PORT]"))(inside.port_forward)
 app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.evaluate)

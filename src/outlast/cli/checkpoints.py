@@ -101,7 +101,7 @@ def _job(ctx: typer.Context, name: str | None, url: str | None) -> Job:
     status = place.status(name)
     url = url or (status.store.url if status.store else None)
     kept = remote.Checkpoints(store.open_(url), status.run) if url else None
-    return Job(status.run, place.output(name) / contract.CHECKPOINTS, kept)
+    return Job(status.run, Path(place.output(name)) / contract.CHECKPOINTS, kept)
 
 
 def _saved(job: Job) -> list[Saved]:

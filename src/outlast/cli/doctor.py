@@ -11,7 +11,7 @@ import typer
 
 from outlast.cli import show
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.why import ContextOption, NamespaceOption
+from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import ClusterError, NoCluster, OutlastError
 
 if TYPE_CHECKING:

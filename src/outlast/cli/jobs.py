@@ -6,14 +6,16 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast import units
 from outlast.cli import show, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import NameArgument
-from outlast.errors import OutlastError
+from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
     from outlast.backends import Backend, LogLine
@@ -22,23 +24,37 @@ if TYPE_CHECKING:
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """ANSI colours of the workers' prefixes."""
 
-_LOOK_S = 0.3
-"""How often `status -w` looks."""
 
-
-def list_(ctx: typer.Context, output: OutputOption = Output.TABLE) -> None:
-    """List the jobs of this directory, the newest last.
+def list_(
+    ctx: typer.Context,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """List the jobs of this directory, or of a cluster, the newest last.
 
     \b
     Examples:
       outlast list
+      outlast list -n team-a
       outlast list -o json
     """
-    statuses = which.backend(ctx).list()
+    place = which.place(ctx, None, namespace, context)
+    statuses = place.list()
     if output is not Output.TABLE:
         show.data([status.model_dump(mode="json") for status in statuses], output)
     elif statuses:
         print(show.jobs(statuses, time.time()))
+    elif (there := which.in_cluster(place)) is not None:
+        cluster = there.cluster
+        if not cluster.has_namespace():
+            raise NotFound(
+                f"there is no namespace {cluster.namespace} in {cluster.context}; create it, or choose another with -n"
+            )
+        print(
+            f"there is no job in namespace {cluster.namespace} of {cluster.context}; make one: outlast submit FILE",
+            file=sys.stderr,
+        )
     else:
         print("no job has been run here; start one with `outlast run FILE`, in this directory", file=sys.stderr)
 
@@ -47,6 +63,8 @@ def status(
     ctx: typer.Context,
     name: NameArgument = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Go on showing it until the job ends.")] = False,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Show where a job stands.
@@ -57,9 +75,10 @@ def status(
     Examples:
       outlast status
       outlast status cifar10 -w
+      outlast status cifar10 -n team-a
       outlast status cifar10 -o json
     """
-    place = which.backend(ctx)
+    place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     if watch:
         _watch(place, name, output)
@@ -76,7 +95,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
     if output is Output.TABLE and sys.stdout.isatty():
         from outlast.cli import live
 
-        live.page(lambda: place.status(name), every_s=_LOOK_S)
+        live.page(lambda: place.status(name), every_s=place.look_s)
         return
     old: JobStatus | None = None
     while True:
@@ -94,7 +113,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
         if view.ended(new):
             return
         old = new
-        time.sleep(_LOOK_S)
+        time.sleep(place.look_s)
 
 
 def prefix(worker: int, *, colour: bool) -> str:
@@ -112,15 +131,22 @@ def logs(
     worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this worker, without prefixes.")] = None,
     tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Begin with the last N lines of each worker.")] = None,
     grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only lines in which this is found.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="In a cluster: only lines that are no older, such as 10m.")
+    ] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Print what the workers wrote, all of them merged.
 
+    In a cluster -f waits for pods, says why they do not start, and goes on through restarts and with new workers.
     NAME may be a job file, or the URL of a job's output in a store: logs of a machine that is gone are read there.
 
     \b
     Examples:
       outlast logs -f
       outlast logs cifar10 --worker 1 --tail 20
+      outlast logs cifar10 -n team-a -f --since 10m
       outlast logs --grep 'loss|Error'
       outlast logs s3://bucket/runs/cifar10
     """
@@ -136,18 +162,40 @@ def logs(
     if url := which.in_store(name):
         from outlast.backends import stored
 
-        if follow:
-            raise OutlastError(f"{url} cannot be followed; give the name of the job, in the directory that it runs in")
+        if follow or since:
+            raise OutlastError(
+                f"{url} has no times and cannot be followed; give the name of the job, in the directory that it runs in"
+            )
         lines = stored.logs(url, worker=worker, tail=tail)
     else:
-        place = which.backend(ctx)
-        lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail)
+        since_s = _since(since)
+        place = which.place(ctx, name, namespace, context)
+        lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=_say)
     for line in lines:
         if wanted is None or wanted.search(line.text):
             print(text(line), flush=follow)
 
 
-def scale(ctx: typer.Context, words: Annotated[list[str], typer.Argument(hidden=True)]) -> None:
+def _since(text: str | None) -> float | None:
+    """Seconds of `--since 10m`."""
+    if text is None:
+        return None
+    try:
+        return units.duration(text).total_seconds()
+    except ValueError as error:
+        raise typer.BadParameter(f"--since {text}: {error}") from error
+
+
+def _say(sentence: str) -> None:
+    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
+
+
+def scale(
+    ctx: typer.Context,
+    words: Annotated[list[str], typer.Argument(hidden=True)],
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
     """Change the number of workers of a job.
 
     It stays within workers.min and max of the job file. The training saves first and loses no step.
@@ -157,7 +205,7 @@ def scale(ctx: typer.Context, words: Annotated[list[str], typer.Argument(hidden=
       outlast scale 3
       outlast scale cifar10 1
     """
-    place = which.backend(ctx)
+    place = which.place(ctx, which.first(words), namespace, context)
     name, number = which.and_last(place, words, "N")
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r} is not a number of workers")
@@ -165,20 +213,24 @@ def scale(ctx: typer.Context, words: Annotated[list[str], typer.Argument(hidden=
     print(f"{name} is to have {show.count(int(number), 'worker')}")
 
 
-def suspend(ctx: typer.Context, name: NameArgument = None) -> None:
+def suspend(
+    ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
+) -> None:
     """Save, and give the workers back until `outlast resume`.
 
     \b
     Examples:
       outlast suspend cifar10
     """
-    place = which.backend(ctx)
+    place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     place.suspend(name)
-    print(f"{name} saves and is suspended; go on with: outlast resume {name}")
+    print(f"{name} saves and is suspended; go on with: outlast resume {name}{which.suffix(namespace, context)}")
 
 
-def resume(ctx: typer.Context, name: NameArgument = None) -> None:
+def resume(
+    ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
+) -> None:
     """Go on with a suspended or interrupted job.
 
     It runs in the background.
@@ -187,20 +239,32 @@ def resume(ctx: typer.Context, name: NameArgument = None) -> None:
     Examples:
       outlast resume cifar10
     """
-    place = which.backend(ctx)
+    place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     place.resume(name)
-    print(f"{name} goes on; look at it with: outlast status {name}")
+    print(f"{name} goes on; look at it with: outlast status {name}{which.suffix(namespace, context)}")
 
 
-def cancel(ctx: typer.Context, name: NameArgument = None) -> None:
+def cancel(
+    ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
+) -> None:
     """End a job for good. What is saved stays.
 
     \b
     Examples:
       outlast cancel cifar10
     """
-    place = which.backend(ctx)
+    place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
+    output = place.output(name)
     place.cancel(name)
-    print(f"{name} is cancelled; its output stays in {place.output(name)}")
+    print(
+        f"{name} is cancelled; its output stays in {output}"
+        if _stays(output)
+        else f"{name} is cancelled; its output was {output}"
+    )
+
+
+def _stays(output: Path | str) -> bool:
+    """Whether an output is anywhere but in pods that go."""
+    return isinstance(output, Path) or "://" in output

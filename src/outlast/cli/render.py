@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from outlast.cli import which
 from outlast.errors import InvalidJob, OutlastError
 
 
@@ -44,7 +45,7 @@ def render(
 
     job = run.load(file, name=name, set_=set_ or ())
     try:
-        documents = manifests.render(job, topology, namespace=_checked(namespace), files=_texts(places.files(job.spec)))
+        documents = manifests.render(job, topology, namespace=which.checked(namespace), files=texts(places.files(job.spec)))
     except InvalidJob as error:
         raise InvalidJob(error.problems, source=str(file)) from error
     for sentence in manifests.warnings(job, topology):
@@ -78,14 +79,7 @@ def listed(documents: Sequence[dict[str, Any]]) -> str:
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)}, indent=2) + "\n"
 
 
-def _checked(namespace: str | None) -> str | None:
-    """The namespace that is asked for; raises OutlastError when it cannot be one."""
-    if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
-        raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
-    return namespace
-
-
-def _texts(paths: Sequence[str]) -> dict[str, str]:
+def texts(paths: Sequence[str]) -> dict[str, str]:
     """The texts of files that pods need."""
     found = {}
     for path in paths:

@@ -96,6 +96,8 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
     if status.checkpoint is None:
         return None
     newest = status.checkpoint
+    if not newest.time:
+        return f"step {newest.step}"
     return f"step {newest.step}, {units.human_seconds(now - newest.time)} ago, {units.human_bytes(newest.bytes)}"
 
 
@@ -143,7 +145,10 @@ def page(status: JobStatus, now: float) -> str:
             }
         ),
     ]
-    if status.workers:
+    if any(worker.pod for worker in status.workers):
+        cells = [(w.index, w.state, w.pod, w.node or None, w.step, w.restarts, w.reason or None) for w in status.workers]
+        parts += ["", table(("WORKER", "STATE", "POD", "NODE", "STEP", "RESTARTS", "REASON"), cells)]
+    elif status.workers:
         rows = [(w.index, w.state, w.pid, " ".join(map(_rank, w.ranks)), w.restarts, w.probes) for w in status.workers]
         parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP", "RESTARTS", "PROBES"), rows)]
     if status.warnings:

@@ -1,7 +1,13 @@
-"""Which job is meant, and where it runs: what every command that names a job shares."""
+"""Which job is meant, and where it runs: what every command that names a job shares.
+
+One rule: with `-n` or `--context` the job is in a cluster. Else it is the job of this name in this directory; and when there is
+none here, and there is a kubeconfig, it is the one in the namespace of its current context.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,16 +16,68 @@ from typer.core import TyperCommand
 
 from outlast import backends
 from outlast.cli import show
-from outlast.errors import NotFound
+from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
+    from outlast.backends.kubernetes import KubernetesBackend
+
+NamespaceOption = Annotated[
+    str | None, typer.Option("-n", "--namespace", metavar="NAME", help="In a cluster: this namespace.", show_default=False)
+]
+ContextOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="In a cluster: that of this context of the kubeconfig.", show_default=False)
+]
 
 
 def backend(ctx: typer.Context) -> Backend:
     """The backend given to `main`, or the one of this machine."""
     given: Backend | None = ctx.obj
     return given if given is not None else backends.find()
+
+
+def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
+    """Where the job of this name is, or where the only one is."""
+    if ctx.obj is not None or namespace or context:
+        return backend(ctx) if ctx.obj is not None else cluster(namespace, context)
+    here = backends.find()
+    known = {status.name for status in here.list()}
+    if name in known or (name is None and known):
+        return here
+    from outlast import kubeconfig
+
+    return cluster() if kubeconfig.any_(os.environ) else here
+
+
+def cluster(namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
+    """The jobs of a cluster. Raises NoCluster."""
+    from outlast import kube
+    from outlast.backends import kubernetes
+
+    return kubernetes.KubernetesBackend(kube.connect(context, checked(namespace)))
+
+
+def checked(namespace: str | None) -> str | None:
+    """The namespace that is asked for; raises OutlastError when it cannot be one."""
+    if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
+        raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
+    return namespace
+
+
+def in_cluster(where: Backend) -> KubernetesBackend | None:
+    """The backend, if it is a cluster's."""
+    from outlast.backends import local
+
+    if isinstance(where, local.LocalBackend):
+        return None
+    from outlast.backends import kubernetes
+
+    return where if isinstance(where, kubernetes.KubernetesBackend) else None
+
+
+def suffix(namespace: str | None, context: str | None) -> str:
+    """The options that were given, for a command that is proposed."""
+    return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
 
 
 def _names(incomplete: str) -> list[str]:
@@ -37,6 +95,11 @@ NameArgument = Annotated[
 
 def job(place: Backend, name: str | None) -> str:
     """The name of the job that is meant; raises NotFound with the names that there are."""
+    if (there := in_cluster(place)) is not None:
+        if name is not None:
+            return name  # the cluster says what is wrong with it
+        none = f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE makes one"
+        return show.one_of("job", None, [status.name for status in place.list()], none=none)
     known = [status.name for status in place.list()]
     return show.one_of("job", name, known, none="no job has been run here; start one with `outlast run FILE`, in this directory")
 
@@ -66,6 +129,11 @@ def takes(words: str) -> type[TyperCommand]:
             return ["[OPTIONS]", words]
 
     return Command
+
+
+def first(words: Sequence[str]) -> str | None:
+    """The name in `[NAME] WORD`, if it is given."""
+    return words[0] if len(words) > 1 else None
 
 
 def and_last(place: Backend, words: Sequence[str], what: str) -> tuple[str, str]:

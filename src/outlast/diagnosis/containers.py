@@ -243,7 +243,9 @@ def _failed(seen: Seen, over: _Over) -> _Found:
         signal = f" ({_SIGNALS[number]})" if number in _SIGNALS else ""
         reason = ": ".join(filter(None, (_reason(seen, pods), _exception(seen, pods))))
         what = f"{sight.whom(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
-        if number == 137:
+        if number == contract.Exit.GIVEN_UP:
+            remedy = "mend what the workers failed of, or raise restarts.limit, and submit it again"
+        elif number == 137:
             remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
         elif number in (132, 134, 135, 136, 139):
             remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"

@@ -1,0 +1,495 @@
+"""Jobs on a cluster: whatever topology they were rendered as, found by their labels.
+
+The thin part that talks to the API server; what it sees is judged by `observed` and `pods`, which are pure. A job is the newest
+workload (ElasticJob, Job, StatefulSet, Job of Volcano) that carries its name; `name` is always that of the job file. Nothing is
+remembered here: any machine with the right to it may steer any job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast import kube
+from outlast.backends import LogLine, observed, podlogs, pods, stored
+from outlast.contract import LEDGER, Label, Pod
+from outlast.errors import Absent, AlreadyRunning, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
+from outlast.status import JobStatus, State
+
+if TYPE_CHECKING:
+    from builtins import list as List
+
+    from outlast.runtime.ledger import Event
+    from outlast.spec import Job
+
+Document = kube.Document
+
+_KINDS = (kube.ELASTIC_JOB, kube.JOB, kube.STATEFUL_SET, kube.VOLCANO_JOB)
+"""What a job can be made as."""
+_MINOR = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP)
+"""What is made beside it, and goes with it. Claims stay: they hold data and output."""
+FILE = "outlast.dev/file"
+"""Annotation of a workload that was submitted `--fresh`: the name that it would have had without."""
+_WORKER = "app.kubernetes.io/component=worker"
+_ASK_S = 3.0
+"""How long an agent may take to say how far it is."""
+_ASKED = 16
+"""Agents that are asked at once."""
+
+
+def rendered(job: Job, source: Path, fresh: bool) -> list[Document]:
+    """The documents of a job for the operator, with the run's id in them anew when it is to be `fresh`."""
+    from outlast import manifests
+
+    del source
+    return manifests.render(job, "elasticjob", run=new_run(job) if fresh else None)
+
+
+def new_run(job: Job) -> str:
+    """The id of a run that is not to go on with any other, although its file is the same."""
+    return f"{job.metadata.name}-{random.getrandbits(32):08x}"
+
+
+class KubernetesBackend:
+    """The jobs in one namespace of a cluster."""
+
+    look_s = 2.0
+
+    def __init__(self, cluster: kube.Cluster, *, documents: Callable[[Job, Path, bool], list[Document]] = rendered) -> None:
+        self.cluster = cluster
+        self._documents = documents
+        self._unserved: set[kube.Kind] = set()
+
+    # what there is
+
+    def list(self) -> Sequence[JobStatus]:
+        """All jobs of the namespace, the newest last. Agents are not asked, so steps are those that an operator has written."""
+        found: dict[str, list[Document]] = {}
+        for workload in self._workloads():
+            found.setdefault(_name(workload), []).append(workload)
+        workers = self.cluster.list_(kube.POD, labels=f"{Label.JOB},{_WORKER}") if found else []
+        statuses = [observed.status(self._seen(name, each, workers, ask=False)) for name, each in found.items()]
+        return sorted(statuses, key=lambda status: status.submitted)
+
+    def status(self, name: str) -> JobStatus:
+        """Where a job stands."""
+        return observed.status(self._seen(name, self._known(name), self._pods(name), ask=True))
+
+    def output(self, name: str) -> str:
+        """Where its output is."""
+        return observed.status(self._seen(name, self._known(name), (), ask=False)).output
+
+    def events(self, name: str) -> Sequence[Event]:
+        """The ledger of the run, as far as it is in the store."""
+        place = self._store(name)
+        if not place:
+            raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
+        from outlast import store
+
+        there = store.open_(place)
+        texts = [there.get(f"{LEDGER}/{each}") for each in there.names(LEDGER) if each.endswith(".jsonl")]
+        found: List[Event] = []
+        for line in b"\n".join(texts).splitlines():
+            with contextlib.suppress(ValueError):  # torn: its writer was killed
+                if isinstance(event := json.loads(line), dict) and isinstance(event.get("t"), int | float) and "kind" in event:
+                    found.append(event)
+        return sorted(found, key=lambda event: event["t"])
+
+    def pods(self, name: str) -> Sequence[Document]:
+        """The pods of its workers that there are now, by index."""
+        self._known(name)
+        return sorted(self._pods(name), key=lambda pod: (pods.index(pod), pods.born(pod)))
+
+    def pod(self, name: str, worker: int) -> Document:
+        """The pod in which a worker runs. Raises NotFound."""
+        found = [pod for pod in self.pods(name) if pods.index(pod) == worker]
+        running = [pod for pod in found if pods.running(pod)]
+        if running:
+            return running[-1]
+        if found:
+            end = pods.end(found[-1])
+            why = pods.waits(found[-1]) or (end.sentence if end else "does not run")
+            raise NotFound(f"worker {worker} of {name} does not run: it {why}")
+        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in self.pods(name)}))
+        raise NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
+
+    def logs(
+        self,
+        name: str,
+        *,
+        worker: int | None = None,
+        follow: bool = False,
+        tail: int | None = None,
+        since_s: float | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> Iterator[LogLine]:
+        """The workers' lines, merged by time; of pods that are gone, what the store has."""
+
+        def wanted(pod: Document) -> bool:
+            return worker is None or pods.index(pod) == worker
+
+        if follow:
+            while not self._all(name):
+                say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
+                time.sleep(2)
+            labels = f"{Label.JOB}={name},{_WORKER}"
+            yield from podlogs.follow(
+                self.cluster, labels, over=lambda: self._over(name), wanted=wanted, tail=tail, since_s=since_s, say=say
+            )
+            return
+        known = self._known(name)
+        found = [pod for pod in self._pods(name) if wanted(pod)]
+        if any(pods.began(pod) for pod in found):
+            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s)
+        elif url := observed.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
+            say(f"no pod of {name} has a log; these lines are from {url}")
+            yield from stored.logs(url, worker=worker, tail=tail)
+        elif found:
+            raise NotFound(f"worker {pods.index(found[0])} of {name} has no log yet: it {pods.waits(found[0])}; wait with -f")
+        else:
+            raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
+
+    # what is wished
+
+    def submit(self, job: Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
+        """Apply a job's documents; the same file again changes nothing. `fresh` ends what there is of it before.
+
+        Raises AlreadyRunning when the job runs from another file.
+        """
+        if chaos is not None:
+            raise OutlastError("a schedule of harm is for `outlast run`; in a cluster use `outlast chaos` on the job")
+        for _ in self.apply(job, source=source, fresh=fresh):
+            pass
+        found = self._all(job.metadata.name)[0]
+        return str((found["metadata"].get("labels") or {}).get(Label.RUN, found["metadata"]["name"]))
+
+    def apply(self, job: Job, *, source: Path, fresh: bool = False) -> Iterator[str]:
+        """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`."""
+        documents = self._documents(job, source, fresh)
+        title = _workload(documents)["metadata"]["name"]
+        if fresh:  # its name is that of no file, so that of the file is written into it
+            title = _workload(self._documents(job, source, False))["metadata"]["name"]
+            _workload(documents)["metadata"].setdefault("annotations", {})[FILE] = title
+        elif again := [each for each in self._all(job.metadata.name) if _file(each) == title and not observed.over(each)]:
+            yield f"{again[0]['kind']} {again[0]['metadata']['name']} runs this very file already"
+            return
+        yield from self.make_room(job.metadata.name, documents, fresh=fresh)
+        for document in documents:
+            title, meta = f"{document['kind']} {document['metadata']['name']}", document["metadata"]
+            try:
+                old = self.cluster.get(kube.kind_of(document), meta["name"], namespace=meta.get("namespace"))
+            except (Absent, NotServed):
+                self.cluster.apply(document)
+                yield f"{title} created"
+                continue
+            new = self.cluster.apply(document)
+            yield f"{title} {'unchanged' if kube.said(old) == kube.said(new) else 'changed'}"
+
+    def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
+        """See that a job may be made: end what is to be ended before, or refuse. What was done, as sentences."""
+        made = {(document["kind"], document["metadata"]["name"]) for document in documents}
+        done: List[str] = []
+        for old in self._all(name):
+            kind, title = kube.kind_of(old), old["metadata"]["name"]
+            ended = observed.over(old)
+            same = (old["kind"], title) in made
+            if not fresh and not ended and not same:
+                raise AlreadyRunning(
+                    f"{name} is there already, as {old['kind']} {title} of another file or topology; "
+                    f"end it with outlast cancel {name}, or submit with --fresh, which ends it first"
+                )
+            if fresh:
+                done.append(f"{old['kind']} {title} is ended first")
+                if not dry_run:
+                    self._delete(kind, old, grace_s=None)
+                    self._gone(kind, old)
+            elif same and ended:
+                done.append(f"{old['kind']} {title} has ended ({ended}) and is not run again; --fresh does")
+        for document in documents:
+            self._ours(name, document)
+        return done
+
+    def ensure(self, name: str) -> bool:
+        """Nothing has to be started here: controllers of the cluster drive the job."""
+        self._known(name)
+        return False
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Wish for another number of workers."""
+        workload, kind, title = self._active(name)
+        low, high = self._allowed(workload) or (1, replicas)
+        if not low <= replicas <= high:
+            raise OutlastError(
+                f"{replicas} workers are not between workers.min ({low}) and max ({high}) of {name}; choose another"
+            )
+        if kind is kube.ELASTIC_JOB:
+            self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
+        elif kind is kube.STATEFUL_SET:
+            if observed.suspended(workload):
+                self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: str(replicas)}}})
+            else:
+                self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
+        elif kind is kube.VOLCANO_JOB:
+            self.cluster.patch(kind, title, [{"op": "replace", "path": "/spec/tasks/0/replicas", "value": replicas}], type="json")
+        elif workload["spec"].get("completionMode") == "Indexed":
+            self.cluster.patch(kind, title, {"spec": {"parallelism": replicas, "completions": replicas}})
+        else:
+            raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
+
+    def suspend(self, name: str) -> None:
+        """Save and give the pods back until `resume`."""
+        workload, kind, title = self._active(name)
+        self._suspended(workload, kind, title, True)
+
+    def resume(self, name: str) -> None:
+        """Go on with a suspended job."""
+        workload, kind, title = self._active(name)
+        if not observed.suspended(workload):
+            raise OutlastError(
+                f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
+            )
+        self._suspended(workload, kind, title, False)
+
+    def _suspended(self, workload: Document, kind: kube.Kind, title: str, value: bool) -> None:
+        if kind is kube.VOLCANO_JOB:
+            verb = "suspend" if value else "resume"
+            raise OutlastError(f"a Job of Volcano has no field for it; use vcctl job {verb} -N {title}")
+        if kind is not kube.STATEFUL_SET:
+            self.cluster.patch(kind, title, {"spec": {"suspend": value}})
+            return
+        annotation = (workload["metadata"].get("annotations") or {}).get(observed.WISHED)
+        if value and not observed.suspended(workload):
+            now = str(workload["spec"].get("replicas", 1))
+            self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: now}}, "spec": {"replicas": 0}})
+        elif not value:
+            before = int(annotation or (self._allowed(workload) or (1, 1))[1])
+            self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: None}}, "spec": {"replicas": before}})
+
+    def cancel(self, name: str) -> None:
+        """End the job for good: its workload, its configuration and its Service go, its claims and its output stay."""
+        self._remove(name, grace_s=None)
+
+    def interrupt(self, name: str) -> None:
+        """Save and leave; here that is to be suspended."""
+        self.suspend(name)
+
+    def kill(self, name: str) -> None:
+        """End the job now; nothing is saved."""
+        self._remove(name, grace_s=0)
+
+    def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
+        """Do harm to a worker's pod: delete it at once (`kill-worker`) or in good order (`interrupt`)."""
+        graces = {"kill-worker": 0, "interrupt": None}
+        if action not in graces:
+            raise OutlastError(f"{action} cannot be done to a pod from here; in a cluster there are {', '.join(graces)}")
+        running = [pod for pod in self.pods(name) if pods.running(pod) and worker in (None, pods.index(pod))]
+        if not running:
+            raise NotFound(f"{name} has no running worker{'' if worker is None else f' {worker}'}; wait until it runs")
+        pod = rng.choice(running)
+        meta = pod["metadata"]
+        self.cluster.delete(kube.POD, meta["name"], grace_s=graces[action], uid=meta["uid"])
+        return f"{'deleted' if graces[action] is None else 'killed'} pod {meta['name']} of worker {pods.index(pod)}"
+
+    def evaluate(self, name: str, args: Sequence[str]) -> int:
+        """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
+        raise OutlastError(
+            f"{name} cannot be evaluated in the cluster; its newest checkpoint can be, on a machine with the job file: "
+            "outlast run FILE --detach, outlast evaluate"
+        )
+
+    # requests
+
+    def _workloads(self, name: str = "") -> List[Document]:
+        """The workloads of one job, or of all."""
+        found: List[Document] = []
+        denied: List[Forbidden] = []
+        for kind in _KINDS:
+            if kind in self._unserved:
+                continue
+            try:
+                if kind is kube.ELASTIC_JOB:
+                    fields = f"metadata.name={name}" if name else ""
+                    found += self.cluster.list_(kind, fields=fields)
+                else:
+                    found += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
+            except NotServed:
+                self._unserved.add(kind)
+            except Forbidden as error:
+                denied.append(error)
+        if not found and denied:
+            raise denied[0]
+        return found
+
+    def _all(self, name: str) -> List[Document]:
+        """The workloads of a job, the newest first."""
+        return sorted(self._workloads(name), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
+
+    def _known(self, name: str) -> List[Document]:
+        if found := self._all(name):
+            return found
+        here = self.cluster.namespace
+        if not self.cluster.has_namespace():
+            raise Absent(f"there is no namespace {here} in {self.cluster.context}; create it, or choose another with -n")
+        known = ", ".join(sorted({_name(workload) for workload in self._workloads()}))
+        raise NotFound(
+            f"there is no job {name} in namespace {here} of {self.cluster.context}; "
+            + (f"there are {known}" if known else "there is none at all; choose another with -n, or submit one")
+        )
+
+    def _active(self, name: str) -> tuple[Document, kube.Kind, str]:
+        """The workload that stands for a job that has not ended."""
+        workload = self._known(name)[0]
+        if (state := observed.over(workload)) is not None:
+            raise OutlastError(f"{name} has ended ({state}); outlast submit FILE --fresh runs it again")
+        return workload, kube.kind_of(workload), workload["metadata"]["name"]
+
+    def _over(self, name: str) -> bool:
+        """Whether there is nothing more to come of a job, unless somebody takes it up again."""
+        workloads = self._all(name)
+        if not workloads or observed.over(workloads[0]) is not None:
+            return True
+        return self.status(name).state in (State.SUCCEEDED, State.FAILED) or (
+            observed.suspended(workloads[0]) and not any(pods.running(pod) for pod in self._pods(name))
+        )
+
+    def _pods(self, name: str) -> List[Document]:
+        return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{_WORKER}")
+
+    def _seen(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> observed.Seen:
+        current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
+        older = [each["metadata"]["name"] for each in workloads if each is not current and observed.over(each) is None]
+        own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and _of(pod, current)]
+        told, unknown = self._told(own) if ask else ({}, "")
+        processes, allowed = 1, None
+        if ask:
+            job = self._job(current)
+            allowed = (job.spec.workers.allowed()[0], job.spec.workers.allowed()[-1]) if job else None
+            processes = job.spec.processes_per_worker if job and isinstance(job.spec.processes_per_worker, int) else 1
+        elif current["kind"] == "ElasticJob":
+            allowed = self._allowed(current)
+        return observed.Seen(name, current, own, told, allowed, processes, older, unknown)
+
+    def _told(self, found: Sequence[Document]) -> tuple[Mapping[str, observed.Metrics], str]:
+        """What agents say of themselves, and why some cannot be asked."""
+        names = [pod["metadata"]["name"] for pod in found if pods.running(pod)]
+
+        def ask(name: str) -> observed.Metrics | ClusterError:
+            try:
+                return observed.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
+            except ClusterError as error:
+                return error
+
+        if not names:
+            return {}, ""
+        with ThreadPoolExecutor(min(_ASKED, len(names))) as crew:
+            answers = dict(zip(names, crew.map(ask, names), strict=True))
+        denied = next((str(answer) for answer in answers.values() if isinstance(answer, Forbidden)), "")
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
+
+    def _job(self, workload: Document) -> Job | None:
+        """The job file of a workload, as its pods read it; None when we may not, or it is of another version."""
+        from outlast import spec
+
+        try:
+            if workload["kind"] == "ElasticJob":
+                meta = {"name": workload["metadata"]["name"]}
+                text = json.dumps({**{k: workload[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta})
+                return spec.parse(text)
+            tasks = workload["spec"].get("tasks") or [workload["spec"]]
+            volumes = tasks[0]["template"]["spec"].get("volumes") or ()
+            name = next((v["configMap"]["name"] for v in volumes if v["name"] == "config" and "configMap" in v), "")
+            return spec.parse(self.cluster.get(kube.CONFIG_MAP, name)["data"]["job.yaml"]) if name else None
+        except (OutlastError, KeyError):
+            return None
+
+    def _allowed(self, workload: Document) -> tuple[int, int] | None:
+        job = self._job(workload)
+        return (job.spec.workers.allowed()[0], job.spec.workers.allowed()[-1]) if job else None
+
+    def _store(self, name: str) -> str:
+        found = observed.status(self._seen(name, self._known(name), (), ask=False)).store
+        return found.url if found else ""
+
+    def _ours(self, name: str, document: Document) -> None:
+        """Refuse to take over a document that somebody else has made."""
+        kind, title = kube.kind_of(document), document["metadata"]["name"]
+        try:
+            there = self.cluster.get(kind, title, namespace=document["metadata"].get("namespace"))
+        except (Absent, NotServed):  # the latter is said when it is applied
+            return
+        labels = there["metadata"].get("labels") or {}
+        if kind is kube.CLAIM or kind is kube.ELASTIC_JOB:
+            return
+        if labels.get(Label.JOB) != name:
+            owner = labels.get("app.kubernetes.io/managed-by") or "somebody else"
+            raise OutlastError(
+                f"{kind} {title} is in namespace {self.cluster.namespace} already and belongs to {owner}, not to a job {name}; "
+                "submit under another --name, or in another namespace (-n)"
+            )
+
+    def _remove(self, name: str, *, grace_s: float | None) -> None:
+        for workload in self._known(name):
+            self._delete(kube.kind_of(workload), workload, grace_s=grace_s)
+        for kind in _MINOR:
+            with contextlib.suppress(NotServed, Forbidden):
+                for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}"):
+                    with contextlib.suppress(Absent):
+                        self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
+
+    def _delete(self, kind: kube.Kind, workload: Document, *, grace_s: float | None) -> None:
+        meta = workload["metadata"]
+        with contextlib.suppress(Absent):
+            self.cluster.delete(kind, meta["name"], uid=meta["uid"])
+        if grace_s is not None:
+            for pod in self._pods(_name(workload)):
+                with contextlib.suppress(Absent):
+                    self.cluster.delete(kube.POD, pod["metadata"]["name"], grace_s=grace_s)
+
+    def _gone(self, kind: kube.Kind, workload: Document) -> None:
+        """Wait until a workload and its pods are gone, as long as they may take to leave."""
+        meta = workload["metadata"]
+        deadline = (
+            time.monotonic()
+            + 60
+            + max((p["spec"].get("terminationGracePeriodSeconds", 30) for p in self._own(workload)), default=0)
+        )
+        while time.monotonic() < deadline:
+            try:
+                same = self.cluster.get(kind, meta["name"])["metadata"]["uid"] == meta["uid"]
+            except Absent:
+                same = False
+            if not same and not self._own(workload):
+                return
+            time.sleep(1)
+        raise Unanswered(
+            f"{workload['kind']} {meta['name']} was deleted and is still there; look at it with: outlast status {_name(workload)}"
+        )
+
+    def _own(self, workload: Document) -> List[Document]:
+        return [pod for pod in self._pods(_name(workload)) if _of(pod, workload)]
+
+
+def _workload(documents: Sequence[Document]) -> Document:
+    """The document that has the pods."""
+    return next(document for document in documents if kube.kind_of(document) in _KINDS)
+
+
+def _file(workload: Document) -> str:
+    return str((workload["metadata"].get("annotations") or {}).get(FILE, ""))
+
+
+def _name(workload: Document) -> str:
+    """The name of the job that a workload is."""
+    return str((workload["metadata"].get("labels") or {}).get(Label.JOB) or workload["metadata"]["name"])
+
+
+def _of(pod: Document, workload: Document) -> bool:
+    """Whether a pod is one of this workload's."""
+    owners = {owner["uid"] for owner in pod["metadata"].get("ownerReferences") or ()}
+    return not owners or workload["metadata"]["uid"] in owners

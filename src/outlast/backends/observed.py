@@ -1,0 +1,310 @@
+"""Where a job on a cluster stands: one `JobStatus` of its workload, its pods, and what its agents say.
+
+Pure: `status(seen)` is a function of documents and a time. `KubernetesBackend` reads them. An ElasticJob's operator writes the
+status itself; then that is believed, and pods only add where workers are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outlast.backends import pods
+from outlast.contract import Env, Label
+from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
+
+Document = Mapping[str, Any]
+Metrics = Mapping[str, float]
+
+WISHED = "outlast.dev/replicas"
+"""Annotation of a suspended StatefulSet: how many workers it had."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is to be seen of a job."""
+
+    name: str
+    workload: Document
+    pods: Sequence[Document] = ()
+    metrics: Mapping[str, Metrics] = field(default_factory=dict)
+    """What agents say of themselves, by the name of their pod."""
+    allowed: tuple[int, int] | None = None
+    """`workers.min` and `max` of the job file, if that could be read."""
+    processes: int = 1
+    older: Sequence[str] = ()
+    """Names of workloads of earlier files of this job that are not over."""
+    unknown: str = ""
+    """Why agents could not be asked."""
+
+
+def metrics(exposition: str) -> dict[str, float]:
+    """Prometheus' text format, of one agent: names without `outlast_` and labels."""
+    found = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
+    return {name: float(value) for name, value in found}
+
+
+def status(seen: Seen) -> JobStatus:
+    """Where the job stands."""
+    meta = seen.workload["metadata"]
+    newest = _newest(seen.pods)
+    workers = [_worker(pod, seen.metrics.get(pod["metadata"]["name"]), seen.pods) for _, pod in sorted(newest.items())]
+    wanted = _wanted(seen.workload)
+    low, high = seen.allowed or (wanted, wanted)
+    told = seen.metrics.values()
+    ends = [end for pod in seen.pods if (end := pods.end(pod)) is not None and end.code != 0]
+    state, reason = _state(seen, newest, wanted)
+    committed = round(max((m.get("committed_step", 0) for m in told), default=0))
+    found = JobStatus(
+        name=seen.name,
+        run=(meta.get("labels") or {}).get(Label.RUN, meta["name"]),
+        state=state,
+        reason=reason,
+        replicas=wanted,
+        min=low,
+        max=high,
+        processes=seen.processes,
+        generation=round(max((m.get("generation", 0) for m in told), default=0)),
+        world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
+        step=round(max((m.get("step", 0) for m in told), default=0)),
+        steps=round(max((m.get("steps_total", 0) for m in told), default=0)) or None,
+        restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in seen.pods),
+        interruptions=sum(not end.counted for end in ends),
+        checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
+        failure=_failure(seen.pods),
+        workers=workers,
+        warnings=list(_warnings(seen)),
+        output=_output(seen),
+        store=_store(seen),
+        submitted=pods.seconds(meta.get("creationTimestamp")),
+        started=min((t for pod in seen.pods if (t := pods.seconds((pod.get("status") or {}).get("startTime")))), default=None),
+        finished=_finished(seen.workload, ends) if state.final else None,
+    )
+    if state is State.FAILED:
+        found.exit_code = found.failure.code if found.failure and found.failure.code > 0 else 1
+    if state is State.SUCCEEDED:
+        found.exit_code = 0
+    return _as_written(found, seen.workload)
+
+
+def _as_written(found: JobStatus, workload: Document) -> JobStatus:
+    """The status with what an operator has written into the ElasticJob."""
+    written = workload.get("status") or {}
+    if workload.get("kind") != "ElasticJob" or not written.get("state"):
+        return found
+    # Where workers are, and what is wrong in the cluster, is seen here as well as there.
+    kept = {"workers": found.workers} if found.workers or not written.get("workers") else {}
+    fields = {**found.model_dump(), **{key: value for key, value in written.items() if value is not None}}
+    fields |= {key: [each.model_dump() for each in value] for key, value in kept.items()}
+    fields |= {"name": found.name, "replicas": found.replicas, "min": found.min, "max": found.max, "submitted": found.submitted}
+    fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *found.warnings])]
+    return JobStatus.model_validate(fields)
+
+
+def _newest(found: Sequence[Document]) -> dict[int, Document]:
+    """The pod of each worker: the one that was made last, but none that goes when there is another."""
+    newest: dict[int, Document] = {}
+    for pod in sorted(found, key=lambda pod: (not pod["metadata"].get("deletionTimestamp"), pods.born(pod))):
+        newest[pods.index(pod)] = pod
+    return newest
+
+
+def _wanted(workload: Document) -> int:
+    spec = workload.get("spec") or {}
+    match workload.get("kind"):
+        case "ElasticJob":
+            workers = spec.get("workers") or {}
+            return int(workers.get("replicas") or 1)
+        case "StatefulSet":
+            annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
+            return int(spec.get("replicas", 1)) or int(annotation or 0)
+        case _ if "tasks" in spec:
+            return sum(int(task.get("replicas", 1)) for task in spec["tasks"])
+        case _:
+            return int(spec.get("completions") or spec.get("parallelism") or 1)
+
+
+def suspended(workload: Document) -> bool:
+    """Whether it is to have no pods for now."""
+    spec = workload.get("spec") or {}
+    if workload.get("kind") == "StatefulSet":
+        return spec.get("replicas") == 0
+    return bool(spec.get("suspend")) or _volcano(workload) in ("Aborted", "Aborting")
+
+
+def over(workload: Document) -> State | None:
+    """The state in which a workload has ended; None while it has not."""
+    written = str((workload.get("status") or {}).get("state") or "")
+    if workload.get("kind") == "ElasticJob":
+        return State(written) if written in {str(s) for s in State if s.final} else None
+    match _volcano(workload):
+        case "Completed":
+            return State.SUCCEEDED
+        case "Failed" | "Terminated":
+            return State.FAILED
+    for condition in (workload.get("status") or {}).get("conditions") or ():
+        if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+            return State.SUCCEEDED if condition["type"] == "Complete" else State.FAILED
+    return None
+
+
+def _volcano(workload: Document) -> str:
+    state = (workload.get("status") or {}).get("state")
+    return str(state.get("phase") or "") if isinstance(state, dict) else ""
+
+
+def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[State, str]:
+    """The state and its sentence."""
+    if (ended := over(seen.workload)) is not None:
+        return ended, _ended(seen, ended)
+    if _stayed(seen, newest, wanted):
+        return State.SUCCEEDED, "all workers are done"
+    if suspended(seen.workload):
+        leaving = sum(not pods.over(pod) for pod in newest.values())
+        queue = (seen.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
+        if queue and not seen.pods:
+            return State.PENDING, f"waits in the queue {queue} to be admitted"
+        return (
+            State.SUSPENDED,
+            f"{leaving} {'worker' if leaving == 1 else 'workers'} still to save and leave" if leaving else "suspended",
+        )
+    if seen.workload["metadata"].get("deletionTimestamp"):
+        return State.CANCELLED, "it is being deleted"
+    alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.leaves(pod)]
+    for index, pod in sorted(newest.items()):
+        if problem := pods.lost(pod):
+            return State.RESTARTING, f"worker {index} {problem}"
+    troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and not _done(pod)]
+    if len(alive) + sum(_done(pod) for pod in newest.values()) >= wanted:
+        ready = sum(pods.ready(pod) for pod in newest.values())
+        return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
+    began = any(pods.began(pod) for pod in seen.pods)
+    if troubles:
+        index, pod = troubles[0]
+        ended_ = pods.end(pod)
+        sentence = (
+            "leaves, and is made anew" if pods.leaves(pod) else pods.waits(pod) or (ended_.sentence if ended_ else "begins")
+        )
+        return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
+    if began:
+        return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are made anew"
+    return State.PENDING, _unmade(seen)
+
+
+def _unmade(seen: Seen) -> str:
+    """Why there are no pods."""
+    for condition in (seen.workload.get("status") or {}).get("conditions") or ():
+        if condition["type"] in ("FailedCreate", "ReplicaFailure") and condition["status"] == "True":
+            return f"its pods cannot be made: {condition.get('message')}"
+    if seen.workload.get("kind") == "ElasticJob":
+        return "no operator has taken it up yet; is one installed? (outlast install)"
+    return "its pods are not made yet"
+
+
+def _done(pod: Document) -> bool:
+    return pods.phase(pod) == "Succeeded"
+
+
+def _stayed(seen: Seen, newest: Mapping[int, Document], wanted: int) -> bool:
+    """Whether the workers of a StatefulSet, which stay up, are all done."""
+    if seen.workload.get("kind") != "StatefulSet" or len(newest) < wanted or not newest:
+        return False
+    return all(seen.metrics.get(pod["metadata"]["name"], {}).get("done") for pod in newest.values())
+
+
+def _ended(seen: Seen, state: State) -> str:
+    """Why it has ended."""
+    if state is State.SUCCEEDED:
+        return "all workers are done"
+    failure = _failure(seen.pods)
+    said = ""
+    for condition in (seen.workload.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "Failed" and condition["status"] == "True":
+            said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
+    return "; ".join(filter(None, (failure.reason if failure else "", said))) or "it failed"
+
+
+def _failure(found: Sequence[Document]) -> Failure | None:
+    """The last failure of a worker."""
+    failures = [(end.time, pods.index(pod), end) for pod in found if (end := pods.end(pod)) is not None and end.counted]
+    if not failures:
+        return None
+    when, index, end = max(failures, key=lambda each: each[:2])
+    return Failure(worker=index, code=end.code, reason=f"worker {index} {end.sentence}", time=when)
+
+
+def _again(pod: Document) -> int:
+    """Starts of a container that are not told by its last end."""
+    return max(0, int(pods.container(pod).get("restartCount", 0)) - 1)
+
+
+def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> WorkerStatus:
+    index, end = pods.index(pod), pods.end(pod)
+    others = [other for other in every if pods.index(other) == index and other is not pod]
+    restarts = sum((e := pods.end(other)) is not None and e.counted for other in others)
+    reason = pods.lost(pod) or pods.waits(pod)
+    if pods.over(pod) and end is not None:
+        state, reason = ("done" if end.code == 0 else "failed"), "" if end.code == 0 else end.sentence
+    elif pods.leaves(pod):
+        state, reason = "leaving", "is being deleted"
+    elif not pods.running(pod):
+        state = "pending"
+    elif said and said.get("leaving"):
+        state = "leaving"
+    elif said and said.get("done"):
+        state = "done"
+    else:
+        state = "training" if pods.ready(pod) else "starting"
+    return WorkerStatus(
+        index=index,
+        state=state,
+        restarts=restarts + int(pods.container(pod).get("restartCount", 0)),
+        pod=pod["metadata"]["name"],
+        node=pod["spec"].get("nodeName", ""),
+        step=round(said["step"]) if said and "step" in said else None,
+        reason=reason,
+    )
+
+
+def _warnings(seen: Seen) -> Iterator[str]:
+    if seen.unknown and any(pods.running(pod) for pod in seen.pods):
+        yield f"steps are not known: {seen.unknown}"
+    for name in seen.older:
+        yield f"{name}, of an earlier file of this job, is not over; end it with: kubectl delete job {name}"
+
+
+def _environment(workload: Document) -> dict[str, str]:
+    """What the pods' container is given, as far as it is text."""
+    spec = workload.get("spec") or {}
+    template = spec.get("template") or next((task.get("template") for task in spec.get("tasks") or ()), None) or {}
+    containers = (template.get("spec") or {}).get("containers") or ()
+    return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
+
+
+def _url(seen: Seen) -> str:
+    if seen.workload.get("kind") == "ElasticJob":
+        place = str((seen.workload.get("spec") or {}).get("output") or "")
+        return f"{place.rstrip('/')}/{seen.name}" if "://" in place and not place.startswith("file:") else ""
+    return _environment(seen.workload).get(Env.STORE, "")
+
+
+def _output(seen: Seen) -> str:
+    return _url(seen) or f"{_environment(seen.workload).get(Env.OUTPUT, f'/out/{seen.name}')} in its pods"
+
+
+def _store(seen: Seen) -> StoreStatus | None:
+    if not (url := _url(seen)):
+        return None
+    step = round(max((m.get("sync_step", 0) for m in seen.metrics.values()), default=0))
+    return StoreStatus(url=url, step=step)
+
+
+def _finished(workload: Document, ends: Sequence[pods.End]) -> float | None:
+    found = workload.get("status") or {}
+    when = pods.seconds(found.get("completionTime"))
+    for condition in found.get("conditions") or ():
+        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
+            when = when or pods.seconds(condition.get("lastTransitionTime"))
+    return when or max((end.time for end in ends), default=0.0) or None

@@ -1,0 +1,236 @@
+"""The logs of a job's pods: of all that there are, merged; or followed, each line once, through restarts and new pods.
+
+`KubernetesBackend.logs` calls it. Lines carry the time at which the node had them, and that is how a reader that has lost its
+connection knows where to go on: no line is lost while the node still has it, and none is said twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from outlast import kube
+from outlast.backends import LogLine, pods
+from outlast.errors import Absent, Refused, Unanswered
+
+_QUEUE = 10_000
+"""Lines that may wait for the reader of all."""
+_LOOK_S = 1.0
+"""How often it is looked whether the job is over."""
+_PAUSE_S = 0.5
+"""Before a log whose connection ended is asked for again."""
+
+
+def merged(
+    cluster: kube.Cluster, found: Sequence[kube.Document], *, tail: int | None = None, since_s: float | None = None
+) -> Iterator[LogLine]:
+    """The lines of all pods, in the order of time; with `tail`, the last so many of the newest pod of each worker."""
+    begun = sorted((pod for pod in found if pods.began(pod)), key=pods.born)
+    if tail is not None:
+        begun = list({pods.index(pod): pod for pod in begun}.values())
+    streams = [_past(cluster, pod, tail=tail, since_s=since_s) for pod in begun]
+    for _, line in heapq.merge(*streams, key=lambda each: each[0]):
+        yield line
+
+
+def _past(
+    cluster: kube.Cluster, pod: kube.Document, *, tail: int | None, since_s: float | None
+) -> Iterator[tuple[tuple[str, str], LogLine]]:
+    """Times and lines of a pod: of its container as it was before it was last started again, too."""
+    meta, index = pod["metadata"], pods.index(pod)
+    before = tail is None and int(pods.container(pod).get("restartCount", 0)) > 0
+    for previous in (True, False) if before else (False,):
+        with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
+            for line in cluster.logs(
+                meta["name"],
+                namespace=meta["namespace"],
+                container=pods.name(pod),
+                tail=tail,
+                since_s=since_s,
+                previous=previous,
+                timestamps=True,
+            ):
+                when, text = _split(line)
+                yield when, LogLine(index, text)
+
+
+def follow(
+    cluster: kube.Cluster,
+    labels: str,
+    *,
+    over: Callable[[], bool],
+    wanted: Callable[[kube.Document], bool],
+    tail: int | None = None,
+    since_s: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[LogLine]:
+    """The lines of all `wanted` pods that there are and will be, until the job is `over` and all is said.
+
+    `say` is told why a worker has not begun, whenever that changes.
+    """
+    stop = kube.Stop()
+    news: queue.Queue[LogLine | kube.Change | BaseException] = queue.Queue(_QUEUE)
+    readers: dict[str, threading.Thread] = {}
+    said: dict[str, str] = {}
+
+    def put(item: LogLine | kube.Change | BaseException) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                news.put(item, timeout=_PAUSE_S)
+                return
+
+    def run(work: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                put(error)
+
+        thread = threading.Thread(target=guarded, name="logs", daemon=True)
+        thread.start()
+        return thread
+
+    def watch() -> None:
+        for change in cluster.watch(kube.POD, labels=labels, stop=stop):
+            put(change)
+
+    def look(pod: kube.Document, *, first: bool) -> None:
+        uid = pod["metadata"]["uid"]
+        if uid in readers or not wanted(pod):
+            return
+        if pods.began(pod):
+            reader = _Reader(cluster, pod, put, stop, tail=tail if first else None, since_s=since_s if first else None)
+            readers[uid] = run(reader.read)
+        elif (why := pods.waits(pod)) and said.get(uid) != why:
+            said[uid] = why
+            say(f"worker {pods.index(pod)} {why}")
+
+    try:
+        present = cluster.list_(kube.POD, labels=labels)
+        if not present:
+            say("waiting for pods")
+        for pod in present:
+            look(pod, first=True)
+        run(watch)
+        looked = time.monotonic()
+        ending = False
+        while True:
+            item: object = None
+            with contextlib.suppress(queue.Empty):
+                item = news.get(timeout=_LOOK_S)
+            if isinstance(item, LogLine):
+                yield item
+            elif isinstance(item, kube.Change):
+                if item.type != "deleted":
+                    look(item.document, first=False)
+            elif isinstance(item, BaseException):
+                raise item
+            if time.monotonic() - looked < _LOOK_S and not ending:
+                continue
+            looked = time.monotonic()
+            if not ending and over():
+                ending = True
+                for pod in cluster.list_(kube.POD, labels=labels):  # those of which the watch has not told yet
+                    look(pod, first=False)
+            if ending and news.empty() and not any(reader.is_alive() for reader in readers.values()) and news.empty():
+                return
+    finally:
+        stop.set()
+
+
+class _Reader:
+    """Reads the log of one pod to its end, whatever happens to connections and containers."""
+
+    def __init__(
+        self,
+        cluster: kube.Cluster,
+        pod: kube.Document,
+        put: Callable[[LogLine], None],
+        stop: kube.Stop,
+        *,
+        tail: int | None,
+        since_s: float | None,
+    ) -> None:
+        self._cluster, self._put, self._stop = cluster, put, stop
+        self._tail, self._since_s = tail, since_s
+        self._name, self._namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        self._uid, self._container, self._index = pod["metadata"]["uid"], pods.name(pod), pods.index(pod)
+        self._starts = int(pods.container(pod).get("restartCount", 0))
+        """Which of the container's starts is read."""
+        self._last, self._same = "", 0
+        """When the newest line was written, and how many lines were at that moment."""
+
+    def read(self) -> None:
+        if self._starts and self._tail is None:
+            self._lines(previous=True)
+            self._last, self._same = "", 0
+        while not self._stop.is_set():
+            self._lines(follow=True)
+            if (pod := self._look()) is None:
+                return
+            starts = int(pods.container(pod).get("restartCount", 0))
+            if starts > self._starts:
+                if starts == self._starts + 1:
+                    self._lines(previous=True)  # what came after the connection was lost
+                self._starts, self._last, self._same = starts, "", 0
+            elif pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
+                self._lines()
+                return
+            self._stop.wait(_PAUSE_S)
+
+    def _look(self) -> kube.Document | None:
+        """The pod as it is now; None when it is gone."""
+        while not self._stop.is_set():
+            try:
+                pod = self._cluster.get(kube.POD, self._name, namespace=self._namespace)
+                return pod if pod["metadata"]["uid"] == self._uid else None
+            except Absent:
+                return None
+            except Unanswered:
+                self._stop.wait(_PAUSE_S)
+        return None
+
+    def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
+        """Say the lines that were not said yet."""
+        skip, begin = self._same, self._last
+        try:
+            for line in self._cluster.logs(
+                self._name,
+                namespace=self._namespace,
+                container=self._container,
+                follow=follow,
+                previous=previous,
+                timestamps=True,
+                since=self._last,
+                tail=None if self._last else self._tail,
+                since_s=None if self._last else self._since_s,
+                stop=self._stop,
+            ):
+                when, text = _split(line)
+                if begin and when < _moment(begin):
+                    continue
+                if begin and when == _moment(begin) and skip:
+                    skip -= 1
+                    continue
+                stamp = line.partition(" ")[0]
+                self._same = self._same + 1 if stamp == self._last else 1
+                self._last = stamp
+                self._put(LogLine(self._index, text))
+        except (Absent, Refused, Unanswered):  # gone, not begun again yet, or out of reach: `read` looks which
+            return
+
+
+def _split(line: str) -> tuple[tuple[str, str], str]:
+    """The moment and the text of a line with its time."""
+    stamp, _, text = line.partition(" ")
+    return _moment(stamp), text
+
+
+def _moment(stamp: str) -> tuple[str, str]:
+    """A time that can be compared: Go leaves out zeros at the end of fractions."""
+    whole, _, fraction = stamp.rstrip("Z").partition(".")
+    return whole.removesuffix("Z"), fraction.ljust(9, "0")

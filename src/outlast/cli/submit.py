@@ -1,0 +1,174 @@
+"""`outlast submit`: apply a job to a cluster, or show what that would change."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outlast.cli import which
+from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.errors import Absent, InvalidJob, NotServed
+
+if TYPE_CHECKING:
+    from outlast.backends.kubernetes import KubernetesBackend
+    from outlast.kube import Cluster, Document
+    from outlast.spec import Job
+
+
+def submit(
+    ctx: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)],
+    topology: Annotated[
+        str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job, statefulset or volcano.")
+    ] = "elasticjob",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Let the cluster check it, and show what would change; change nothing.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show the logs until the job ends.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="End what there is of this job, and begin from the beginning.")] = False,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
+    ] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Train in a cluster: apply the job of a file.
+
+    elasticjob needs the operator (outlast install); the other topologies need nothing. The same file again changes nothing, and
+    goes on with a suspended job.
+
+    \b
+    Examples:
+      outlast submit job.yaml
+      outlast submit job.yaml --as indexed-job -n team-a --follow
+      outlast submit job.yaml --dry-run --set workers.replicas=8
+    """
+    from outlast import manifests
+    from outlast.cli import run
+
+    job = run.load(file, name=name, set_=set_ or ())
+    place = _place(ctx, job, topology, namespace, context)
+    title = job.metadata.name
+    for sentence in manifests.warnings(job, topology):
+        _say(f"{title}: {sentence}")
+    if dry_run:
+        made = documents(job, topology, source=file, namespace=place.cluster.namespace)
+        for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
+            _say(sentence)
+        for document in made:
+            print(_change(place.cluster, document), flush=True)
+        _warn(place.cluster)
+        return
+    for sentence in place.apply(job, source=file, fresh=fresh):
+        print(sentence, flush=True)
+    _warn(place.cluster)
+    options = which.suffix(namespace, context)
+    if follow:
+        raise typer.Exit(_follow(place, title, options))
+    print(f"{title} is submitted to namespace {place.cluster.namespace}; look at it with: outlast logs -f {title}{options}")
+
+
+def documents(job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None) -> list[Document]:
+    """The documents of a job, in the order in which they are to be applied. Raises InvalidJob with the name of its file."""
+    from outlast import manifests
+    from outlast.cli import render
+    from outlast.manifests import places
+
+    try:
+        return manifests.render(job, topology, run=run, namespace=namespace, files=render.texts(places.files(job.spec)))
+    except InvalidJob as error:
+        raise InvalidJob(error.problems, source=str(source)) from error
+
+
+def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
+    """The cluster, and how jobs are made there."""
+    from outlast.backends import kubernetes
+
+    if isinstance(ctx.obj, kubernetes.KubernetesBackend):
+        cluster = ctx.obj.cluster
+    else:
+        cluster = which.cluster(namespace or job.metadata.namespace, context).cluster
+
+    def made(wanted: Job, source: Path, fresh: bool) -> list[Document]:
+        run = kubernetes.new_run(wanted) if fresh else None
+        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run)
+
+    place = kubernetes.KubernetesBackend(cluster, documents=made)
+    if not cluster.has_namespace():
+        raise Absent(
+            f"there is no namespace {cluster.namespace} in {cluster.context}; "
+            f"create it (kubectl create namespace {cluster.namespace}), or choose another with -n"
+        )
+    return place
+
+
+def _there(cluster: Cluster, document: Document) -> Document | None:
+    """The document as the cluster has it."""
+    from outlast import kube
+
+    try:
+        return cluster.get(kube.kind_of(document), document["metadata"]["name"])
+    except (Absent, NotServed):
+        return None
+
+
+def _change(cluster: Cluster, document: Document) -> str:
+    """What applying a document would do: a word, and a diff if it is changed."""
+    from outlast import kube
+
+    old = _there(cluster, document)
+    new = cluster.apply(document, dry_run=True)
+    title = f"{document['kind']} {document['metadata']['name']}"
+    if old is None:
+        return f"{title} would be created"
+    if kube.said(old) == kube.said(new):
+        return f"{title} is unchanged"
+    return "\n".join([f"{title} would be changed", *_diff(kube.said(old), kube.said(new))])
+
+
+def _diff(old: Document, new: Document) -> Iterator[str]:
+    import yaml
+
+    def lines(value: Any) -> list[str]:
+        return yaml.safe_dump(value, sort_keys=True, width=120).splitlines()
+
+    for line in difflib.unified_diff(lines(old), lines(new), n=2, lineterm=""):
+        if not line.startswith(("---", "+++")):
+            yield f"  {'...' if line.startswith('@@') else line}"
+
+
+def _follow(place: KubernetesBackend, name: str, options: str) -> int:
+    """Show the logs until the job ends; the exit code that it means."""
+    from outlast.cli import jobs, show, view
+
+    colour = sys.stdout.isatty()
+    try:
+        for line in place.logs(name, follow=True, say=_say):
+            print(jobs.prefix(line.worker, colour=colour) + line.text, flush=True)
+        status = place.status(name)
+        deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
+        while not view.ended(status) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            status = place.status(name)
+    except KeyboardInterrupt:
+        _say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
+        return 0
+    _say(f"{name}: {show.state(status)}")
+    return view.exit_code(status)
+
+
+def _warn(cluster: Cluster) -> None:
+    for sentence in cluster.warnings:
+        _say(f"the cluster warns: {sentence}")
+
+
+def _say(sentence: str) -> None:
+    print(f"outlast | {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,183 @@
+"""`outlast top`: what the workers of a job, and their nodes, use of what they have."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from outlast import contract, units
+from outlast.cli import show, which
+from outlast.cli.show import Output, OutputOption
+from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.errors import Forbidden, NotServed, Unanswered
+
+if TYPE_CHECKING:
+    from outlast.backends import Backend
+    from outlast.backends.kubernetes import KubernetesBackend
+
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu", "aws.amazon.com/neuron")
+_SAMPLE_S = 0.5
+"""Over which time the CPU of this machine's processes is measured."""
+
+
+def top(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Show the CPU, memory and GPUs of a job's workers, and of their nodes.
+
+    In a cluster usage is what metrics-server knows; without it there are only the requests.
+
+    \b
+    Examples:
+      outlast top
+      outlast top cifar10 -n team-a
+    """
+    place = which.place(ctx, name, namespace, context)
+    name = which.job(place, name)
+    there = which.in_cluster(place)
+    found = _here(place, name) if there is None else _there(there, name)
+    if output is not Output.TABLE:
+        show.data(found, output)
+        return
+    for title in ("workers", "nodes"):
+        if rows := found[title]:
+            print(show.table([key.upper() for key in rows[0]], [list(row.values()) for row in rows]))
+            print()
+    if not found["workers"]:
+        print(f"{name} has no workers now", file=sys.stderr)
+    for note in found["notes"]:
+        print(f"outlast | {note}", file=sys.stderr)
+
+
+def _here(place: Backend, name: str) -> dict[str, Any]:
+    """Of processes of this machine."""
+    import psutil
+
+    trees: dict[int, list[psutil.Process]] = {}
+    for worker in place.status(name).workers:
+        if worker.pid is not None and psutil.pid_exists(worker.pid):
+            agent = psutil.Process(worker.pid)
+            trees[worker.index] = [agent, *agent.children(recursive=True)]
+    _measured(process for tree in trees.values() for process in tree)
+    time.sleep(_SAMPLE_S)
+    rows = []
+    for index, tree in sorted(trees.items()):
+        used = _measured(tree)
+        rows.append(
+            {
+                "worker": index,
+                "pid": tree[0].pid,
+                "cpu": f"{sum(cpu for cpu, _ in used) / 100:.2f}",
+                "memory": units.human_bytes(sum(memory for _, memory in used)),
+                "processes": len(used),
+            }
+        )
+    memory = psutil.virtual_memory()
+    machine = {
+        "node": "this machine",
+        "cpu": f"{psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1):.2f}/{psutil.cpu_count()}",
+        "memory": f"{units.human_bytes(memory.total - memory.available)}/{units.human_bytes(memory.total)}",
+    }
+    return {"workers": rows, "nodes": [machine], "notes": []}
+
+
+def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
+    """CPU in percent since the last look, and memory, of those that are still there."""
+    import psutil
+
+    found = []
+    for process in processes:
+        try:
+            found.append((process.cpu_percent(), process.memory_info().rss))
+        except psutil.Error:  # it has ended this very moment
+            continue
+    return found
+
+
+def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
+    """Of pods and their nodes."""
+    from outlast import kube
+    from outlast.backends import pods
+
+    found = [pod for pod in place.pods(name) if not pods.over(pod)]
+    notes: list[str] = []
+    usage = _usage(place, kube.POD_METRICS, notes, labels=f"{contract.Label.JOB}={name}")
+    nodes = sorted({pod["spec"]["nodeName"] for pod in found if pod["spec"].get("nodeName")})
+    node_usage = _usage(place, kube.NODE_METRICS, notes) if nodes else {}
+    workers = []
+    for pod in found:
+        asked = [each.get("resources") or {} for each in pod["spec"]["containers"]]
+        wanted = {key: sum(amount((each.get("requests") or {}).get(key)) for each in asked) for key in ("cpu", "memory")}
+        limit = {key: sum(amount((each.get("limits") or {}).get(key)) for each in asked) for key in ("memory", *_GPUS)}
+        used = usage.get(pod["metadata"]["name"])
+        workers.append(
+            {
+                "worker": pods.index(pod),
+                "pod": pod["metadata"]["name"],
+                "node": pod["spec"].get("nodeName"),
+                "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{wanted['cpu']:g}" if wanted["cpu"] else None),
+                "memory": _of(
+                    units.human_bytes(used["memory"]) if used else None,
+                    units.human_bytes(limit["memory"] or wanted["memory"]) if limit["memory"] or wanted["memory"] else None,
+                ),
+                "gpu": round(sum(limit[key] for key in _GPUS)) or None,
+            }
+        )
+    rows = []
+    for node in nodes:
+        try:
+            has = place.cluster.get(kube.NODE, node)["status"].get("allocatable") or {}
+        except Forbidden as error:
+            notes.append(str(error))
+            break
+        used = node_usage.get(node)
+        rows.append(
+            {
+                "node": node,
+                "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{amount(has.get('cpu')):g}"),
+                "memory": _of(units.human_bytes(used["memory"]) if used else None, units.human_bytes(amount(has.get("memory")))),
+                "gpu": round(sum(amount(has.get(key)) for key in _GPUS)) or None,
+            }
+        )
+    return {"workers": workers, "nodes": rows, "notes": list(dict.fromkeys(notes))}
+
+
+def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
+    """CPU cores and bytes by name, as metrics-server has measured them last."""
+
+    try:
+        items = place.cluster.list_(kind, labels=labels)
+    except NotServed:
+        notes.append("usage is not known: this cluster has no metrics-server; shown is what is asked for")
+        return {}
+    except (Forbidden, Unanswered) as error:
+        notes.append(f"usage is not known: {error}")
+        return {}
+    found = {}
+    for item in items:
+        parts = [each["usage"] for each in item["containers"]] if "containers" in item else [item["usage"]]
+        found[item["metadata"]["name"]] = {key: sum(amount(part.get(key)) for part in parts) for key in ("cpu", "memory")}
+    return found
+
+
+def amount(text: str | None) -> float:
+    """Cores, bytes or devices of a quantity as Kubernetes writes it: `250m`, `12345678n`, `2Gi`."""
+    if not text:
+        return 0.0
+    scales = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "": 1.0}
+    scales |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", start=1)}
+    number = text.rstrip("nukmKMGTPi")
+    return float(number) * scales[text[len(number) :]]
+
+
+def _of(used: str | None, wanted: str | None) -> str | None:
+    """`0.52/2`, `-/2`, or nothing."""
+    return f"{used or '-'}/{wanted or '-'}" if used or wanted else None

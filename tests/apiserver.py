@@ -1,0 +1,311 @@
+"""A small API server: real HTTP, documents in memory, watches that can be cut, answers that can be prescribed. For tests."""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from outlast.kinds import KINDS
+
+Document = dict[str, Any]
+NOW = "2026-01-01T00:00:00Z"
+
+
+def status(code: int, reason: str, message: str, **details: Any) -> tuple[int, Document]:
+    """An answer that refuses, as API servers write it."""
+    body = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message, "details": details}
+    return code, body
+
+
+class ApiServer:
+    """Documents by kind, namespace and name."""
+
+    def __init__(self, *, unserved: tuple[str, ...] = ("outlast.dev", "batch.volcano.sh", "scheduling.x-k8s.io")) -> None:
+        self.unserved = unserved
+        self.documents: dict[tuple[str, str, str], Document] = {}
+        self.version = 100
+        self.oldest = 0
+        """Watches from before this version are told 410."""
+        self.events: list[tuple[int, str, str, Document]] = []
+        self.watchers: list[queue.Queue[bytes | None]] = []
+        self.asked: list[str] = []
+        """Methods and paths with queries, in order."""
+        self.prescribed: list[tuple[str, Callable[[BaseHTTPRequestHandler], bool]]] = []
+        self.logs: dict[str, list[str]] = {}
+        self.metrics: dict[str, str] = {}
+        self.page = 10_000
+        self.lock = threading.RLock()
+        self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}})
+
+    # what a test says
+
+    def prescribe(self, pattern: str, *answers: tuple[int, Any] | Callable[[BaseHTTPRequestHandler], bool]) -> None:
+        """Give these answers, once each, to requests whose `METHOD /path?query` matches."""
+        for answer in answers:
+            self.prescribed.append((pattern, answer if callable(answer) else _plain(*answer)))
+
+    def put(self, document: Document) -> Document:
+        """Create or replace a document, and tell who watches."""
+        with self.lock:
+            meta = document["metadata"]
+            kind = next(k for k in KINDS if (k.api_version, k.kind) == (document["apiVersion"], document["kind"]))
+            namespace = meta.setdefault("namespace", "default") if kind.namespaced else ""
+            key = (kind.resource, namespace, meta["name"])
+            old = self.documents.get(key)
+            if old is not None and _content(old) == _content(document):
+                return old
+            self.version += 1
+            meta["uid"] = old["metadata"]["uid"] if old else meta.get("uid") or str(uuid.uuid4())
+            meta.setdefault("creationTimestamp", NOW)
+            meta["resourceVersion"] = str(self.version)
+            self.documents[key] = document
+            self.tell("MODIFIED" if old else "ADDED", kind.resource, document)
+            return document
+
+    def remove(self, resource: str, name: str, namespace: str = "default") -> None:
+        """Delete a document, and what it owns."""
+        with self.lock:
+            document = self.documents.pop((resource, namespace, name))
+            self.version += 1
+            document = {**document, "metadata": {**document["metadata"], "resourceVersion": str(self.version)}}
+            self.tell("DELETED", resource, document)
+            for key, other in list(self.documents.items()):
+                if any(o["uid"] == document["metadata"]["uid"] for o in other["metadata"].get("ownerReferences") or ()):
+                    self.remove(key[0], key[2], key[1])
+
+    def tell(self, type_: str, resource: str, document: Document) -> None:
+        self.events.append((self.version, type_, resource, json.loads(json.dumps(document))))
+        for watcher in self.watchers:
+            watcher.put(json.dumps({"type": type_, "resource": resource, "object": document}).encode())
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Wait until something is so, such as that somebody watches; fail when that takes too long."""
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline, self.asked
+            time.sleep(0.005)
+
+    def cut(self, *, forget: bool = False) -> None:
+        """End all watches; `forget` what happened until now, so that they must list anew."""
+        with self.lock:
+            if forget:
+                self.oldest = self.version + 1
+                self.version += 1
+            for watcher in self.watchers:
+                watcher.put(None)
+
+    # what it does
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        asked = f"{handler.command} {handler.path}"
+        with self.lock:
+            self.asked.append(asked)
+            found = next(((n, a) for n, (p, a) in enumerate(self.prescribed) if re.search(p, asked)), None)
+            if found is not None:
+                del self.prescribed[found[0]]
+        if found is not None and found[1](handler):
+            return
+        length = int(handler.headers.get("Content-Length") or 0)
+        body = json.loads(handler.rfile.read(length)) if length else None
+        url = urlsplit(handler.path)
+        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        if url.path == "/version":
+            return send(handler, 200, {"gitVersion": "v1.36.0"})
+        if url.path.endswith("/selfsubjectaccessreviews"):
+            return send(handler, 201, {"status": {"allowed": body["spec"]["resourceAttributes"]["verb"] != "delete"}})
+        match = re.fullmatch(
+            r"/(?:api/(v1)|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)(?=/))?/([^/]+)(?:/([^/]+))?(?:/(.+))?", url.path
+        )
+        kind = match and next(
+            (
+                k
+                for k in KINDS
+                if k.api_version == (match[1] or match[2]) and k.plural == match[4] and k.group not in self.unserved
+            ),
+            None,
+        )
+        if not match or kind is None:
+            send(handler, *status(404, "NotFound", "the server could not find the requested resource"))
+            return
+        namespace, name, subresource = match[3] or "", match[5] or "", match[6] or ""
+        if kind.namespaced and namespace and ("namespaces", "", namespace) not in self.documents and handler.command != "GET":
+            send(handler, *status(404, "NotFound", f'namespaces "{namespace}" not found', name=namespace, kind="namespaces"))
+            return
+        if handler.command == "GET" and not name:
+            if query.get("watch"):
+                return self.watch(handler, kind.resource, namespace, query)
+            return self.list(handler, kind.resource, namespace, query)
+        if kind.plural == "pods" and subresource.startswith("proxy"):
+            text = self.metrics.get(name.partition(":")[0])
+            return send(handler, 503, "error trying to reach service") if text is None else send(handler, 200, text)
+        key = (kind.resource, namespace if kind.namespaced else "", name)
+        if kind.plural == "pods" and subresource == "log":
+            return send(handler, 200, "".join(f"{line}\n" for line in self.logs.get(name, ())))
+        with self.lock:
+            old = self.documents.get(key)
+            if handler.command == "POST":
+                key = (*key[:2], body["metadata"]["name"])
+                if key in self.documents:
+                    title = f'{kind.plural} "{key[2]}" already exists'
+                    return send(handler, *status(409, "AlreadyExists", title, name=key[2], kind=kind.plural))
+                return send(handler, 201, self.put(body))
+            if old is None and not (handler.command == "PATCH" and "apply" in handler.headers["Content-Type"]):
+                return send(handler, *status(404, "NotFound", f'{kind.plural} "{name}" not found', name=name, kind=kind.plural))
+            match handler.command:
+                case "GET":
+                    send(handler, 200, old)
+                case "DELETE":
+                    uid = ((body or {}).get("preconditions") or {}).get("uid")
+                    if old is not None and uid not in (None, old["metadata"]["uid"]):
+                        return send(handler, *status(409, "Conflict", "the UID in the precondition does not match"))
+                    self.remove(*key[::2], key[1])
+                    send(handler, 200, {"kind": "Status", "status": "Success"})
+                case "PATCH":
+                    new = _merged(json.loads(json.dumps(old or {})), body)
+                    send(
+                        handler,
+                        200,
+                        {**new, "metadata": {"uid": "", **new["metadata"]}} if query.get("dryRun") else self.put(new),
+                    )
+                case "PUT":
+                    send(handler, 200, self.put(body))
+
+    def list(self, handler: BaseHTTPRequestHandler, resource: str, namespace: str, query: dict[str, str]) -> None:
+        with self.lock:
+            found = [d for k, d in self.documents.items() if k[0] == resource and namespace in ("", k[1]) and _selected(d, query)]
+            begin = int(query.get("continue", "0"))
+            part = found[begin : begin + self.page]
+            more = {"continue": str(begin + self.page)} if begin + self.page < len(found) else {}
+            send(handler, 200, {"metadata": {"resourceVersion": str(self.version), **more}, "items": part})
+
+    def watch(self, handler: BaseHTTPRequestHandler, resource: str, namespace: str, query: dict[str, str]) -> None:
+        since = int(query["resourceVersion"])
+        news: queue.Queue[bytes | None] = queue.Queue()
+        with self.lock:
+            if since < self.oldest:
+                send(handler, *status(410, "Expired", "too old resource version"))
+                return
+            for version, type_, which, document in self.events:
+                if version > since:
+                    news.put(json.dumps({"type": type_, "resource": which, "object": document}).encode())
+            self.watchers.append(news)
+        handler.send_response(200)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.close_connection = True
+        try:
+            while (line := news.get()) is not None:
+                event = json.loads(line)
+                if event["type"] == "RAW":
+                    handler.wfile.write(event["object"].encode())
+                elif event["resource"] == resource and _selected(event["object"], query):
+                    handler.wfile.write(line + b"\n")
+                handler.wfile.flush()
+        except OSError:  # who watched has gone
+            pass
+        finally:
+            with self.lock:
+                self.watchers.remove(news)
+
+    def raw(self, text: str) -> None:
+        """Write this to all who watch, as it is."""
+        for watcher in self.watchers:
+            watcher.put(json.dumps({"type": "RAW", "object": text}).encode())
+
+
+def send(handler: BaseHTTPRequestHandler, code: int, body: Any, **headers: str) -> None:
+    content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    handler.send_response(code)
+    handler.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
+    handler.send_header("Content-Length", str(len(content)))
+    for name, value in headers.items():
+        handler.send_header(name.replace("_", "-"), value)
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def _plain(code: int, body: Any) -> Callable[[BaseHTTPRequestHandler], bool]:
+    def answer(handler: BaseHTTPRequestHandler) -> bool:
+        handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        send(handler, code, body)
+        return True
+
+    return answer
+
+
+def _content(document: Document) -> str:
+    meta = {k: v for k, v in document["metadata"].items() if k not in ("resourceVersion", "uid", "creationTimestamp")}
+    return json.dumps({**document, "metadata": meta}, sort_keys=True)
+
+
+def _merged(old: Any, change: Any) -> Any:
+    """JSON merge patch (RFC 7396)."""
+    if not isinstance(change, dict) or not isinstance(old, dict):
+        return change
+    for key, value in change.items():
+        if value is None:
+            old.pop(key, None)
+        else:
+            old[key] = _merged(old.get(key, {}) if isinstance(value, dict) else None, value)
+    return old
+
+
+def _selected(document: Document, query: dict[str, str]) -> bool:
+    labels = document["metadata"].get("labels") or {}
+    for part in filter(None, query.get("labelSelector", "").split(",")):
+        name, equals, value = part.partition("=")
+        if name not in labels or (equals and labels[name] != value):
+            return False
+    wanted = query.get("fieldSelector", "")
+    return not wanted or document["metadata"]["name"] == wanted.removeprefix("metadata.name=")
+
+
+@contextmanager
+def serving(api: ApiServer) -> Iterator[str]:
+    """Serve it; the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _any(self) -> None:
+            api.answer(self)
+
+        do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _any
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        api.cut()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def kubeconfig(path: Path, url: str, **user: Any) -> Path:
+    """A kubeconfig for a server, with the contexts `here` (current) and `there`."""
+    named = {
+        "current-context": "here",
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": user or {"token": "secret"}}],
+        "contexts": [{"name": name, "context": {"cluster": "c", "user": "u"}} for name in ("here", "there")],
+    }
+    path.write_text(json.dumps(named))
+    return path

@@ -1,0 +1,362 @@
+"""`kube` against a small API server over real HTTP: what it says of refusals, and that watches miss nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import apiserver
+from outlast import answers, errors, kube
+from outlast.answers import Asked
+
+
+@pytest.fixture
+def api() -> apiserver.ApiServer:
+    return apiserver.ApiServer()
+
+
+@pytest.fixture
+def cluster(api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kube.Cluster]:
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        cluster = kube.connect()
+        yield cluster
+        cluster.close()
+
+
+def a_pod(name: str, **labels: str) -> kube.Document:
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": {}}
+
+
+FORBIDDEN = 'pods is forbidden: User "eve" cannot list resource "pods" in API group "" in the namespace "team-a"'
+ASKED = Asked("apply", kube.JOB, "train", "team-a", "https://c")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (apiserver.status(403, "Forbidden", FORBIDDEN), errors.Forbidden, "eve may not list pods in namespace team-a; "),
+        (
+            apiserver.status(
+                403, "Forbidden", 'nodes is forbidden: User "e" cannot get resource "nodes" in API group "" at the cluster scope'
+            ),
+            errors.Forbidden,
+            "e may not get nodes in the whole cluster; ",
+        ),
+        (
+            apiserver.status(
+                403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
+            ),
+            errors.Refused,
+            'Job train in namespace team-a cannot be applied: pods "x" is forbidden: exceeded quota: q',
+        ),
+        (apiserver.status(401, "Unauthorized", "Unauthorized"), errors.Unauthorized, "https://c does not accept the login"),
+        (
+            apiserver.status(400, "BadRequest", 'admission webhook "policy.acme.io" denied the request: no pods\non Fridays'),
+            errors.Refused,
+            "the admission webhook policy.acme.io denied it: no pods on Fridays",
+        ),
+        (
+            apiserver.status(500, "InternalError", 'failed calling webhook "w": connection refused'),
+            errors.Refused,
+            "an admission webhook of the cluster does not answer",
+        ),
+        (
+            apiserver.status(
+                422,
+                "Invalid",
+                "Job.batch is invalid",
+                causes=[{"field": "spec.template", "message": "Invalid value: " + "x" * 200 + ": field is immutable"}],
+            ),
+            errors.Refused,
+            "cannot be applied: spec.template: field is immutable",
+        ),
+        (
+            apiserver.status(
+                500, "", "failed to create typed patch object (a/b; batch/v1, Kind=Job): .spec.x: field not declared in schema"
+            ),
+            errors.Refused,
+            "cannot be applied: .spec.x: field not declared in schema",
+        ),
+        (apiserver.status(409, "AlreadyExists", "exists"), errors.Taken, "Job train in namespace team-a exists already"),
+        (apiserver.status(409, "Conflict", "the object has been modified"), errors.Conflict, "somebody else has changed it"),
+        (
+            apiserver.status(404, "NotFound", 'namespaces "team-a" not found', name="team-a", kind="namespaces"),
+            errors.Absent,
+            "there is no namespace team-a; create it",
+        ),
+        (
+            apiserver.status(404, "NotFound", "no", name="train", kind="jobs"),
+            errors.Absent,
+            "Job train in namespace team-a does not exist",
+        ),
+        (
+            apiserver.status(404, "NotFound", "the server could not find the requested resource"),
+            errors.NotServed,
+            "Job (batch/v1) is not known to this cluster",
+        ),
+        ((503, "<html>down</html>"), errors.Unanswered, "is not well (HTTP 503: "),
+        (apiserver.status(429, "TooManyRequests", "slow down"), errors.Unanswered, "is not well (HTTP 429: slow down)"),
+    ],
+)
+def test_a_refusal_is_one_sentence(answer: tuple[int, object], error: type[Exception], said: str) -> None:
+    body = answer[1].encode() if isinstance(answer[1], str) else json.dumps(answer[1]).encode()
+    found = answers.mistake(answer[0], body, ASKED)
+    assert type(found) is error
+    assert said in str(found)
+    assert "\n" not in str(found)
+    assert len(str(found)) < 500
+
+
+def test_what_the_operator_serves_is_installed_with_outlast(cluster: kube.Cluster) -> None:
+    with pytest.raises(errors.NotServed, match=r"ElasticJob .* is not known to this cluster; install it with: outlast install"):
+        cluster.list_(kube.ELASTIC_JOB)
+    assert not cluster.serves(kube.ELASTIC_JOB)
+
+
+def test_documents_are_applied_read_changed_and_deleted(cluster: kube.Cluster) -> None:
+    made = cluster.apply(a_pod("one", app="x"))
+    assert cluster.get(kube.POD, "one") == made
+    with pytest.raises(errors.Taken):
+        cluster.create(a_pod("one"))
+    cluster.patch(kube.POD, "one", {"metadata": {"labels": {"app": "y"}}})
+    assert [pod["metadata"]["name"] for pod in cluster.list_(kube.POD, labels="app=y")] == ["one"]
+    with pytest.raises(errors.Conflict):
+        cluster.delete(kube.POD, "one", uid="another")
+    cluster.delete(kube.POD, "one", uid=made["metadata"]["uid"])
+    with pytest.raises(errors.Absent, match="Pod one in namespace default does not exist"):
+        cluster.get(kube.POD, "one")
+
+
+def test_apply_is_strict_forced_and_ours(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    cluster.apply(a_pod("one"), dry_run=True)
+    assert "fieldManager=outlast&force=true&fieldValidation=Strict&dryRun=All" in api.asked[-1]
+    with pytest.raises(errors.Absent):
+        cluster.get(kube.POD, "one")
+
+
+def test_long_lists_come_in_pages(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.page = 3
+    for number in range(8):
+        api.put(a_pod(f"p{number}"))
+    assert [pod["metadata"]["name"] for pod in cluster.list_(kube.POD)] == [f"p{number}" for number in range(8)]
+    assert cluster.list_(kube.POD)[0]["kind"] == "Pod"
+    assert len([path for path in api.asked if "/pods" in path]) == 6
+
+
+def test_a_list_that_grows_too_old_between_pages_is_begun_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.page = 3
+    for number in range(5):
+        api.put(a_pod(f"p{number}"))
+    api.prescribe("continue=3", apiserver.status(410, "Expired", "the continue token has expired"))
+    assert len(cluster.list_(kube.POD)) == 5
+
+
+def test_what_may_be_repeated_is_repeated(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.put(a_pod("one"))
+    api.prescribe("GET .*/pods/one", (503, "down"), (429, "later"))
+    assert cluster.get(kube.POD, "one")["metadata"]["name"] == "one"
+    api.prescribe("POST", (503, "down"))
+    with pytest.raises(errors.Unanswered, match="HTTP 503"):
+        cluster.create(a_pod("two"))
+    assert len([path for path in api.asked if path.startswith("POST")]) == 1
+
+
+def test_an_api_server_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", f"http://127.0.0.1:{port}")))
+    with pytest.raises(errors.Unanswered, match=f"127.0.0.1:{port} cannot be reached: the connection was refused"):
+        kube.connect().get(kube.POD, "one")
+
+
+def test_without_a_kubeconfig_there_is_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(errors.NoCluster, match="there is no kubeconfig"):
+        kube.connect()
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(errors.NoCluster, match=r"KUBECONFIG names .*none, which does not exist"):
+        kube.connect()
+
+
+def test_an_unknown_context_names_those_that_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", "http://c")))
+    with pytest.raises(
+        errors.NoCluster, match=r"there is no context ther in the kubeconfig; did you mean there[?] there are here, there"
+    ):
+        kube.connect("ther")
+
+
+def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text(json.dumps({"contexts": [{"name": "far", "context": {"cluster": "c", "user": "u", "namespace": "n"}}]}))
+    apiserver.kubeconfig(second, "http://c:1")
+    monkeypatch.setenv("KUBECONFIG", f"{first}:{tmp_path / 'none'}:{second}")
+    found = kube.connect("far")
+    assert (found.context, found.namespace, found.server) == ("far", "n", "http://c:1")
+
+
+def test_login_programs_are_run_and_their_failures_told(
+    api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "login"
+    program.write_text('#!/bin/sh\necho "{\\"status\\": {\\"token\\": \\"t\\"}}"\n')
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    api.put(a_pod("one"))
+    with apiserver.serving(api) as url:
+
+        def read(command: str) -> kube.Document:
+            user = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": command}}
+            monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url, **user)))
+            with contextlib.closing(kube.connect()) as cluster:
+                return cluster.get(kube.POD, "one")
+
+        assert read(str(program))["metadata"]["name"] == "one"
+        with pytest.raises(errors.Unauthorized, match="the login program no-such-program of the kubeconfig is not installed"):
+            read("no-such-program")
+        with pytest.raises(errors.Unauthorized, match=r"the login to .* failed: Exec false returned 1"):
+            read("false")
+
+
+def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
+    assert cluster.may("list", kube.POD)
+    assert not cluster.may("delete", kube.POD)
+    assert cluster.version() == "v1.36.0"
+
+
+class Watched:
+    """What a watch says, in a thread of its own."""
+
+    def __init__(self, cluster: kube.Cluster) -> None:
+        self.stop = kube.Stop()
+        self.said: list[tuple[str, str]] = []
+        self.error: BaseException | None = None
+        self._more = threading.Condition()
+        self._thread = threading.Thread(target=self._run, args=(cluster,), daemon=True)
+        self._thread.start()
+
+    def _run(self, cluster: kube.Cluster) -> None:
+        try:
+            for change in cluster.watch(kube.POD, stop=self.stop):
+                with self._more:
+                    self.said.append((change.type, change.document["metadata"]["name"]))
+                    self._more.notify_all()
+        except BaseException as error:
+            self.error = error
+
+    def wait(self, *expected: tuple[str, str]) -> None:
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.said) >= len(expected), timeout=20), self.said
+        assert self.said == list(expected)
+
+    def end(self) -> None:
+        self.stop.set()
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+
+def test_a_watch_tells_what_there_is_and_then_what_changes(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.put(a_pod("old"))
+    watched = Watched(cluster)
+    watched.wait(("added", "old"))
+    api.put(a_pod("new"))
+    api.put(a_pod("new", more="yes"))
+    api.remove("pods", "old")
+    watched.wait(("added", "old"), ("added", "new"), ("modified", "new"), ("deleted", "old"))
+    watched.end()
+    assert watched.error is None
+
+
+def test_a_watch_that_is_cut_goes_on_where_it_was(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    watched = Watched(cluster)
+    api.put(a_pod("one"))
+    watched.wait(("added", "one"))
+    api.until(lambda: api.watchers)
+    api.raw('{"type": "MODIFIED", "obj')  # the connection ends in the middle of an event
+    api.cut()
+    api.put(a_pod("two"))
+    watched.wait(("added", "one"), ("added", "two"))
+    watched.end()
+    assert len([path for path in api.asked if "/pods?limit" in path]) == 1
+
+
+def test_a_watch_that_is_too_old_lists_anew_and_tells_what_vanished(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    for name in ("same", "changed", "gone"):
+        api.put(a_pod(name))
+    watched = Watched(cluster)
+    known = (("added", "same"), ("added", "changed"), ("added", "gone"))
+    watched.wait(*known)
+    api.until(lambda: api.watchers)
+    with api.lock:
+        api.cut(forget=True)
+        watchers, api.watchers = api.watchers, []
+        api.remove("pods", "gone")
+        api.put(a_pod("changed", now="yes"))
+        api.put(a_pod("fresh"))
+        api.oldest = api.version
+        api.watchers = watchers
+    watched.wait(*known, ("deleted", "gone"), ("modified", "changed"), ("added", "fresh"))
+    watched.end()
+    assert watched.error is None
+
+
+def test_a_410_in_the_stream_lists_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.put(a_pod("one"))
+    watched = Watched(cluster)
+    watched.wait(("added", "one"))
+    api.until(lambda: api.watchers)
+    api.raw(json.dumps({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}) + "\n")
+    api.until(lambda: len([path for path in api.asked if "/pods?limit" in path]) == 2)
+    api.put(a_pod("two"))
+    watched.wait(("added", "one"), ("added", "two"))
+    watched.end()
+
+
+def test_bookmarks_move_a_watch_on_without_being_told(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    watched = Watched(cluster)
+    api.put(a_pod("one"))
+    watched.wait(("added", "one"))
+    api.until(lambda: api.watchers)
+    api.raw(json.dumps({"type": "BOOKMARK", "object": {"kind": "Pod", "metadata": {"resourceVersion": "777"}}}) + "\n")
+    api.cut()
+    api.until(lambda: any("resourceVersion=777" in path for path in api.asked))
+    watched.end()
+    assert watched.said == [("added", "one")]
+
+
+def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    watched = Watched(cluster)
+    api.put(a_pod("one"))
+    watched.wait(("added", "one"))
+    api.until(lambda: api.watchers)
+    api.prescribe("watch=true", (503, "down"), (500, "down"))
+    api.cut()
+    api.put(a_pod("two"))
+    watched.wait(("added", "one"), ("added", "two"))
+    watched.end()
+
+
+def test_a_watch_that_is_forbidden_says_so(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.prescribe("watch=true", apiserver.status(403, "Forbidden", FORBIDDEN.replace("list", "watch")))
+    with pytest.raises(errors.Forbidden, match="eve may not watch pods"):
+        list(cluster.watch(kube.POD, stop=kube.Stop()))
+
+
+def test_warnings_of_the_server_are_kept_once(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    def warn(handler: object) -> bool:
+        apiserver.send(handler, 200, {"metadata": {}}, Warning='299 - "would violate PodSecurity: \\"x\\""')  # type: ignore[arg-type]
+        return True
+
+    api.prescribe("GET .*/pods/one", warn, warn)
+    cluster.get(kube.POD, "one")
+    cluster.get(kube.POD, "one")
+    assert cluster.warnings == ['would violate PodSecurity: "x"']
