@@ -15,7 +15,7 @@ import fake
 import situations
 from fake_cluster import FakeCluster
 from outlast import cli, diagnosis, kinds, kube
-from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage, waiting
+from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage
 from outlast.diagnosis import seen as sight
 from outlast.errors import Forbidden, NotFound
 from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
@@ -663,9 +663,17 @@ def test_a_worker_that_pulls_its_image_is_on_its_way() -> None:
 
 def test_a_statefulset_whose_workers_all_said_that_they_are_done_is_finished() -> None:
     workload = {"kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 2}}
-    logs = {f"train-{i}": ["outlast | worker 0: training is done (exit 0)"] for i in range(2)}
-    assert waiting.finished(Seen("train", workload=workload, logs=logs)) is not None
-    assert waiting.finished(Seen("train", workload=workload, logs={"train-0": logs["train-0"]})) is None
+    pods = tuple(a_pod(f"train-{i}", phase="Running", node="node-a", index=i) for i in range(2))
+    done = ["outlast | worker 0: training is done (exit 0)", "outlast | worker 0 stays up and does nothing more"]
+    wrong = ["outlast | worker 1: --world is wrong (exit 78)", "outlast | worker 1 stays up and does nothing more"]
+
+    def first(*logs: list[str]) -> Cause:
+        named = {f"train-{i}": log for i, log in enumerate(logs)}
+        return causes(Seen("train", workload=workload, pods=pods, logs=named, nodes=(a_node(),)))[0]
+
+    assert first(done, done).rule == "finished"
+    assert first(done, ["step 8"]).rule == "starting"
+    assert first(done, wrong).what == "worker 1 ended with exit code 78: --world is wrong; starting again would not help"
 
 
 def test_an_elasticjob_that_nobody_takes_up_asks_for_the_operator() -> None:

@@ -162,6 +162,7 @@ _END = re.compile(r"outlast \| worker (?P<worker>\S+): (?P<reason>.*) \(exit (?P
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
 """`ValueError: no labels`, perhaps after what torchrun puts before lines."""
 _LAST_LINES = 12
+_STAYS = "stays up and does nothing more"
 _SIGNALS = {
     129: "SIGHUP",
     130: "SIGINT",
@@ -178,11 +179,20 @@ _SIGNALS = {
 def ends(seen: Seen, _: float) -> Iterator[Cause]:
     """Workers whose container ended badly: out of memory, misconfigured, failed."""
     if (seen.kind == "Job" and not {*_conditions(seen)} & {"Complete", "SuccessCriteriaMet"}) or seen.kind != "Job":
-        over = [(pod, how) for pod in seen.pods if (how := sight.ended(pod)) and _bad(seen, pod, how)]
+        over = [(pod, how) for pod in seen.pods if (how := stayed(seen, pod) or sight.ended(pod)) and _bad(seen, pod, how)]
         for rule in (_out_of_memory, _misconfigured, _failed):
             taken = list(rule(seen, over))
             over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
             yield from (cause for cause, _ in taken)
+
+
+def stayed(seen: Seen, pod: Document) -> Document | None:
+    """How a worker ended that stays up and does nothing more, as one of a StatefulSet does: its log says so."""
+    lines = [line for line in seen.logs.get(sight.name(pod), ()) if line.strip()]
+    if not lines or not lines[-1].endswith(_STAYS):
+        return None
+    ends = [found for line in lines if (found := _END.search(line)) and found["code"] != "None"]
+    return {"exitCode": int(ends[-1]["code"])} if ends else None
 
 
 def _conditions(seen: Seen) -> list[str]:
