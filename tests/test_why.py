@@ -395,6 +395,14 @@ def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> N
     )
 
 
+def test_a_failure_that_a_worker_has_recovered_from_is_no_cause() -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    after = a_pod("train-0b", phase="Running", node="node-a", conditions=ready)
+    after["metadata"]["creationTimestamp"] = "2026-11-21T16:05:00Z"
+    seen = Seen("train", workload=a_job(), pods=(ended(1), after), nodes=(a_node(),))
+    assert [cause.rule for cause in causes(seen)] == ["training"]
+
+
 def test_a_liveness_probe_that_killed_is_told() -> None:
     pod = a_pod(phase="Running", node="node-a", containerStatuses=[{"name": "worker", "state": {"running": {}}, "started": True}])
     events = (

@@ -128,7 +128,7 @@ def starts(seen: Seen, _: float) -> Iterator[Cause]:
     for text, pods in sight.grouped((_same(text), pod) for text, pod in found).items():
         if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
             continue  # `storage.references` tells it
-        whom = f"{sight.whom(pods)} {sight.verb(pods, 'cannot be started', 'cannot be started')}"
+        whom = f"{sight.whom(pods)} cannot be started"
         if "executable file not found" in text or "no such file or directory" in text:
             command = re.search(r'exec: "([^"]+)"', text)
             named = command[1] if command else "the command"
@@ -178,12 +178,11 @@ _SIGNALS = {
 
 def ends(seen: Seen, _: float) -> Iterator[Cause]:
     """Workers whose container ended badly: out of memory, misconfigured, failed."""
-    if (seen.kind == "Job" and not {*_conditions(seen)} & {"Complete", "SuccessCriteriaMet"}) or seen.kind != "Job":
-        over = [(pod, how) for pod in seen.pods if (how := stayed(seen, pod) or sight.ended(pod)) and _bad(seen, pod, how)]
-        for rule in (_out_of_memory, _misconfigured, _failed):
-            taken = list(rule(seen, over))
-            over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
-            yield from (cause for cause, _ in taken)
+    over = [(pod, how) for pod in seen.pods if (how := stayed(seen, pod) or sight.ended(pod)) and _bad(seen, pod, how)]
+    for rule in (_out_of_memory, _misconfigured, _failed):
+        taken = list(rule(seen, over))
+        over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
+        yield from (cause for cause, _ in taken)
 
 
 def stayed(seen: Seen, pod: Document) -> Document | None:
@@ -195,17 +194,25 @@ def stayed(seen: Seen, pod: Document) -> Document | None:
     return {"exitCode": int(ends[-1]["code"])} if ends else None
 
 
-def _conditions(seen: Seen) -> list[str]:
-    found = seen.workload.get("status", {}).get("conditions", [])
-    return [each["type"] for each in found if each.get("status") == "True"]
+def _recovered(seen: Seen, pod: Document) -> bool:
+    """Whether this worker is in a world again: the same pod, or one after it."""
+    made = str(pod["metadata"].get("creationTimestamp", ""))
+    return any(
+        sight.index(other) == sight.index(pod) is not None
+        and str(other["metadata"].get("creationTimestamp", "")) >= made
+        and sight.condition(other, "Ready")
+        for other in seen.pods
+    )
 
 
 def _bad(seen: Seen, pod: Document, how: Document) -> bool:
-    """Whether this end says anything: not one that was wished, nor a failure to start, nor what an eviction did."""
+    """Whether this end says anything: not one that was wished, nor a failure to start, nor
+    what an eviction did, nor one that is over."""
     code = how.get("exitCode", 0)
     told = code in (0, contract.Exit.INTERRUPTED, 143)
     return (
         not told
+        and not _recovered(seen, pod)
         and not _killed_by_probe(seen, pod)
         and how.get("reason") not in ("StartError", "ContainerCannotRun")
         and pod["status"].get("reason") != "Evicted"
