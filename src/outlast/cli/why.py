@@ -54,5 +54,8 @@ def _asked(
     found = which.job(place, name)
     if (there := which.in_cluster(place)) is None:
         return here.causes(place.status(found), place.events(found), time.time()), {}
-    seen = evidence.see(there.cluster, found)
+    try:
+        seen = evidence.see(there.cluster, found)
+    finally:
+        there.cluster.close()
     return diagnosis.causes(seen, time.time()), dict(seen.unseen)
