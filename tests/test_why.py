@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fake
 import situations
-from outlast import cli, diagnosis
-from outlast.diagnosis import Cause, Seen, containers, here, machines, refused, scheduling, storage, waiting
+from fake_cluster import FakeCluster
+from outlast import cli, diagnosis, kinds, kube
+from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage
 from outlast.diagnosis import seen as sight
+from outlast.errors import Forbidden, NotFound
 from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
@@ -229,6 +231,7 @@ TEXTS = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5000), TEXTS), min_size=1, max_size=5), st.sampled_from(["", " preemption: 0/3 no."]))
 def test_a_message_of_the_scheduler_is_taken_apart(parts: list[tuple[int, str]], tail: str) -> None:
     total = sum(count for count, _ in parts)
@@ -354,7 +357,13 @@ def test_who_left_as_asked_is_no_cause(code: int) -> None:
 
 @pytest.mark.parametrize(
     ("code", "what"),
-    [(137, "exit code 137 (SIGKILL)"), (139, "exit code 139 (SIGSEGV)"), (135, "exit code 135 (SIGBUS)"), (2, "exit code 2")],
+    [
+        (79, "exit code 79"),
+        (137, "exit code 137 (SIGKILL)"),
+        (139, "exit code 139 (SIGSEGV)"),
+        (135, "exit code 135 (SIGBUS)"),
+        (2, "exit code 2"),
+    ],
 )
 def test_how_a_worker_was_killed_is_said(code: int, what: str) -> None:
     (cause,) = containers.ends(Seen("train", workload=a_job(), pods=(ended(code),)), NOW)
@@ -385,6 +394,14 @@ def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> N
         "worker 0 was killed for lack of memory: the node's memory was used up",
         "set resources.memory, so that the pod is put where there is room",
     )
+
+
+def test_a_failure_that_a_worker_has_recovered_from_is_no_cause() -> None:
+    ready = [{"type": "Ready", "status": "True"}]
+    after = a_pod("train-0b", phase="Running", node="node-a", conditions=ready)
+    after["metadata"]["creationTimestamp"] = "2026-11-21T16:05:00Z"
+    seen = Seen("train", workload=a_job(), pods=(ended(1), after), nodes=(a_node(),))
+    assert [cause.rule for cause in causes(seen)] == ["training"]
 
 
 def test_a_liveness_probe_that_killed_is_told() -> None:
@@ -655,9 +672,17 @@ def test_a_worker_that_pulls_its_image_is_on_its_way() -> None:
 
 def test_a_statefulset_whose_workers_all_said_that_they_are_done_is_finished() -> None:
     workload = {"kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 2}}
-    logs = {f"train-{i}": ["outlast | worker 0: training is done (exit 0)"] for i in range(2)}
-    assert waiting.finished(Seen("train", workload=workload, logs=logs)) is not None
-    assert waiting.finished(Seen("train", workload=workload, logs={"train-0": logs["train-0"]})) is None
+    pods = tuple(a_pod(f"train-{i}", phase="Running", node="node-a", index=i) for i in range(2))
+    done = ["outlast | worker 0: training is done (exit 0)", "outlast | worker 0 stays up and does nothing more"]
+    wrong = ["outlast | worker 1: --world is wrong (exit 78)", "outlast | worker 1 stays up and does nothing more"]
+
+    def first(*logs: list[str]) -> Cause:
+        named = {f"train-{i}": log for i, log in enumerate(logs)}
+        return causes(Seen("train", workload=workload, pods=pods, logs=named, nodes=(a_node(),)))[0]
+
+    assert first(done, done).rule == "finished"
+    assert first(done, ["step 8"]).rule == "starting"
+    assert first(done, wrong).what == "worker 1 ended with exit code 78: --world is wrong; starting again would not help"
 
 
 def test_an_elasticjob_that_nobody_takes_up_asks_for_the_operator() -> None:
@@ -765,13 +790,91 @@ def test_why_tells_of_a_job_of_this_machine(backend: fake.FakeBackend, capsys: p
     assert (code, json.loads(out)["causes"][0]["rule"]) == (0, "suspended")
 
 
-def test_why_of_a_job_that_is_nowhere_says_where_it_was_looked_for(
-    backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_why_of_a_job_that_is_nowhere_names_those_there_are(
+    backend: fake.FakeBackend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code, _, err = outlast(backend, capsys, "why", "cifar10")
+    code, _, err = outlast(backend, capsys, "why", "digit")
     assert code == 2
-    assert err.startswith(
-        "Error: no job 'cifar10' was run here, and it cannot be looked for in a cluster: there is no kubeconfig"
-    )
+    assert "did you mean digits?" in err
+
+
+# What is read of a cluster
+
+
+def a_cluster(name: str, **options: Any) -> FakeCluster:
+    """A cluster that shows what was recorded."""
+    found = situations.recorded(name)
+    kinds_ = {
+        "jobs": "batch/v1 Job",
+        "pods": "v1 Pod",
+        "events": "v1 Event",
+        "nodes": "v1 Node",
+        "resourcequotas": "v1 ResourceQuota",
+        "limitranges": "v1 LimitRange",
+        "persistentvolumeclaims": "v1 PersistentVolumeClaim",
+    }
+    cluster = FakeCluster(**options)
+    cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
+    for plural, kind in kinds_.items():
+        for document in found[plural]:
+            api_version, word = kind.split()
+            cluster.put({**document, "apiVersion": api_version, "kind": word})
+    for plural, word in {"secrets": "Secret", "configmaps": "ConfigMap"}.items():
+        for each in found[plural]:
+            cluster.put({"apiVersion": "v1", "kind": word, "metadata": {"name": each}})
+    cluster.lines = found["logs"]
+    return cluster
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_what_is_read_of_a_cluster_gives_the_same_cause(name: str) -> None:
+    found = causes(evidence.see(a_cluster(name), "train"))  # type: ignore[arg-type]
+    assert (found[0].rule, found[0].what) == FIRST[name]
+
+
+def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
+    seen = evidence.see(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
+    assert seen.unseen == {"nodes": "you may not list nodes", "events": "you may not list events"}
+    assert causes(seen)[0].rule == "unschedulable-gpu"
+
+
+def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:
+    assert evidence.see(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
+    forbidden = a_cluster("secret-missing", forbidden=(kinds.SECRET,))
+    assert causes(evidence.see(forbidden, "train"))[0].rule == "secret-missing"  # type: ignore[arg-type]
+
+
+def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
+    cluster = a_cluster("gpu")
+    for old in (*cluster.list_(kinds.JOB), *cluster.list_(kinds.POD)):
+        meta = {**old["metadata"], "name": f"{old['metadata']['name']}-new", "creationTimestamp": "2030-01-01T00:00:00Z"}
+        del meta["uid"]
+        cluster.put({**old, "metadata": {**meta, "labels": {**meta["labels"], "outlast.dev/run": "new"}}})
+    seen = evidence.see(cluster, "train")  # type: ignore[arg-type]
+    assert sight.name(seen.workload).endswith("-new")
+    assert sorted(map(sight.name, seen.pods)) == sorted(name for name in map(sight.name, seen.pods) if name.endswith("-new"))
+    assert len(seen.pods) == 2
+
+
+def test_a_job_that_is_not_in_the_cluster_is_told() -> None:
+    with pytest.raises(NotFound, match="there is no job other in namespace team; `outlast list` shows those there are"):
+        evidence.see(a_cluster("gpu"), "other")  # type: ignore[arg-type]
+    with pytest.raises(NotFound, match="there is no namespace nowhere; correct --namespace"):
+        evidence.see(FakeCluster(namespace="nowhere"), "other")  # type: ignore[arg-type]
+    with pytest.raises(Forbidden, match="you may not list pods"):
+        evidence.see(FakeCluster(a_namespace(), forbidden=(kinds.POD,)), "other")  # type: ignore[arg-type]
+
+
+def a_namespace() -> Document:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
+
+
+def test_why_tells_of_a_job_in_a_cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube, "connect", lambda context, namespace: a_cluster("gpu", forbidden=(kinds.CLAIM,)))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["why", "train", "-n", "team"])
+    assert ended.value.code == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("Workers 0 and 1 find no node: none has any nvidia.com/gpu\n  nodes offer: node-a 0 nvidia.com/gpu")
+    assert out.endswith("Not looked at, because you may not: persistentvolumeclaims.\n")
+    assert err == ""

@@ -11,7 +11,7 @@ import typer
 
 from outlast.cli import show
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.why import ContextOption, NamespaceOption
+from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import ClusterError, NoCluster, OutlastError
 
 if TYPE_CHECKING:
@@ -46,13 +46,15 @@ def doctor(
     """
     if image is None and (store or secret):
         raise OutlastError("--store and --secret are tried in a pod; say of which image: --image IMAGE")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # pods are deleted then, as after Ctrl-C
-    asked = _asked(image, store, secret or [], network, namespace, context, timeout)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # pods are deleted then, as after Ctrl-C
     found: dict[str, list[Check]] = {}
-    for section, checks in asked:
-        if output is Output.TABLE:
-            print(("\n" if found else "") + section, flush=True)
-        found[section] = list(_shown(checks, output))
+    try:
+        for section, checks in _asked(image, store, secret or [], network, namespace, context, timeout):
+            if output is Output.TABLE:
+                print(("\n" if found else "") + section, flush=True)
+            found[section] = list(_shown(checks, output))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if output is not Output.TABLE:
         show.data([{"where": where, **dataclasses.asdict(each)} for where, checks in found.items() for each in checks], output)
     if any(check.outcome == "fail" for checks in found.values() for check in checks):

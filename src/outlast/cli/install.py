@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outlast.cli.why import ContextOption
+from outlast.cli.which import ContextOption
 from outlast.contract import OPERATOR_NAMESPACE
 from outlast.errors import OutlastError
 

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from outlast.cli import show, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import NameArgument
-from outlast.errors import NoCluster
+from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 
 if TYPE_CHECKING:
     from outlast.diagnosis import Cause
-
-ContextOption = Annotated[
-    str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig. Default: its current one.")
-]
-NamespaceOption = Annotated[
-    str | None, typer.Option("-n", "--namespace", metavar="NAME", help="Namespace in the cluster. Default: the context's.")
-]
 
 
 def why(
@@ -33,8 +25,8 @@ def why(
 ) -> None:
     """Say why a job does not train: the cause, what was seen of it, and the remedy.
 
-    The most important cause comes first. A job that was run here is looked for here, else, or with -n or --context, in the
-    cluster. Exit code 0: something could be said.
+    The most important cause comes first. It looks at the job, its pods and their logs, events, nodes, claims, quotas and queues.
+    Exit code 0: something could be said.
 
     \b
     Examples:
@@ -55,26 +47,15 @@ def _asked(
     ctx: typer.Context, name: str | None, namespace: str | None, context: str | None
 ) -> tuple[list[Cause], dict[str, str]]:
     """The causes, and what could not be looked at."""
-    from outlast.diagnosis import here
+    from outlast import diagnosis
+    from outlast.diagnosis import evidence, here
 
-    place = which.backend(ctx)
-    known = [status.name for status in place.list()]
-    if not (namespace or context) and (name is None or name in known):
-        found = which.job(place, name)
+    place = which.place(ctx, name, namespace, context)
+    found = which.job(place, name)
+    if (there := which.in_cluster(place)) is None:
         return here.causes(place.status(found), place.events(found), time.time()), {}
-    if name is None:
-        raise typer.BadParameter("give the name of the job in the cluster")
-    from outlast import diagnosis, kube
-    from outlast.diagnosis import evidence
-
     try:
-        cluster = kube.connect(context, namespace)
-    except NoCluster as error:
-        if namespace or context:
-            raise
-        raise NoCluster(f"no job {name!r} was run here, and it cannot be looked for in a cluster: {error}") from error
-    try:
-        seen = evidence.see(cluster, name)
+        seen = evidence.see(there.cluster, found)
     finally:
-        cluster.close()
+        there.cluster.close()
     return diagnosis.causes(seen, time.time()), dict(seen.unseen)

@@ -128,7 +128,7 @@ def starts(seen: Seen, _: float) -> Iterator[Cause]:
     for text, pods in sight.grouped((_same(text), pod) for text, pod in found).items():
         if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
             continue  # `storage.references` tells it
-        whom = f"{sight.whom(pods)} {sight.verb(pods, 'cannot be started', 'cannot be started')}"
+        whom = f"{sight.whom(pods)} cannot be started"
         if "executable file not found" in text or "no such file or directory" in text:
             command = re.search(r'exec: "([^"]+)"', text)
             named = command[1] if command else "the command"
@@ -162,6 +162,7 @@ _END = re.compile(r"outlast \| worker (?P<worker>\S+): (?P<reason>.*) \(exit (?P
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
 """`ValueError: no labels`, perhaps after what torchrun puts before lines."""
 _LAST_LINES = 12
+_STAYS = "stays up and does nothing more"
 _SIGNALS = {
     129: "SIGHUP",
     130: "SIGINT",
@@ -177,25 +178,41 @@ _SIGNALS = {
 
 def ends(seen: Seen, _: float) -> Iterator[Cause]:
     """Workers whose container ended badly: out of memory, misconfigured, failed."""
-    if (seen.kind == "Job" and not {*_conditions(seen)} & {"Complete", "SuccessCriteriaMet"}) or seen.kind != "Job":
-        over = [(pod, how) for pod in seen.pods if (how := sight.ended(pod)) and _bad(seen, pod, how)]
-        for rule in (_out_of_memory, _misconfigured, _failed):
-            taken = list(rule(seen, over))
-            over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
-            yield from (cause for cause, _ in taken)
+    over = [(pod, how) for pod in seen.pods if (how := stayed(seen, pod) or sight.ended(pod)) and _bad(seen, pod, how)]
+    for rule in (_out_of_memory, _misconfigured, _failed):
+        taken = list(rule(seen, over))
+        over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
+        yield from (cause for cause, _ in taken)
 
 
-def _conditions(seen: Seen) -> list[str]:
-    found = seen.workload.get("status", {}).get("conditions", [])
-    return [each["type"] for each in found if each.get("status") == "True"]
+def stayed(seen: Seen, pod: Document) -> Document | None:
+    """How a worker ended that stays up and does nothing more, as one of a StatefulSet does: its log says so."""
+    lines = [line for line in seen.logs.get(sight.name(pod), ()) if line.strip()]
+    if not lines or not lines[-1].endswith(_STAYS):
+        return None
+    ends = [found for line in lines if (found := _END.search(line)) and found["code"] != "None"]
+    return {"exitCode": int(ends[-1]["code"])} if ends else None
+
+
+def _recovered(seen: Seen, pod: Document) -> bool:
+    """Whether this worker is in a world again: the same pod, or one after it."""
+    made = str(pod["metadata"].get("creationTimestamp", ""))
+    return any(
+        sight.index(other) == sight.index(pod) is not None
+        and str(other["metadata"].get("creationTimestamp", "")) >= made
+        and sight.condition(other, "Ready")
+        for other in seen.pods
+    )
 
 
 def _bad(seen: Seen, pod: Document, how: Document) -> bool:
-    """Whether this end says anything: not one that was wished, nor a failure to start, nor what an eviction did."""
+    """Whether this end says anything: not one that was wished, nor a failure to start, nor
+    what an eviction did, nor one that is over."""
     code = how.get("exitCode", 0)
     told = code in (0, contract.Exit.INTERRUPTED, 143)
     return (
         not told
+        and not _recovered(seen, pod)
         and not _killed_by_probe(seen, pod)
         and how.get("reason") not in ("StartError", "ContainerCannotRun")
         and pod["status"].get("reason") != "Evicted"
@@ -243,7 +260,9 @@ def _failed(seen: Seen, over: _Over) -> _Found:
         signal = f" ({_SIGNALS[number]})" if number in _SIGNALS else ""
         reason = ": ".join(filter(None, (_reason(seen, pods), _exception(seen, pods))))
         what = f"{sight.whom(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
-        if number == 137:
+        if number == contract.Exit.GIVEN_UP:
+            remedy = "mend what the workers failed of, or raise restarts.limit, and submit it again"
+        elif number == 137:
             remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
         elif number in (132, 134, 135, 136, 139):
             remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from outlast.contract import Label
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
 from outlast.manifests.request import Document
@@ -213,13 +212,6 @@ def _nothing(_: Blocked) -> None:
     """Another module tells it better."""
 
 
-def _apart(it: Blocked) -> Cause:
-    mine = any(Label.JOB in str(pod["spec"].get("affinity", {})) for pod in it.pods)
-    text = "it may not be where another pod of its kind is, and all nodes have one"
-    remedy = "add nodes, lower workers.replicas, or make the anti-affinity of the template preferred instead of required"
-    return Cause("unschedulable-affinity", f"{it.whom} no node: {text}", (), remedy if mine or it.pods else "")
-
-
 @dataclass(frozen=True)
 class Rule:
     """What the scheduler says of nodes, and what it means."""
@@ -232,7 +224,14 @@ RULES = (
     Rule(r"Insufficient (?P<resource>\S+)", _resource),
     Rule(r"didn't match Pod's node affinity/selector|didn't match node selector", _selector),
     Rule(r"had (?:untolerated )?taints?(?:\(s\))? \{(?P<key>[^:}]+):? ?(?P<value>[^}]*)\}", _taint),
-    Rule(r"didn't match pod anti-affinity rules|existing pods anti-affinity", _apart),
+    Rule(
+        r"didn't match pod anti-affinity rules|existing pods anti-affinity",
+        _plain(
+            "unschedulable-affinity",
+            "it may not be where another pod of its kind is, and all nodes have one",
+            "add nodes, lower workers.replicas, or make the anti-affinity of the template preferred instead of required",
+        ),
+    ),
     Rule(
         r"didn't match pod affinity rules",
         _plain(

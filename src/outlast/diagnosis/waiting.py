@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from outlast import units
+from outlast.diagnosis import containers
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
 from outlast.manifests.request import Document
@@ -176,13 +177,13 @@ def finished(seen: Seen) -> Cause | None:
         return Cause("finished", "it is finished, and all is well", _told(done), wrong=False)
     if seen.kind == "Job" and "tasks" in spec and status.get("state", {}).get("phase") == "Completed":
         return Cause("finished", "it is finished, and all is well", wrong=False)
-    if seen.kind == "StatefulSet" and seen.logs and len(seen.logs) >= seen.wanted() > 0:
-        lines = ["".join(log[-1:]) for log in seen.logs.values()]
-        if all(line.endswith("(exit 0)") for line in lines):
+    if seen.kind == "StatefulSet" and seen.pods:
+        ends = [containers.stayed(seen, pod) for pod in seen.pods if sight.name(pod) in seen.logs]
+        if ends and all(end is not None and end["exitCode"] == 0 for end in ends):
             return Cause(
                 "finished",
                 "it is finished, and all is well",
-                tuple(lines[:1]),
+                (),
                 f"delete it with: outlast cancel {seen.name}",
                 wrong=False,
             )
