@@ -350,21 +350,23 @@ class KubernetesBackend:
         """The workloads of one job, or of all."""
         found: List[Document] = []
         denied: List[Forbidden] = []
+        listed = 0
         for kind in _KINDS:
             if kind in self._unserved:
                 continue
-            try:
+            try:  # who may only make some of these kinds has jobs of these only
                 if kind is kube.ELASTIC_JOB:
                     fields = f"metadata.name={name}" if name else ""
                     found += self.cluster.list_(kind, fields=fields)
                 else:
                     found += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
+                listed += 1
             except NotServed:
                 self._unserved.add(kind)
             except Forbidden as error:
                 denied.append(error)
-        if not found and denied:
-            raise denied[0]
+        if denied and not listed:
+            raise denied[-1]
         return found
 
     def _all(self, name: str) -> List[Document]:
