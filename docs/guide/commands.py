@@ -20,12 +20,12 @@ HEAD = """\
 <!-- Written by `python docs/guide/commands.py > docs/guide/commands.md` from each command's --help. -->
 
 The name of a job may be left out when there is only one. Jobs are those of the working directory: their state is in `.outlast/`,
-or where the environment variable `OUTLAST_STATE_DIR` says.
+or where the environment variable `OUTLAST_STATE_DIR` says; or those of a cluster, see [training in a cluster](kubernetes.md).
 
 | exit code | meaning |
 |---|---|
 | 0 | done; of `outlast run`: the job has succeeded |
-| 1 | what was asked for failed; of `outlast run`: the job has failed, or the code that it failed with |
+| 1 | what was asked for failed, or a cluster refuses it; of `outlast run`: the job has failed, or the code that it failed with |
 | 2 | what was asked is wrong: the job file, an option, a name |
 | 75 | of `outlast run`: interrupted or suspended, and saved; the same command goes on |
 | 130 | killed by Ctrl-C |

@@ -49,6 +49,8 @@ _SILENCE_S = 150.0
 """A watch over which nothing has come for so long, no bookmark either, is taken for dead. Bookmarks come every minute."""
 _MESSAGE = 2**20
 """Bytes of the longest message over a websocket; a kubelet's are 32 KiB."""
+_LAST_S = 1.0
+"""How long the reader of a websocket may take to see its end."""
 _TRIES = 4
 """How often a request that cannot have done anything, or may be repeated, is made."""
 _LONGEST_PAUSE_S = 30.0
@@ -426,9 +428,10 @@ class Cluster:
         """
         asked, path = self._address("portforward", POD, pod, namespace, subresource="portforward")
         with self._websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
-            threading.Thread(target=_upload, args=(connection, there), daemon=True).start()
+            gone = threading.Event()
+            threading.Thread(target=_upload, args=(connection, there, gone), daemon=True).start()
             begun: set[int] = set()
-            for message in _messages(there, asked):
+            for message in _messages(there, asked, gone):
                 channel, rest = message[0], message[1:]
                 if channel not in begun:  # the first message of each is the port
                     begun.add(channel)
@@ -646,9 +649,11 @@ class Cluster:
                 yield connection
             finally:
                 _end(connection)
-                with contextlib.suppress(HTTPXWSException):
-                    while True:  # until its reader has seen the end: a socket must not be closed while somebody reads from it
-                        connection.receive_bytes()
+                # Its reader must have seen the end: a socket must not be closed while somebody reads from it. When the server has
+                # ended the connection, the reader is gone and nothing more comes.
+                with contextlib.suppress(HTTPXWSException, TimeoutError):
+                    while True:
+                        connection.receive_bytes(timeout=_LAST_S)
                 opened.__exit__(None, None, None)
 
     def _note(self, answer: httpx2.Response) -> None:
@@ -785,8 +790,8 @@ def _end(connection: WebSocketSession) -> None:
         _hang_up(there, socket.SHUT_RD)
 
 
-def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
-    """What comes over a websocket, until it is closed."""
+def _messages(connection: WebSocketSession, asked: Asked, gone: threading.Event | None = None) -> Iterator[bytes]:
+    """What comes over a websocket, until it is closed, or who wanted it has `gone`."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:
@@ -795,6 +800,8 @@ def _messages(connection: WebSocketSession, asked: Asked) -> Iterator[bytes]:
         except WebSocketDisconnect:
             return
         except (WebSocketNetworkError, OSError) as error:
+            if gone is not None and gone.is_set():
+                return
             raise Unanswered(f"{asked.thing}: the connection to the API server was lost; try again") from error
         if message:
             yield message
@@ -808,10 +815,12 @@ def _feed(connection: WebSocketSession, source: BinaryIO) -> None:
         connection.send_bytes(b"\xff\0")
 
 
-def _upload(source: socket.socket, there: WebSocketSession) -> None:
+def _upload(source: socket.socket, there: WebSocketSession, gone: threading.Event) -> None:
+    """Send what comes over a connection; say when that has `gone`, and end the websocket."""
     with contextlib.suppress(Exception):  # either side has gone, and the other one says so
         while part := source.recv(32 * 1024):
             there.send_bytes(b"\0" + part)
+    gone.set()
     _end(there)
 
 

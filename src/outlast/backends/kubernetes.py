@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from outlast import kube
 from outlast.backends import LogLine, observed, podlogs, pods, stored
 from outlast.contract import LEDGER, Label, Pod
 from outlast.errors import Absent, AlreadyRunning, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
+from outlast.manifests import evaluation
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -298,10 +300,49 @@ class KubernetesBackend:
 
     def evaluate(self, name: str, args: Sequence[str]) -> int:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
-        raise OutlastError(
-            f"{name} cannot be evaluated in the cluster; its newest checkpoint can be, on a machine with the job file: "
-            "outlast run FILE --detach, outlast evaluate"
-        )
+        known = self._known(name)
+        workload = known[0]
+        if not self._store(name) and not _claimed(workload):
+            raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
+        unique = f"{random.getrandbits(32):08x}"
+        made = self.cluster.create(evaluation.document(name, self._template(workload), args, unique=unique))
+        title = made["metadata"]["name"]
+        print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
+
+        def over() -> bool:
+            return observed.over(self.cluster.get(kube.JOB, title)) is not None
+
+        def say(sentence: str) -> None:
+            print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
+
+        labels = f"batch.kubernetes.io/job-name={title}"
+        for line in podlogs.follow(self.cluster, labels, over=over, wanted=lambda _: True, say=say):
+            print(line.text, flush=True)
+        ends = [end for pod in self.cluster.list_(kube.POD, labels=labels) if (end := pods.end(pod)) is not None]
+        if not ends:
+            raise OutlastError(f"Job {title} ended without a pod; look at it with: kubectl describe job {title}")
+        return ends[-1].code if ends[-1].code >= 0 else 1
+
+    def _template(self, workload: Document) -> Document:
+        """The template of its workers' pods. Raises OutlastError when an ElasticJob's job file is of another version."""
+        spec = workload["spec"]
+        if workload["kind"] != "ElasticJob":
+            found: Document = (spec.get("tasks") or [spec])[0]["template"]
+            return found
+        if (job := self._job(workload)) is None:
+            raise OutlastError(
+                f"the job file of {_name(workload)} is of another version of Outlast; install that, or this one there"
+            )
+        from outlast import manifests
+
+        one = {"workers": job.spec.workers.model_copy(update={"min": 1, "replicas": 1, "max": 1, "step": None, "sizes": None})}
+        run = str((workload.get("status") or {}).get("run") or "") or None
+        documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
+        for document in documents:
+            if kube.kind_of(document) is kube.CONFIG_MAP:
+                self.cluster.apply(document)
+        template: Document = _workload(documents)["spec"]["template"]
+        return template
 
     # requests
 
@@ -309,21 +350,23 @@ class KubernetesBackend:
         """The workloads of one job, or of all."""
         found: List[Document] = []
         denied: List[Forbidden] = []
+        listed = 0
         for kind in _KINDS:
             if kind in self._unserved:
                 continue
-            try:
+            try:  # who may only make some of these kinds has jobs of these only
                 if kind is kube.ELASTIC_JOB:
                     fields = f"metadata.name={name}" if name else ""
                     found += self.cluster.list_(kind, fields=fields)
                 else:
                     found += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
+                listed += 1
             except NotServed:
                 self._unserved.add(kind)
             except Forbidden as error:
                 denied.append(error)
-        if not found and denied:
-            raise denied[0]
+        if denied and not listed:
+            raise denied[-1]
         return found
 
     def _all(self, name: str) -> List[Document]:
@@ -478,6 +521,15 @@ class KubernetesBackend:
 def _workload(documents: Sequence[Document]) -> Document:
     """The document that has the pods."""
     return next(document for document in documents if kube.kind_of(document) in _KINDS)
+
+
+def _claimed(workload: Document) -> bool:
+    """Whether its pods have a claim, on which the output may be."""
+    spec = workload["spec"]
+    if workload["kind"] == "ElasticJob":
+        return bool(spec.get("volumes"))
+    volumes = (spec.get("tasks") or [spec])[0]["template"]["spec"].get("volumes") or ()
+    return any("persistentVolumeClaim" in volume for volume in volumes)
 
 
 def _file(workload: Document) -> str:

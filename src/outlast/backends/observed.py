@@ -166,10 +166,7 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
         queue = (seen.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
         if queue and not seen.pods:
             return State.PENDING, f"waits in the queue {queue} to be admitted"
-        return (
-            State.SUSPENDED,
-            f"{leaving} {'worker' if leaving == 1 else 'workers'} still to save and leave" if leaving else "suspended",
-        )
+        return State.SUSPENDED, f"suspended; workers that still save and leave: {leaving}" if leaving else "suspended"
     if seen.workload["metadata"].get("deletionTimestamp"):
         return State.CANCELLED, "it is being deleted"
     alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.leaves(pod)]
@@ -184,9 +181,8 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
     if troubles:
         index, pod = troubles[0]
         ended_ = pods.end(pod)
-        sentence = (
-            "leaves, and is made anew" if pods.leaves(pod) else pods.waits(pod) or (ended_.sentence if ended_ else "begins")
-        )
+        sentence = pods.waits(pod) or (ended_.sentence if ended_ else "begins")
+        sentence = "leaves, and is made anew" if pods.leaves(pod) else sentence
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
         return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are made anew"

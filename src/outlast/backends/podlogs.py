@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ _QUEUE = 10_000
 """Lines that may wait for the reader of all."""
 _LOOK_S = 1.0
 """How often it is looked whether the job is over."""
+_STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
+"""RFC 3339, as nodes write it."""
 _PAUSE_S = 0.5
 """Before a log whose connection ended is asked for again."""
 
@@ -54,8 +57,8 @@ def _past(
                 previous=previous,
                 timestamps=True,
             ):
-                when, text = _split(line)
-                yield when, LogLine(index, text)
+                if stamped := _split(line):
+                    yield stamped[0], LogLine(index, stamped[1])
 
 
 def follow(
@@ -210,7 +213,9 @@ class _Reader:
                 since_s=None if self._last else self._since_s,
                 stop=self._stop,
             ):
-                when, text = _split(line)
+                if (stamped := _split(line)) is None:
+                    continue
+                when, text = stamped
                 if begin and when < _moment(begin):
                     continue
                 if begin and when == _moment(begin) and skip:
@@ -224,13 +229,14 @@ class _Reader:
             return
 
 
-def _split(line: str) -> tuple[tuple[str, str], str]:
-    """The moment and the text of a line with its time."""
+def _split(line: str) -> tuple[tuple[str, str], str] | None:
+    """The moment and the text of a line with its time. None for one without: that is the kubelet's own, such as that it has
+    forgotten the log of a container (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
-    return _moment(stamp), text
+    return (_moment(stamp), text) if _STAMP.fullmatch(stamp) else None
 
 
 def _moment(stamp: str) -> tuple[str, str]:
-    """A time that can be compared: Go leaves out zeros at the end of fractions."""
-    whole, _, fraction = stamp.rstrip("Z").partition(".")
-    return whole.removesuffix("Z"), fraction.ljust(9, "0")
+    """A time that can be compared with others of its node: Go leaves out zeros at the end of fractions."""
+    fraction = re.search(r"\.(\d+)", stamp)
+    return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

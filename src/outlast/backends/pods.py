@@ -126,6 +126,8 @@ def waits(pod: Document) -> str:
             )
     for status in (container(pod, init=True), container(pod)):
         waiting = (status.get("state") or {}).get("waiting")
+        if waiting and waiting.get("reason") == "CrashLoopBackOff" and (last := end(pod)) is not None:
+            return f"{last.sentence}; it is started again after a pause"
         if waiting and waiting.get("reason") not in _ORDINARY:
             detail = f": {_sentence(waiting['message'])}" if waiting.get("message") else ""
             return f"cannot start: {waiting.get('reason') or 'it waits'}{detail}"

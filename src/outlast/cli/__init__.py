@@ -94,6 +94,13 @@ def agent() -> None:
     agent.main()
 
 
+def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False)] = None) -> None:
+    """Evaluate a job's model in this pod, as its environment says."""
+    from outlast.runtime import evaluation
+
+    raise typer.Exit(evaluation.main(args or ()))
+
+
 app.command()(run.run)
 app.command()(submit.submit)
 app.command("list")(jobs.list_)
@@ -121,6 +128,7 @@ app.command()(install.uninstall)
 app.command()(doctor.doctor)
 app.command()(version)
 app.command(hidden=True)(agent)
+app.command(hidden=True)(evaluation)
 
 
 def main(args: Sequence[str] | None = None, *, backend: Backend | None = None) -> NoReturn:

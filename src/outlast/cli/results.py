@@ -10,7 +10,7 @@ import typer
 
 from outlast.cli import show, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import NameArgument
+from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 
 
 def report(ctx: typer.Context, name: NameArgument = None, output: OutputOption = Output.TABLE) -> None:
@@ -47,19 +47,22 @@ def evaluate(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Further arguments for the job's module.", show_default=False)
     ] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Evaluate the model of a job.
 
-    Runs the module of the job with --evaluate, in one process.
+    Runs the module of the job with --evaluate, in one process; in a cluster, in a pod of its own, whose log is shown.
 
     \b
     Examples:
       outlast evaluate
       outlast evaluate cifar10 -- --batch=512
+      outlast evaluate cifar10 -n team-a
     """
-    place = which.backend(ctx)
     further = list(args or ())
     if name is not None and name.startswith("-"):
         further.insert(0, name)
         name = None
+    place = which.place(ctx, name, namespace, context)
     raise typer.Exit(place.evaluate(which.job(place, name), further))

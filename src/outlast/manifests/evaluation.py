@@ -1,0 +1,40 @@
+"""A Job of one pod that evaluates a job's model: a worker's pod that runs something else, and only once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from outlast.contract import Env, Label, Pod
+from outlast.manifests import names
+from outlast.manifests.request import Document
+
+COMPONENT = "evaluation"
+_KEEP_S = 3600
+"""How long it is kept after its end, so that its log can be read again."""
+
+
+def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
+    """The Job, from the template of the workers' pods. `unique` sets it apart from other evaluations."""
+    name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
+    pod: dict[str, Any] = copy.deepcopy(template)
+    labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}
+    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if key != Label.WORKER}
+    pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in ("subdomain", "hostname", "schedulingGates")}
+    pod["spec"]["restartPolicy"] = "Never"
+    for container in pod["spec"]["containers"]:
+        if container["name"] == Pod.CONTAINER:
+            container["command"] = ["outlast", "evaluation", "--", *args]
+            gone = (Env.WORKER, Env.RENDEZVOUS, Env.STAY)
+            container["env"] = [each for each in container["env"] if each["name"] not in gone] + [
+                {"name": Env.WORKER, "value": "0"}
+            ]
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe", "args"):
+                container.pop(probe, None)
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": {Label.JOB: job, "app.kubernetes.io/component": COMPONENT}},
+        "spec": {"backoffLimit": 0, "ttlSecondsAfterFinished": _KEEP_S, "template": pod},
+    }

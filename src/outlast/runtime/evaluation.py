@@ -1,0 +1,34 @@
+"""One pod's evaluation of a job's model: what `outlast evaluate` runs in a cluster.
+
+The environment is a worker's. The newest committed checkpoint is brought from the store if the output is in one, code and data
+are prepared as for a worker, and the job's module runs with `--evaluate`. What it prints is the pod's log.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from outlast import spec, store
+from outlast.contract import Env
+from outlast.runtime import prepare, restore
+
+
+def main(args: Sequence[str]) -> int:
+    """Evaluate as the environment says; the exit code of the job's module."""
+    environ = dict(os.environ)
+    job = spec.load(environ[Env.JOB_FILE])
+    environ |= job.spec.env
+    if Env.STORE in environ:
+        place = store.open_(environ[Env.STORE])
+        restore.restore(Path(environ[Env.OUTPUT]), place, environ[Env.RUN], lambda text: print(f"outlast | {text}", flush=True))
+    preparation = prepare.Preparation(job, environ)
+    try:
+        preparation.prepare()
+        del environ[Env.STATE]  # it is no worker
+        command = [preparation.python, *prepare.command(job, environ), "--evaluate", *args]
+        return subprocess.run(command, env=environ, cwd=environ[Env.CODE], check=False).returncode
+    finally:
+        preparation.close()

@@ -1,0 +1,187 @@
+"""What every backend does alike, held against each: processes of this machine, a small API server, a real cluster."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from outlast import kube, manifests, spec
+from outlast.backends import Backend, kubernetes, local
+from outlast.errors import NotFound, OutlastError
+from outlast.status import JobStatus, State
+
+COMMAND = ["sh", "-c", "trap 'exit 75' TERM; echo here is $OUTLAST_WORKER; while :; do sleep 0.1; done"]
+
+
+def a_file(directory: Path, *, image: str) -> Path:
+    """A job that runs until it is told to leave."""
+    template = {"spec": {"containers": [{"name": "worker", "imagePullPolicy": "IfNotPresent", "command": COMMAND}]}}
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        template["spec"]["containers"][0][probe] = None  # type: ignore[assignment]
+    path = directory / "job.yaml"
+    fields: dict[str, Any] = {
+        "image": image,
+        "module": "outlast.recipes.smoke",
+        "args": ["--steps=100000", "--step-s=0.05"],
+        "workers": {"replicas": 2, "min": 1, "max": 2},
+        "resources": {"cpu": "50m", "memory": "64Mi"},
+        "interruption": {"grace": "1s"},
+        "template": template,
+    }
+    job = spec.Job.model_validate(
+        {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "job"}, "spec": fields}
+    )
+    path.write_text(spec.dump(job))
+    return path
+
+
+class Place:
+    """A backend, and what a test has to know of it."""
+
+    def __init__(self, backend: Backend, file: Path, settle: Callable[[], None]) -> None:
+        self.backend, self.file, self._settle = backend, file, settle
+
+    def submit(self) -> str:
+        return self.backend.submit(spec.load(self.file), source=self.file)
+
+    def wait(self, until: Callable[[JobStatus], bool]) -> JobStatus:
+        deadline = time.monotonic() + 90
+        while not until(status := self.backend.status("job")):
+            self._settle()
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+        return status
+
+
+def indexed(job: spec.Job, source: Path, fresh: bool) -> list[kube.Document]:
+    del source, fresh
+    return manifests.render(job, "indexed-job")
+
+
+def controller(api: apiserver.ApiServer) -> None:
+    """What the controllers and nodes of a cluster would do now: pods for Jobs, which run at once, and none for suspended ones."""
+    with api.lock:
+        for (resource, _, _), job in list(api.documents.items()):
+            if resource != "jobs.batch":
+                continue
+            wanted = 0 if job["spec"].get("suspend") else job["spec"]["parallelism"]
+            owner = {"uid": job["metadata"]["uid"], "kind": "Job", "name": job["metadata"]["name"]}
+            for index in range(2):
+                name = f"{job['metadata']['name']}-{index}-x"
+                there = ("pods", "default", name) in api.documents
+                if index < wanted and not there:
+                    annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+                    meta = {"labels": job["spec"]["template"]["metadata"]["labels"], "annotations": annotations}
+                    state = {"name": "worker", "ready": True, "restartCount": 0, "state": {"running": {}}}
+                    api.logs[name] = [f"2026-01-01T00:00:0{index}Z here is {index}"]
+                    api.put(
+                        {
+                            "apiVersion": "v1",
+                            "kind": "Pod",
+                            "metadata": {"name": name, "ownerReferences": [owner], **meta},
+                            "spec": job["spec"]["template"]["spec"],
+                            "status": {"phase": "Running", "containerStatuses": [state]},
+                        }
+                    )
+                elif index >= wanted and there:
+                    api.remove("pods", name)
+
+
+PLACES = [pytest.param("local", marks=pytest.mark.jobs), "api", pytest.param("cluster", marks=pytest.mark.cluster)]
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    image = os.environ.get("OUTLAST_TEST_IMAGE", "docker.io/library/outlast:test")
+    file = a_file(tmp_path, image=image)
+    if request.param == "local":
+        job = spec.load(file)
+        (tmp_path / "here.yaml").write_text(
+            spec.dump(job.model_copy(update={"spec": job.spec.model_copy(update={"template": {}})}))
+        )
+        backend = local.LocalBackend(tmp_path / "state")
+        yield Place(backend, tmp_path / "here.yaml", lambda: None)
+        if backend.list() and not backend.status("job").state.final:
+            backend.kill("job")
+    elif request.param == "api":
+        api = apiserver.ApiServer()
+        with apiserver.serving(api) as url:
+            monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+            cluster = kube.connect()
+            yield Place(kubernetes.KubernetesBackend(cluster, documents=indexed), file, lambda: controller(api))
+            cluster.close()
+    else:
+        namespace = f"kube-{uuid.uuid4().hex[:8]}"
+        cluster = kube.connect(namespace=namespace)
+        cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+        yield Place(kubernetes.KubernetesBackend(cluster, documents=indexed), file, lambda: None)
+        cluster.delete(kube.NAMESPACE, namespace)
+        cluster.close()
+
+
+def test_a_job_that_nobody_knows_is_not_found(place: Place) -> None:
+    backend = place.backend
+    assert list(backend.list()) == []
+    for verb in (backend.status, backend.output, backend.suspend, backend.resume, backend.cancel, backend.kill, backend.events):
+        with pytest.raises(NotFound, match="none"):
+            verb("none")
+    with pytest.raises(NotFound):
+        backend.scale("none", 1)
+    with pytest.raises(NotFound):
+        list(backend.logs("none"))
+
+
+def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(place: Place) -> None:
+    backend = place.backend
+    run = place.submit()
+    status = place.wait(lambda s: s.state is State.RUNNING and len(s.workers) == 2)
+    assert (status.name, status.run, status.replicas, status.min, status.max) == ("job", run, 2, 1, 2)
+    assert [listed.name for listed in backend.list()] == ["job"]
+    assert backend.ensure("job") is False
+    assert str(backend.output("job"))
+
+    with pytest.raises(OutlastError, match=r"3 .*max"):
+        backend.scale("job", 3)
+    backend.scale("job", 1)
+    place.wait(lambda s: s.replicas == 1 and s.state is State.RUNNING and len(s.world) == 1)
+
+    backend.suspend("job")
+    place.wait(lambda s: s.state is State.SUSPENDED)
+    backend.resume("job")
+    place.wait(lambda s: s.state is State.RUNNING)
+
+    backend.cancel("job")
+    try:
+        place.wait(lambda s: s.state is State.CANCELLED)
+    except NotFound:  # nothing is left of it, which is as good
+        assert list(backend.list()) == []
+    for verb in (backend.suspend, backend.resume):
+        with pytest.raises(OutlastError):
+            verb("job")
+
+
+def test_harm_that_a_backend_does_not_know_is_refused(place: Place) -> None:
+    place.submit()
+    place.wait(lambda s: s.state is State.RUNNING and len(s.workers) == 2)
+    with pytest.raises(OutlastError, match="no-such-harm"):
+        place.backend.chaos("job", "no-such-harm", worker=None, rng=random.Random(0))
+    place.backend.kill("job")
+
+
+def test_logs_are_all_lines_of_all_workers_or_of_one(place: Place) -> None:
+    if isinstance(place.backend, local.LocalBackend):
+        pytest.skip("tests/test_local.py reads the logs of processes")
+    place.submit()
+    place.wait(lambda s: s.state is State.RUNNING and len(s.world) == 2)
+    lines = list(place.backend.logs("job"))
+    assert sorted((line.worker, line.text) for line in lines) == [(0, "here is 0"), (1, "here is 1")]
+    assert [line.text for line in place.backend.logs("job", worker=1, tail=1)] == ["here is 1"]
+    place.backend.kill("job")

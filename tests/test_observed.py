@@ -1,0 +1,189 @@
+"""What a job on a cluster is said to do, from documents alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outlast.backends import observed, pods
+from outlast.backends.observed import Seen
+from outlast.status import State
+
+Document = dict[str, Any]
+
+
+def a_pod(index: int = 0, *, phase: str = "Running", made: int = 0, **status: Any) -> Document:
+    meta = {
+        "name": f"train-{index}-{made}",
+        "uid": f"{index}-{made}",
+        "creationTimestamp": f"2026-01-01T00:00:{made:02}Z",
+        "labels": {"outlast.dev/job": "train"},
+        "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
+    }
+    spec = {"nodeName": "node-a", "containers": [{"name": "worker", "resources": {"limits": {"memory": "16Gi"}}}]}
+    return {"metadata": meta, "spec": spec, "status": {"phase": phase, **status}}
+
+
+def container(**state: Any) -> Document:
+    """`containerStatuses` of the worker's container."""
+    ready = state.pop("ready", False)
+    restarts = state.pop("restarts", 0)
+    return {"containerStatuses": [{"name": "worker", "ready": ready, "restartCount": restarts, "state": state}]}
+
+
+def running(index: int = 0, *, made: int = 0, ready: bool = True) -> Document:
+    return a_pod(index, made=made, **container(running={}, ready=ready))
+
+
+def ended(index: int = 0, *, code: int, made: int = 0, reason: str = "Error", **status: Any) -> Document:
+    done = container(terminated={"exitCode": code, "reason": reason, "finishedAt": "2026-01-01T01:00:00Z"})
+    return a_pod(index, phase="Failed" if code else "Succeeded", made=made, **done, **status)
+
+
+def a_job(*, completions: int = 2, **spec: Any) -> Document:
+    meta = {"name": "train-1", "uid": "j", "creationTimestamp": "2026-01-01T00:00:00Z", "labels": {"outlast.dev/run": "train-r"}}
+    status = {"conditions": spec.pop("conditions", [])}
+    return {"kind": "Job", "metadata": meta, "spec": {"completions": completions, **spec}, "status": status}
+
+
+def said(*seen: Document, workload: Document | None = None, **more: Any) -> tuple[State, str]:
+    found = observed.status(Seen("train", workload or a_job(), seen, **more))
+    return found.state, found.reason
+
+
+def test_a_job_whose_workers_are_all_ready_trains() -> None:
+    assert said(running(0), running(1)) == (State.RUNNING, "all 2 workers train")
+
+
+def test_a_job_waits_for_its_first_pods() -> None:
+    assert said() == (State.PENDING, "its pods are not made yet")
+    unscheduled = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "0/3 nodes are available: no GPU.",
+    }
+    assert said(a_pod(0, phase="Pending", conditions=[unscheduled])) == (
+        State.PENDING,
+        "worker 0 cannot be scheduled: 0/3 nodes are available: no GPU",
+    )
+
+
+def test_an_image_that_cannot_be_pulled_is_the_reason() -> None:
+    waiting = container(waiting={"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'})
+    assert said(a_pod(1, phase="Pending", **waiting)) == (
+        State.PENDING,
+        'worker 1 cannot start: ImagePullBackOff: Back-off pulling image "x"',
+    )
+
+
+def test_a_worker_that_is_replaced_makes_it_restart() -> None:
+    state, reason = said(running(0), ended(1, code=1), a_pod(1, phase="Pending", made=5))
+    assert (state, reason) == (State.RESTARTING, "worker 1 is being started on node-a")
+
+
+def test_failures_are_counted_and_interruptions_are_not() -> None:
+    drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    now = [running(0, made=9), running(1, made=9)]
+    before = [ended(0, code=1), ended(0, code=75, made=1), ended(1, code=137, conditions=[drained])]
+    seen = [*now, *before]
+    found = observed.status(Seen("train", a_job(), seen))
+    assert (found.restarts, found.interruptions) == (1, 2)
+    assert found.failure is not None
+    assert (found.failure.worker, found.failure.code, found.failure.reason) == (0, 1, "worker 0 failed with exit code 1")
+
+
+@pytest.mark.parametrize(
+    ("pod", "code", "sentence", "counted"),
+    [
+        (ended(code=137, reason="OOMKilled"), 137, "was killed: out of memory (limit 16Gi); raise resources.memory", True),
+        (ended(code=78), 78, "found its configuration wrong (exit code 78); its log says what", True),
+        (ended(code=75), 75, "was told to leave (exit code 75)", False),
+        (ended(code=139), 139, "failed with exit code 139", True),
+        (ended(code=0), 0, "is done", False),
+        (
+            a_pod(phase="Failed", reason="Evicted", message="The node was low on resource: memory."),
+            -1,
+            "was evicted by its node: The node was low on resource: memory",
+            False,
+        ),
+        (
+            a_pod(phase="Failed", conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}]),
+            -1,
+            "was lost with its node",
+            False,
+        ),
+    ],
+)
+def test_how_a_worker_ended_is_a_sentence(pod: Document, code: int, sentence: str, counted: bool) -> None:
+    end = pods.end(pod)
+    assert end is not None
+    assert (end.code, end.sentence, end.counted) == (code, sentence, counted)
+
+
+def test_a_node_that_does_not_answer_is_named() -> None:
+    silent = running(1)
+    silent["status"]["conditions"] = [{"type": "Ready", "status": "False", "reason": "NodeStatusUnknown"}]
+    assert said(running(0), silent) == (State.RESTARTING, "worker 1 is on node-a, which does not answer")
+
+
+def test_the_end_of_a_job_is_its_condition_and_the_last_failure() -> None:
+    complete = {"type": "Complete", "status": "True", "lastTransitionTime": "2026-01-01T02:00:00Z"}
+    assert said(workload=a_job(conditions=[complete])) == (State.SUCCEEDED, "all workers are done")
+    failed = {"type": "Failed", "status": "True", "message": "Job has reached the specified backoff limit"}
+    found = observed.status(Seen("train", a_job(conditions=[failed]), [ended(1, code=3)]))
+    assert found.state is State.FAILED
+    assert found.reason == "worker 1 failed with exit code 3; Job has reached the specified backoff limit"
+    assert found.exit_code == 3
+
+
+def test_a_suspended_job_says_who_still_leaves() -> None:
+    assert said(workload=a_job(suspend=True)) == (State.SUSPENDED, "suspended")
+    assert said(running(0), workload=a_job(suspend=True)) == (State.SUSPENDED, "suspended; workers that still save and leave: 1")
+
+
+def test_a_job_in_a_queue_waits_for_it() -> None:
+    queued = a_job(suspend=True)
+    queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "research"
+    assert said(workload=queued) == (State.PENDING, "waits in the queue research to be admitted")
+
+
+def test_what_agents_say_is_the_step() -> None:
+    exposition = (
+        '# HELP outlast_step x.\noutlast_step{job="train"} 120\noutlast_steps_total{job="train"} 1560\noutlast_generation 3\n'
+    )
+    told = {"train-0-0": {**observed.metrics(exposition), "committed_step": 100.0}, "train-1-0": {"step": 119.0}}
+    found = observed.status(Seen("train", a_job(), [running(0), running(1)], told, allowed=(1, 4)))
+    assert (found.step, found.steps, found.generation, found.world, found.min, found.max) == (120, 1560, 3, [0, 1], 1, 4)
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 100
+    assert [worker.step for worker in found.workers] == [120, 119]
+
+
+def test_without_the_right_to_ask_agents_it_is_said() -> None:
+    found = observed.status(Seen("train", a_job(), [running(0), running(1)], unknown="eve may not get pods/proxy"))
+    assert found.warnings == ["steps are not known: eve may not get pods/proxy"]
+
+
+def test_a_stateful_set_is_done_when_its_agents_say_so() -> None:
+    workload = {"kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 2}}
+    both = {"train-0-0": {"done": 1.0}, "train-1-0": {"done": 1.0}}
+    assert said(running(0), running(1), workload=workload, metrics=both) == (State.SUCCEEDED, "all workers are done")
+    workload = {"kind": "StatefulSet", "metadata": {"name": "t", "annotations": {observed.WISHED: "3"}}, "spec": {"replicas": 0}}
+    found = observed.status(Seen("train", workload))
+    assert (found.state, found.replicas) == (State.SUSPENDED, 3)
+
+
+def test_what_an_operator_has_written_is_believed() -> None:
+    workload = {
+        "kind": "ElasticJob",
+        "metadata": {"name": "train", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        "spec": {"workers": {"replicas": 2, "min": 1, "max": 4}},
+        "status": {"state": "Resizing", "reason": "grows to 3", "step": 7, "restarts": 2, "run": "r", "unheardOf": 1},
+    }
+    found = observed.status(Seen("train", workload, [running(0)], allowed=(1, 4)))
+    assert (found.state, found.reason, found.step, found.restarts, found.run) == (State.RESIZING, "grows to 3", 7, 2, "r")
+    assert (found.replicas, found.min, found.max, len(found.workers)) == (2, 1, 4, 1)
+    del workload["status"]
+    assert said(workload=workload)[1] == "no operator has taken it up yet; is one installed? (outlast install)"

@@ -1,0 +1,150 @@
+"""Following the logs of pods: every line once, whatever happens to connections, containers and pods."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from outlast import kube
+from outlast.backends import LogLine, podlogs
+from outlast.errors import Absent, Refused
+
+Document = dict[str, Any]
+
+
+def a_pod(name: str, *, index: int = 0, restarts: int = 0, state: str = "running", phase: str = "Running") -> Document:
+    status = {"name": "worker", "restartCount": restarts, "state": {state: {"exitCode": 0} if state == "terminated" else {}}}
+    return {
+        "metadata": {"name": name, "namespace": "n", "uid": name, "annotations": {"volcano.sh/task-index": str(index)}},
+        "spec": {"nodeName": "a", "containers": [{"name": "worker"}]},
+        "status": {"phase": phase, "containerStatuses": [status]},
+    }
+
+
+def at(second: int, text: str, *, fraction: str = "") -> str:
+    return f"2026-01-01T00:00:{second:02}{fraction}Z {text}"
+
+
+class Cluster:
+    """A cluster with a log of each start of each pod. Connections end after as many lines as `cuts` says, one after another."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, Document] = {}
+        self.lines: dict[tuple[str, int], list[str]] = {}
+        self.cuts: list[int] = []
+        self.after_cut: list[Any] = []
+        self.changes: queue.Queue[kube.Change] = queue.Queue()
+        self.lock = threading.Lock()
+
+    def get(self, kind: kube.Kind, name: str, *, namespace: str) -> Document:
+        if name not in self.pods:
+            raise Absent(name)
+        return self.pods[name]
+
+    def list_(self, kind: kube.Kind, *, labels: str) -> list[Document]:
+        return list(self.pods.values())
+
+    def watch(self, kind: kube.Kind, *, labels: str, stop: kube.Stop) -> Iterator[kube.Change]:
+        while not stop.is_set():
+            try:
+                yield self.changes.get(timeout=0.02)
+            except queue.Empty:
+                continue
+
+    def logs(self, pod: str, *, previous: bool, since: str = "", tail: int | None = None, **_: Any) -> Iterator[str]:
+        start = self.pods[pod]["status"]["containerStatuses"][0]["restartCount"] - previous
+        if (pod, start) not in self.lines:
+            raise Refused("waiting to start")
+        lines = [line for line in self.lines[pod, start] if line[:19] >= since[:19]]
+        lines = lines if tail is None else lines[max(0, len(lines) - tail) :]
+        cut = self.cuts.pop(0) if self.cuts and not previous else len(lines)
+        yield from lines[:cut]
+        with self.lock:
+            if self.after_cut and not previous:
+                self.after_cut.pop(0)()
+
+
+def followed(cluster: Cluster, **options: Any) -> tuple[list[LogLine], list[str]]:
+    said: list[str] = []
+
+    def over() -> bool:
+        return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
+
+    arguments = {"over": over, "wanted": lambda _: True, "say": said.append, **options}
+    return list(podlogs.follow(cluster, "job=train", **arguments)), said  # type: ignore[arg-type]
+
+
+def texts(lines: Sequence[LogLine]) -> list[str]:
+    return [line.text for line in lines]
+
+
+def test_a_lost_connection_loses_and_repeats_no_line() -> None:
+    cluster = Cluster()
+    cluster.pods["p"] = a_pod("p")
+    cluster.lines["p", 0] = [at(1, "a"), at(1, "b"), at(1, "b"), at(1, "c", fraction=".5"), at(2, "d")]
+    cluster.cuts = [2, 3]  # in the middle of lines of one moment, and of one second
+    done = a_pod("p", state="terminated", phase="Succeeded")
+    cluster.after_cut = [lambda: None, lambda: None, lambda: cluster.pods.update(p=done)]
+    assert texts(followed(cluster)[0]) == ["a", "b", "b", "c", "d"]
+
+
+def test_a_container_that_is_started_again_is_read_from_its_begin() -> None:
+    cluster = Cluster()
+    cluster.pods["p"] = a_pod("p")
+    cluster.lines["p", 0] = [at(1, "first"), at(2, "last words")]
+    cluster.lines["p", 1] = [at(9, "again")]
+    cluster.cuts = [1]
+    done = a_pod("p", restarts=1, state="terminated", phase="Succeeded")
+    cluster.after_cut = [
+        lambda: cluster.pods.update(p=a_pod("p", restarts=1)),
+        lambda: cluster.pods.update(p=done),
+    ]
+    assert texts(followed(cluster)[0]) == ["first", "last words", "again"]
+
+
+def test_new_pods_are_followed_and_waiting_is_explained() -> None:
+    cluster = Cluster()
+    waiting = a_pod("p", state="waiting", phase="Pending")
+    waiting["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": "no GPU"}]
+    cluster.pods["p"] = waiting
+    cluster.lines["p", 0] = [at(1, "here")]
+    done = a_pod("p", index=3, state="terminated", phase="Succeeded")
+
+    def begin() -> None:
+        cluster.pods["p"] = done
+        cluster.changes.put(kube.Change("modified", waiting))
+        cluster.changes.put(kube.Change("modified", done))
+
+    timer = threading.Timer(0.2, begin)
+    timer.start()
+    lines, said = followed(cluster)
+    timer.join()
+    assert lines == [LogLine(3, "here")]
+    assert said == ["worker 0 cannot be scheduled: no GPU"]
+
+
+def test_what_the_kubelet_says_in_place_of_a_log_is_no_line() -> None:
+    cluster = Cluster()
+    cluster.pods["p"] = a_pod("p", state="terminated", phase="Succeeded")
+    cluster.lines["p", 0] = ["unable to retrieve container logs for containerd://17", at(1, "a line"), at(2, "")]
+    assert texts(followed(cluster)[0]) == ["a line", ""]
+    assert texts(list(podlogs.merged(cluster, [cluster.pods["p"]]))) == ["a line", ""]  # type: ignore[arg-type]
+
+
+def test_tail_is_of_pods_that_are_there_at_the_begin() -> None:
+    cluster = Cluster()
+    cluster.pods["p"] = a_pod("p", state="terminated", phase="Succeeded")
+    cluster.lines["p", 0] = [at(second, str(second)) for second in range(5)]
+    cluster.cuts = [2]
+    assert texts(followed(cluster, tail=2)[0]) == ["3", "4"]
+
+
+def test_past_logs_are_merged_by_time() -> None:
+    cluster = Cluster()
+    for index, name in enumerate(("p", "q")):
+        cluster.pods[name] = a_pod(name, index=index, state="terminated", phase="Succeeded")
+    cluster.lines["p", 0] = [at(1, "p1"), at(3, "p3")]
+    cluster.lines["q", 0] = [at(2, "q2"), at(3, "q3", fraction=".1")]
+    assert texts(list(podlogs.merged(cluster, list(cluster.pods.values())))) == ["p1", "q2", "p3", "q3"]  # type: ignore[arg-type]
