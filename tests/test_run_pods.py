@@ -158,6 +158,7 @@ def test_who_is_done_stays_up_where_pods_are_always_started_again_and_never_trai
     one.wait(lambda: "stays up and does nothing more" in one.log(0), "the end")
     probes = json.loads((one.directory / "state-0" / contract.WORKER).read_text())["probes"].rpartition(":")[2]
     assert urllib.request.urlopen(f"http://127.0.0.1:{probes}/healthz", timeout=5).status == 200
+    assert b'outlast_done{job="job",worker="0"} 1' in urllib.request.urlopen(f"http://127.0.0.1:{probes}/metrics").read()
     one.running[0].terminate()
     assert one.running.pop(0).wait(10) == 0
     one.start(0, **{contract.Env.STAY: "1"})

@@ -130,7 +130,7 @@ class Agent:
             self._ending.join(LAST_PUSH_S)
         if self.environ.get(contract.Env.STAY) == "1" and self.exit.code in _FINAL:
             print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
-            self.health = probes.Health(True, False, self.exit.reason)
+            self.health = probes.Health(True, False, self.exit.reason, {"done": float(self.exit.code == contract.Exit.DONE)})
             self._told.wait()
             return lifecycle.Exit(contract.Exit.DONE, self.exit.reason)
         return self.exit
