@@ -6,7 +6,7 @@
 Configured by the environment of the worker's agent (`contract.Env`). One pusher a directory: the others wait for its lock and
 take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the pusher of rank 0's directory
 pushes those (`checkpoints.first`), and every pusher what only its directory has, such as logs. What has arrived is written down
-after it arrived (`.push/`), so one that is killed costs a repetition at most. A committed checkpoint is pushed at once, the newest
+after it arrived (`.push/`), so one that is killed costs a repetition at most. A committed checkpoint is pushed at once, newest
 first, everything else every `sync.every`. A store that is away is no reason to stop: the backlog is kept and pushed later. Every
 line on standard output is a `Said`, as JSON.
 """
