@@ -6,6 +6,7 @@ workers share no disk, every disk has the lines up to its newest checkpoint (`Co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -58,30 +59,33 @@ class Copy:
         self.same = 0
         """So many bytes at its beginning are known to be rank 0's."""
 
-    def even_out(self, disks: Disks) -> str:
-        """Have on all disks what the one has that knows most; why it failed here, or an empty text. `forget_after` comes first.
+    def even_out(self, disks: Disks, step: int) -> str:
+        """Have on all disks what the one has that knows most of the steps up to `step`, and nothing after it.
 
-        A collective of the leaders, in the thread that trains.
+        Returns why that failed here, or an empty text. A collective of the leaders, in the thread that trains.
         """
         problem, ours = "", (-1, 0, 0)
         try:
+            forget_after(self.path, step)
             ours = self._summary()
         except OSError as error:
             problem = error.strerror or str(error)
-        all_ = disks.each(ours, disks.leaders)
-        most = max(all_, key=lambda said: said[:2])
-        if all(said == most for said in all_):
-            self.same = most[1]
-            return problem
+        found = disks.each(ours, disks.leaders)
+        most = max(found, key=lambda said: said[:2])
         lacks = ours != most
-        new = self.path.with_name(f".{self.path.name}.fetching")
-        part = Part(self.path.name, most[1], most[2], all_.index(most))
-        came = disks.exchange([part], lambda name: (new if lacks else self.path) if not problem else None, disks.leaders)
-        problem = problem or came
-        if problem:
-            new.unlink(missing_ok=True)
-        elif lacks:
-            new.rename(self.path)
+        if any(said != most for said in found):
+            new = self.path.with_name(f".{self.path.name}.fetching")
+            part = Part(self.path.name, most[1], most[2], found.index(most))
+            came = disks.exchange([part], lambda name: None if problem else new if lacks else self.path, disks.leaders)
+            problem = problem or came
+            if lacks and not problem:
+                try:
+                    new.rename(self.path)
+                except OSError as error:
+                    problem = error.strerror or str(error)
+            if lacks and problem:
+                with contextlib.suppress(OSError):
+                    new.unlink()
         self.same = 0 if problem else most[1]
         return problem
 

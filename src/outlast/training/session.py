@@ -223,10 +223,10 @@ class Session:
                 _seed(self.seed, self.rank, step)
         if self.rank == 0:
             self._ledger.write("restored", generation=self.generation, step=step, path=str(chosen.path) if chosen else None)
-        if self._disks.leader:
+        if not self._disks.several and self.rank == 0:
             metrics.forget_after(self._copy.path, step)
-            if self._disks.several and (problem := self._copy.even_out(self._disks)):
-                log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
+        elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
+            log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._step = self._committed = self._last_saved_step = step
         self._last_save = time.monotonic()
         self._report(phase="first step", step=step, committed=step)
