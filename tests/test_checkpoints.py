@@ -303,6 +303,30 @@ def test_the_generation_of_a_directory_is_that_of_its_run(tmp_path: Path):
     assert (checkpoints.generation(tmp_path, "r"), checkpoints.generation(tmp_path, "other")) == (3, 0)
 
 
+def test_a_directory_is_rank_0s_until_a_session_says_otherwise(tmp_path: Path):
+    assert checkpoints.first(tmp_path, "r")
+    (tmp_path / "FENCE").write_text('{"run": "r", "generation": 1}')
+    assert checkpoints.first(tmp_path, "r")
+    checkpoints.take(tmp_path, "r", 2, first=False)
+    assert not checkpoints.first(tmp_path, "r")
+    checkpoints.take(tmp_path, "r", 3)  # whoever decides the world takes the fence before there is one
+    assert not checkpoints.first(tmp_path, "r")
+    assert checkpoints.first(tmp_path, "another run")
+    checkpoints.take(tmp_path, "another run", 1)
+    assert checkpoints.first(tmp_path, "another run")
+
+
+def test_one_that_comes_instead_replaces_a_valid_checkpoint(tmp_path: Path):
+    checkpoints.take(tmp_path, "r", 1)
+    ours = written(tmp_path, 10)
+    with checkpoints.fetching(tmp_path, 10) as path:
+        (path / "a").write_bytes(b"theirs")
+        said = checkpoints.Commit("r", 10, 2, 1, 5.0, {"a": {"size": 6, "crc32": checkpoints.checksum(path / "a")}})
+        checkpoints.place(path, said, instead=True)
+    assert checkpoints.read(ours.path) == said
+    assert (ours.path.with_name("step-00000010.replaced-0") / contract.COMMIT).exists()
+
+
 def test_listing_checkpoints_does_not_import_torch():
     code = "import outlast.checkpoints, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -153,14 +153,20 @@ class Ended:
     errors: list[str]
     """What each wrote to stderr."""
     output: Path
+    disks: Sequence[str] = ()
+
+    def disk(self, rank: int) -> Path:
+        """The output directory of a rank."""
+        return self.output / self.disks[rank] if self.disks else self.output
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        return [json.loads((self.output / f"rank-{rank}.json").read_text()) for rank in range(len(self.codes))]
+        return [json.loads((self.disk(rank) / f"rank-{rank}.json").read_text()) for rank in range(len(self.codes))]
 
     @property
     def events(self) -> list[Event]:
-        return read(self.output / contract.LEDGER)
+        outputs = sorted({self.disk(rank) for rank in range(len(self.codes))})
+        return sorted((event for output in outputs for event in read(output / contract.LEDGER)), key=lambda event: event["t"])
 
     def kinds(self, *kinds: str) -> list[Event]:
         """The events of these kinds, without time and source."""
@@ -172,9 +178,20 @@ class Ended:
 
 
 def started(
-    program: Callable[[], None], output: Path, ranks: int, *, generation: int | None = 1, run: str = "r", **env: str
+    program: Callable[[], None],
+    output: Path,
+    ranks: int,
+    *,
+    generation: int | None = 1,
+    run: str = "r",
+    disks: Sequence[str] = (),
+    **env: str,
 ) -> list[ForkServerProcess]:
-    """The processes of a world; `env` adds to the environment or replaces what it says."""
+    """The processes of a world; `env` adds to the environment or replaces what it says.
+
+    With `disks`, each name is a worker with an output directory of its own below `output`; ranks of the same name are its
+    processes.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,13 +213,17 @@ def started(
         state = output / "workers" / str(rank)
         state.mkdir(parents=True, exist_ok=True)
         own = {"RANK": str(rank), contract.Env.STATE: str(state), contract.Env.NOTICE: str(state / contract.NOTICE)}
+        if disks:
+            own[contract.Env.OUTPUT] = str(output / disks[rank])
+            own[contract.Env.WORKER] = str(list(dict.fromkeys(disks)).index(disks[rank]))
+            own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"] = str(disks[:rank].count(disks[rank])), str(disks.count(disks[rank]))
         process = fork.Process(daemon=True, target=_rank, args=(program, {**everybody, **own, **env}, str(state / "stderr")))
         process.start()
         processes.append(process)
     return processes
 
 
-def ended(processes: list[ForkServerProcess], output: Path, *, timeout_s: float = 60) -> Ended:
+def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[str] = (), timeout_s: float = 60) -> Ended:
     """Wait until all have ended; kills them after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
@@ -211,12 +232,12 @@ def ended(processes: list[ForkServerProcess], output: Path, *, timeout_s: float 
         process.kill()
         process.join()
     errors = [(output / "workers" / str(rank) / "stderr").read_text() for rank in range(len(processes))]
-    return Ended([process.exitcode or 0 for process in processes], errors, output)
+    return Ended([process.exitcode or 0 for process in processes], errors, output, disks)
 
 
 def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
     """Train with so many ranks until they end."""
-    return ended(started(functools.partial(train, plan), output, ranks, **how), output)
+    return ended(started(functools.partial(train, plan), output, ranks, **how), output, disks=how.get("disks", ()))
 
 
 def again(end: Ended) -> None:

@@ -5,8 +5,9 @@ The training library writes them, the command line lists them, agents wait for t
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
-    step-00001300.fetching/     being fetched from a store by whoever locks it, or left behind
-    FENCE                       {run, generation} that may commit; read and written while `.lock` is held
+    step-00001300.fetching/     being fetched from a store or another disk by whoever locks it, or left behind
+    FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
+                                written while `.lock` is held
 
 What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were
 durable before COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its
@@ -218,28 +219,35 @@ def _alone(path: Path) -> Iterator[bool]:
 
 def generation(directory: Path, run: str) -> int:
     """The generation of `run` that may commit in `directory`; 0 before one came, or when another run owns it."""
-    holder, last = _fence(directory)
+    holder, last, _ = _fence(directory)
     return last if holder == run else 0
 
 
-def take(directory: Path, run: str, generation: int | None) -> int:
+def first(directory: Path, run: str) -> bool:
+    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known: where workers share no disk,
+    only one directory is, and what it holds counts."""
+    holder, _, said = _fence(directory)
+    return said or holder != run
+
+
+def take(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`: earlier ones can commit no more. None stands for the one after the last.
 
-    Raises Superseded when a later generation of the run has been here. Another run's fence is taken over: whoever opens a
-    directory last owns it.
+    `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
+    later generation of the run has been here. Another run's fence is taken over: whoever opens a directory last owns it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
-        holder, last = _fence(directory)
+        holder, last, was = _fence(directory)
         if holder != run:
-            last = 0
+            last, was = 0, True
         if generation is None:
             generation = last + 1
         if generation < last:
             raise Superseded(
                 f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
             )
-        _write(directory / _FENCE, {"run": run, "generation": generation})
+        _write(directory / _FENCE, {"run": run, "generation": generation, "first": was if first is None else first})
     return generation
 
 
@@ -254,7 +262,7 @@ def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[st
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
     _write(written / contract.COMMIT, dataclasses.asdict(Commit(*stamp, files)))
     with _locked(directory):
-        run, generation = _fence(directory)
+        run, generation, _ = _fence(directory)
         if (run, generation) != (checkpoint.run, checkpoint.generation):
             raise Superseded(
                 f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
@@ -264,12 +272,12 @@ def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[st
     return there or dataclasses.replace(checkpoint, bytes=sum(file["size"] for file in files.values()))
 
 
-def _put(written: Path, checkpoint: Checkpoint) -> Checkpoint | None:
+def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
     """Give what was written, COMMIT included, its name; drop it and return the valid checkpoint of that step if there is one."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
         there = next((c for c in list_(directory) if c.step == checkpoint.step), None)
-        if there and there.run == checkpoint.run and verify(there.path) is None:
+        if not instead and there and there.run == checkpoint.run and verify(there.path) is None:
             shutil.rmtree(written)
             return there
         aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
@@ -301,18 +309,18 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
             os.close(fd)
 
 
-def place(fetched: Path, said: Commit) -> Checkpoint:
+def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
     """Make the files in `fetched`, which are durable and what `said` says, the checkpoint of that step.
 
-    One that is here and valid stays, and is returned; a damaged one, or another run's, is moved aside. Needs no fence: what a
-    store has committed is the run's.
+    One that is here and valid stays, and is returned, unless this one comes `instead`; a damaged one, or another run's, is moved
+    aside. Needs no fence: what a store or another disk of the world has committed is the run's.
     """
     directory = fetched.parent
     path = directory / contract.checkpoint_name(said.step)
     new = Checkpoint(said.step, path, said.run, said.generation, said.world_size, said.time, said.size)
     _write(fetched / contract.COMMIT, dataclasses.asdict(said))
     with _locked(directory):
-        return _put(fetched, new) or new
+        return _put(fetched, new, instead=instead) or new
 
 
 def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
@@ -359,13 +367,13 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _fence(directory: Path) -> tuple[str, int]:
-    """Run and generation that may commit; ("", 0) before anybody came."""
+def _fence(directory: Path) -> tuple[str, int, bool]:
+    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) before anybody came."""
     try:
         said = json.loads((directory / _FENCE).read_text())
     except FileNotFoundError:
-        return "", 0
-    return said["run"], said["generation"]
+        return "", 0, True
+    return said["run"], said["generation"], said.get("first", True)
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ remedy.
     ├── InvalidJob            the job file is wrong; `.problems` holds every mistake found
     ├── NotFound              no such job, file or checkpoint
     ├── AlreadyRunning        the job runs already, or another process holds its lock
+    ├── NoRoom                a disk of this world cannot take what it must; in another world, or later, it may do
     ├── Superseded            a newer generation has taken over; the holder is a zombie and must stop
     ├── ClusterError          a cluster did not do what it was asked to (exit 1)
     │   ├── NoCluster         which one is meant is not known: no kubeconfig, no such context (exit 2)
@@ -59,6 +60,10 @@ class NotFound(OutlastError):
 
 class AlreadyRunning(OutlastError):
     """The job is being run by another process."""
+
+
+class NoRoom(OutlastError):
+    """A disk of this world cannot take what it must. Counts as a failure: another try or another world may do."""
 
 
 class Superseded(OutlastError):

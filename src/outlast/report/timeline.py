@@ -449,6 +449,10 @@ class Timeline:
         why = _text(event, "reason", "no reason given")
         self._incident(t, "save", f"step {event.get('step')} could not be saved: {why}", event, stops=False)
 
+    def _on_not_copied(self, t: int, event: Event) -> None:
+        why = _text(event, "reason", "no reason given")
+        self._incident(t, "save", f"step {event.get('step')} was saved, but not on every disk: {why}", event, stops=False)
+
     def _on_damaged(self, t: int, event: Event) -> None:
         name, why = _text(event, "path", "a checkpoint").rsplit("/", 1)[-1], _text(event, "reason", "no reason given")
         self._incident(t, "damaged", f"{name} is damaged and was skipped: {why}", event, stops=False)

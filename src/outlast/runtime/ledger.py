@@ -21,7 +21,9 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     staged       step, stall_s                           training, rank 0: training goes on
     committed    step, path, bytes, seconds              training, rank 0: the checkpoint exists
     save_failed  step, reason                            training, rank 0
+    not_copied   step, reason                            training, rank 0: committed, but not on the disks of all workers
     damaged      path, reason                            training, rank 0: skipped on restore
+    copied       step, holder, ranks, bytes, seconds     training, rank 0: brought to the disks of these ranks on restore
     interrupted  step, reason                            training, rank 0: saved, leaving
     hang         worker, rank, pid, state, silent_s, stacks, reason    agent
     chaos        action, worker, pid                     whoever did it

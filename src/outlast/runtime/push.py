@@ -4,9 +4,11 @@
     python -m outlast.runtime.push --rest S     once, all that is left, trying for S seconds; exit code 0 when all of it is there
 
 Configured by the environment of the worker's agent (`contract.Env`). One pusher a directory: the others wait for its lock and
-take over when it dies. What has arrived is written down after it arrived (`.push/`), so one that is killed costs a repetition at
-most. A committed checkpoint is pushed at once, the newest first, everything else every `sync.every`. A store that is away is
-no reason to stop: the backlog is kept and pushed later. Every line on standard output is a `Said`, as JSON.
+take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the pusher of rank 0's directory
+pushes those (`checkpoints.first`), and every pusher what only its directory has, such as logs. What has arrived is written down
+after it arrived (`.push/`), so one that is killed costs a repetition at most. A committed checkpoint is pushed at once, newest
+first, everything else every `sync.every`. A store that is away is no reason to stop: the backlog is kept and pushed later. Every
+line on standard output is a `Said`, as JSON.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ class Pusher:
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._keep, self._tell = run, keep, tell
         self._taken = 0
+        self._passed = 0
+        """The generation of ours after which rank 0 went on elsewhere; 0: never."""
         self._settled: set[tuple[int, int]] = set()
         """Step and generation of the checkpoints that are in the store, or need not be."""
         self._journals = output / OWN / "checkpoints"
@@ -91,19 +95,42 @@ class Pusher:
             self._tell(said)
 
     def waiting(self) -> list[checkpoints.Checkpoint]:
-        """The committed checkpoints that are not in the store yet, the newest first."""
+        """The committed checkpoints that we are to push and that are not in the store yet, the newest first."""
+        if not self._first():
+            return []
         found = checkpoints.list_(self._output / contract.CHECKPOINTS)
         return [
             c for c in reversed(found) if c.run == self._run and not c.problem and (c.step, c.generation) not in self._settled
         ]
 
+    def _first(self) -> bool:
+        """Whether rank 0 is here, as far as we know: what it saves and reports is ours to push."""
+        directory = self._output / contract.CHECKPOINTS
+        return checkpoints.first(directory, self._run) and (
+            self._passed == 0 or checkpoints.generation(directory, self._run) > self._passed
+        )
+
     def push(self, stop: threading.Event) -> None:
         """Push all that there is. Raises StoreError, Stopped, Superseded, OSError; what has arrived stays."""
         runs.check(self._place, self._run, self._owner)
-        self.push_checkpoints(stop)
+        if self._first():
+            try:
+                self.push_checkpoints(stop)
+            except Superseded:
+                # Another owner's machine is said to be superseded here. Else a worker of our world has a later generation: rank 0
+                # has moved to a disk of its own, and ours is behind until a session tells us.
+                runs.check(self._place, self._run, self._owner)
+                self._passed = checkpoints.generation(self._output / contract.CHECKPOINTS, self._run)
+        theirs = () if self._first() else (contract.METRICS,)
         self.say(doing="output")
         report = sync.push(
-            self._output, self._place, self._output / OWN / "manifest", skip=skipped, check=not self._checked, stop=stop
+            self._output,
+            self._place,
+            self._output / OWN / "manifest",
+            skip=skipped,
+            leave=lambda path: path in theirs,
+            check=not self._checked,
+            stop=stop,
         )
         if report.failed:
             path, reason = report.failed[0]

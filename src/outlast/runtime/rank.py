@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outlast import contract, files
-from outlast.errors import OutlastError, Superseded
+from outlast.errors import NoRoom, OutlastError, Superseded
 from outlast.runtime import progress
 
 
@@ -41,7 +41,8 @@ def main(argv: list[str]) -> None:
     except OutlastError as error:
         _record(state, error, "")
         print(error, file=sys.stderr, flush=True)
-        sys.exit(contract.Exit.INTERRUPTED if isinstance(error, Superseded) else contract.Exit.MISCONFIGURED)
+        codes = {Superseded: contract.Exit.INTERRUPTED, NoRoom: contract.Exit.FAILED}
+        sys.exit(codes.get(type(error), contract.Exit.MISCONFIGURED))
     except Exception as error:
         text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
         _record(state, error, text)

@@ -1,14 +1,21 @@
 """`metrics.jsonl`: the numbers a run reports, one JSON object a line, each step once.
 
-Rank 0 appends. When a run goes on from an earlier step, the lines after it are cut off, because those steps come again.
+Rank 0 appends. When a run goes on from an earlier step, the lines after it are cut off, because those steps come again. Where
+workers share no disk, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may be anywhere next time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
+import os
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from outlast.training.disks import Disks, Part
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -34,3 +41,79 @@ def _kept(line: bytes, step: int) -> bool:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
+
+
+@dataclass(frozen=True)
+class News:
+    """Lines on their way from rank 0's disk, and where in the file they belong."""
+
+    start: int
+    lines: bytes
+
+
+class Copy:
+    """`metrics.jsonl` on one of several disks, kept like rank 0's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.same = 0
+        """So many bytes at its beginning are known to be rank 0's."""
+
+    def even_out(self, disks: Disks, step: int) -> str:
+        """Have on all disks what the one has that knows most of the steps up to `step`, and nothing after it.
+
+        Returns why that failed here, or an empty text. A collective of the leaders, in the thread that trains.
+        """
+        problem, ours = "", (-1, 0, 0)
+        try:
+            forget_after(self.path, step)
+            ours = self._summary()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        found = disks.each(ours, disks.leaders)
+        most = max(found, key=lambda said: said[:2])
+        lacks = ours != most
+        if any(said != most for said in found):
+            new = self.path.with_name(f".{self.path.name}.fetching")
+            part = Part(self.path.name, most[1], most[2], found.index(most))
+            came = disks.exchange([part], lambda name: None if problem else new if lacks else self.path, disks.leaders)
+            problem = problem or came
+            if lacks and not problem:
+                try:
+                    new.rename(self.path)
+                except OSError as error:
+                    problem = error.strerror or str(error)
+            if lacks and problem:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+        self.same = 0 if problem else most[1]
+        return problem
+
+    def _summary(self) -> tuple[int, int, int]:
+        """The last step in it, its size and checksum."""
+        text = self.path.read_bytes() if self.path.exists() else b""
+        step = json.loads(text[text.rfind(b"\n", 0, -1) + 1 :])["step"] if text else 0
+        return step, len(text), zlib.crc32(text)
+
+    def news(self, start: int) -> News:
+        """The whole lines after `start`, for the other disks. Raises OSError."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                lines = file.read()
+        except FileNotFoundError:
+            lines = b""
+        return News(start, lines[: lines.rfind(b"\n") + 1])
+
+    def take(self, news: News) -> None:
+        """Have what came from rank 0's disk. Raises OSError; then `same` is 0, and the next time all of it has to come."""
+        self.same, end = 0, news.start + len(news.lines)
+        with self.path.open("r+b" if self.path.exists() else "w+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size < news.start:
+                raise OSError(None, f"{self.path.name} has become shorter than {news.start} bytes")
+            file.truncate(news.start)
+            file.seek(news.start)
+            lines = memoryview(news.lines)
+            while lines:
+                lines = lines[file.write(lines) :]
+        self.same = end

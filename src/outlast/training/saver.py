@@ -1,7 +1,8 @@
 """Writes checkpoints while training goes on: copy, write in a thread, commit on rank 0, tell every rank how it ended.
 
 What stays true: at most one save is under way; a checkpoint exists for all ranks or for none; a save that fails, a full disk for
-instance, leaves nothing behind and stops nothing.
+instance, leaves nothing behind and stops nothing. Where workers share no disk, every disk gets the whole checkpoint, the same
+bytes; it exists when rank 0's disk has it, and what was wrong with the others is said.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from outlast import checkpoints, contract
 from outlast.errors import OutlastError, Superseded
+from outlast.training import metrics
 from outlast.training.checkpoint import Flat
+from outlast.training.disks import Disks, Part
 
 log = logging.getLogger("outlast")
+
+_METADATA = ".metadata"
 
 
 class Copies:
@@ -71,19 +76,43 @@ class Outcome:
     reason: str = ""
     """Why it was not committed."""
     superseded: bool = False
+    elsewhere: str = ""
+    """Which other disk does not have it, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What one rank says after writing its part."""
+
+    problem: str
+    files: Mapping[str, Mapping[str, int]]
+    same: int
+    """So many bytes of `metrics.jsonl` need not be sent to its disk."""
 
 
 class Saver:
     """Writes captured states as checkpoints, one at a time, in a thread of its own.
 
     Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
-    and is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`.
+    and is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`,
+    `not_copied`. Without `disks` there is one; `copy` is that of `metrics.jsonl` on ours.
     """
 
-    def __init__(self, directory: Path, run: str, generation: int, keep: int, report: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        run: str,
+        generation: int,
+        keep: int,
+        report: Callable[..., None],
+        disks: Disks | None = None,
+        copy: metrics.Copy | None = None,
+    ) -> None:
         self._directory, self._run, self._generation, self._keep = directory, run, generation, keep
         self._report = report
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._disks = disks or Disks([0] * self._ranks, self._rank, None)
+        self._copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._thread: threading.Thread | None = None
@@ -122,45 +151,109 @@ class Saver:
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat) -> Outcome:
-        """Write, gather, commit on rank 0, tell everybody."""
+        """Write, gather, commit on every disk, tell everybody."""
         begun = time.monotonic()
         target = checkpoints.saving(self._directory, step, self._generation)
         files, problem = {}, ""
         try:
             state_dict_saver.save(flat, storage_writer=FileSystemWriter(target, sync_files=True), process_group=self._group)
             files = {path.name: _measured(path) for path in sorted(target.glob(f"__{self._rank}_*"))}
+            if self._rank == 0:
+                files[_METADATA] = _measured(target / _METADATA)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = _sentence(error)
         answers: list[Any] = [None] * self._ranks
-        dist.all_gather_object(answers, (problem, files), group=self._group)
+        dist.all_gather_object(answers, _Written(problem, files, self._copy.same), group=self._group)
         outcome = [Outcome(step, False)]
-        if self._rank == 0:
+        if self._disks.leader:
             outcome = [self._commit(step, target, answers, begun)]
         dist.broadcast_object_list(outcome, src=0, group=self._group)
         return outcome[0]
 
-    def _commit(self, step: int, target: Path, answers: list[tuple[str, dict[str, dict[str, int]]]], begun: float) -> Outcome:
+    def _commit(self, step: int, target: Path, answers: list[_Written], begun: float) -> Outcome:
+        """Have the checkpoint on every disk, rank 0's first; how that ended on ours. Called by the leaders.
+
+        Whatever goes wrong, the other ranks wait for the answer.
+        """
+        disks, first = self._disks, self._rank == 0
+        problem = next((said.problem for said in answers if said.problem), "")
+        files = {name: file for said in answers for name, file in said.files.items()}
+        if not problem:
+            files[_METADATA] = files.pop(_METADATA)  # which was written last
+        new = checkpoints.Checkpoint(
+            step, self._directory / contract.checkpoint_name(step), self._run, self._generation, self._ranks, time.time()
+        )
+        if not disks.several:
+            outcome = self._put(target, new, files, problem)
+        else:
+            if not problem:
+                parts = [
+                    Part(name, file["size"], file["crc32"], disks.of[rank])
+                    for rank, said in enumerate(answers)
+                    for name, file in said.files.items()
+                ]
+                problem = disks.exchange(parts, lambda name: target / name, disks.savers)
+            said = None
+            if first:
+                new = dataclasses.replace(new, time=time.time())
+                said = self._put(target, new, files, problem), new.time, self._news(answers)
+            outcome, now, news = disks.told(said, disks.savers)
+            if not first:
+                new = dataclasses.replace(new, time=now)
+                outcome = self._put(target, new, files, problem or outcome.reason, news)
+            outcome = self._summed_up(disks.each(outcome, disks.savers))
+        if first and outcome.committed:
+            seconds, size = round(time.monotonic() - begun, 6), sum(file["size"] for file in files.values())
+            self._report("committed", step=step, path=str(new.path), bytes=size, seconds=seconds)
+            if outcome.elsewhere:
+                self._report("not_copied", step=step, reason=outcome.elsewhere)
+        elif first:
+            self._report("save_failed", step=step, reason=outcome.reason)
+        if outcome.committed:
+            try:
+                checkpoints.sweep(self._directory, new, self._keep)
+            except OSError as error:
+                log.warning("outlast: old checkpoints could not be removed: %s", _sentence(error))
+        return outcome
+
+    def _put(
+        self,
+        target: Path,
+        new: checkpoints.Checkpoint,
+        files: Mapping[str, Mapping[str, int]],
+        problem: str,
+        news: metrics.News | None = None,
+    ) -> Outcome:
+        """Commit on our disk, unless there is a problem."""
         try:
-            problem = next((problem for problem, _ in answers if problem), "")
             if problem:
                 raise OutlastError(problem)
-            files = {name: file for _, part in answers for name, file in part.items()}
-            files[".metadata"] = _measured(target / ".metadata")
-            path = self._directory / contract.checkpoint_name(step)
-            new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time())
-            done = checkpoints.commit(target, new, files)
-        except Exception as error:  # whatever it is, the other ranks wait for the answer
+            if news:
+                self._copy.take(news)
+            checkpoints.commit(target, new, files)
+        except Exception as error:
             shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
-            reason = _sentence(error)
-            self._report("save_failed", step=step, reason=reason)
-            return Outcome(step, False, reason, isinstance(error, Superseded))
-        seconds = round(time.monotonic() - begun, 6)
-        self._report("committed", step=step, path=str(done.path), bytes=done.bytes, seconds=seconds)
+            return Outcome(new.step, False, _sentence(error), isinstance(error, Superseded))
+        return Outcome(new.step, True)
+
+    def _news(self, answers: list[_Written]) -> metrics.News | None:
+        """The lines of `metrics.jsonl` that other disks lack; None when they cannot be had."""
         try:
-            checkpoints.sweep(self._directory, done, self._keep)
+            return self._copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:
-            log.warning("outlast: old checkpoints could not be removed: %s", _sentence(error))
-        return Outcome(step, True)
+            log.warning("outlast: %s cannot be copied to other disks: %s", contract.METRICS, _sentence(error))
+            return None
+
+    def _summed_up(self, outcomes: list[Outcome]) -> Outcome:
+        """How a save ended, from how it ended on every disk."""
+        failed = {rank: said for rank, said in zip(self._disks.leading, outcomes, strict=True) if not said.committed}
+        if 0 in failed:
+            return outcomes[0]
+        elsewhere = "; ".join(f"rank {rank}: {said.reason}" for rank, said in failed.items())
+        replaced = next((said for said in failed.values() if said.superseded), None)
+        if replaced:  # a later generation has been given a disk of ours
+            return dataclasses.replace(outcomes[0], reason=replaced.reason, superseded=True)
+        return dataclasses.replace(outcomes[0], elsewhere=elsewhere)
 
 
 def _measured(path: Path) -> dict[str, int]:

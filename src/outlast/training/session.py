@@ -41,7 +41,8 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.progress import Progress, Writer
-from outlast.training import checkpoint, metrics, saver
+from outlast.training import checkpoint, metrics, newest, saver
+from outlast.training.disks import Disks
 from outlast.units import Every
 
 log = logging.getLogger("outlast")
@@ -70,7 +71,8 @@ class Session:
     generation: int
     """Number of this world among those of the run."""
     output: Path
-    """Where the run's checkpoints, metrics and results go, the same directory for every rank."""
+    """Where the run's checkpoints, metrics and results go. Ranks of other workers may have another directory of that name;
+    what counts is in rank 0's, and checkpoints and metrics are in all."""
     data: Path | None
     """Where the job's data is; None when the job names none."""
 
@@ -106,26 +108,37 @@ class Session:
             self._directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self._directory, os.W_OK | os.X_OK):
                 raise PermissionError(None, "Permission denied")
-            self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), f"rank-{self.rank}")
+            self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if "RANK" in env:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        with self._writing():
+            self._disks = Disks.find(self._directory, self._group)
         self._take_over(Env.GENERATION in env)
         keep = int(env.get(Env.CHECKPOINT_KEEP, 3))
-        self._saver = saver.Saver(self._directory, self._run, self.generation, keep, self._saved)
+        self._copy = metrics.Copy(self.output / contract.METRICS)
+        self._saver = saver.Saver(self._directory, self._run, self.generation, keep, self._saved, self._disks, self._copy)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
         return self
 
+    def _source(self) -> str:
+        """The name of this process in the ledger. Ranks move from worker to worker, and files do not move with them."""
+        worker = os.environ.get(Env.WORKER)
+        return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
+
     def _take_over(self, numbered: bool) -> None:
-        """Keep earlier generations from committing. Without a number from outside, ours is the one after the last."""
+        """Keep earlier generations from committing, on every disk. Without a number from outside, ours comes after the last."""
+        ours = self.generation if numbered else None
+        if ours is None and self._disks.several:
+            ours = 1 + max(self.gather(checkpoints.generation(self._directory, self._run)))
         number = torch.tensor(self.generation)
-        if self.rank == 0:
+        if self._disks.leader:
             with self._writing():
-                number.fill_(checkpoints.take(self._directory, self._run, self.generation if numbered else None))
+                number.fill_(checkpoints.take(self._directory, self._run, ours, first=self.rank == 0))
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
             self.generation = int(number)
@@ -153,6 +166,7 @@ class Session:
             # interpreter shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is
             # why nothing here goes over the default group, which every DDP module refers to.
             self._saver.close()
+            self._disks.close()
             self._group = None
             dist.destroy_process_group()
         if not self._saver.busy:
@@ -192,7 +206,8 @@ class Session:
         """Restore the newest valid checkpoint of this run into `state` and return its step, or 0 when there is none.
 
         `state` holds modules, optimizers and whatever else has `state_dict` and `load_state_dict`, by name; `save` saves the
-        same. Damaged checkpoints are reported and skipped. Raises OutlastError when the state does not fit. A collective.
+        same. Damaged checkpoints are reported and skipped. Where workers share no disk, one valid copy is enough, and all get
+        it. Raises OutlastError when the state does not fit, NoRoom when a disk cannot take the copy. A collective.
         """
         checkpoint.check(state)
         self._state = dict(state)
@@ -200,44 +215,32 @@ class Session:
         self._report(phase="restore", steps=steps)
         if self.rank == 0:
             self._ledger.write("restoring", generation=self.generation)
+        share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         with contextlib.ExitStack() as held:
-            chosen = self._chosen(held)
+            chosen = newest.valid(self._directory, self._run, self._disks, share, held, self._found)
             step = chosen.step if chosen else 0
             if chosen is None or not checkpoint.restore(chosen.path, state, self.rank):
                 _seed(self.seed, self.rank, step)
         if self.rank == 0:
             self._ledger.write("restored", generation=self.generation, step=step, path=str(chosen.path) if chosen else None)
-            metrics.forget_after(self.output / contract.METRICS, step)
+        if not self._disks.several and self.rank == 0:
+            metrics.forget_after(self._copy.path, step)
+        elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
+            log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._step = self._committed = self._last_saved_step = step
         self._last_save = time.monotonic()
         self._report(phase="first step", step=step, committed=step)
         return step
 
-    def _chosen(self, held: contextlib.ExitStack) -> checkpoints.Checkpoint | None:
-        """The newest checkpoint that is valid for every rank. Rank 0 proposes, the ranks of a worker share the checking.
-
-        As long as it is `held`, nobody removes it.
-        """
-        proposals: list[list[checkpoints.Checkpoint]] = [[]]
-        if self.rank == 0:
-            found = checkpoints.list_(self._directory)
-            proposals = [[c for c in reversed(found) if c.problem or c.run == self._run]]
-        dist.broadcast_object_list(proposals, src=0, group=self._group)
-        share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        for proposal in proposals[0]:
-            problem = next(filter(None, self.gather(proposal.problem or _checked(proposal.path, share, held))), None)
-            if problem is None:
-                return proposal
-            if self.rank == 0:
-                self._ledger.write("damaged", path=str(proposal.path), reason=problem)
-                log.warning("outlast: %s is damaged and skipped: %s", proposal.path, problem)
-        return None
+    def _found(self, kind: str, **fields: Any) -> None:
+        """Pass on what was found on the disks, on rank 0: `damaged` checkpoints, and those that were `copied` to other disks."""
+        self._ledger.write(kind, **fields)
+        if kind == "damaged":
+            log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (anything that can be pickled), in rank order. A collective."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return self._disks.gather(value)
 
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
         """Say that `step` has ended, with numbers for `metrics.jsonl`, which rank 0 writes; returns them as floats.
@@ -332,7 +335,8 @@ class Session:
             raise Superseded(outcome.reason)
         if outcome.committed:
             self._committed = max(self._committed, outcome.step)
-            self._report(committed=self._committed, warning="")
+            warning = f"step {outcome.step} is not on every disk: {outcome.elsewhere}" if outcome.elsewhere else ""
+            self._report(committed=self._committed, warning=warning)
         else:
             self._report(warning=f"step {outcome.step} could not be saved: {outcome.reason}")
 
@@ -342,6 +346,8 @@ class Session:
             self._ledger.write(kind, **fields)
         if kind == "committed":
             self._report(committed=fields["step"])
+        elif kind == "not_copied":
+            log.warning("outlast: step %d is saved, but not on every disk: %s", fields["step"], fields["reason"])
         elif self.rank == 0:
             last = f"that of step {self._committed}" if self._committed else "none"
             log.warning(
@@ -354,15 +360,6 @@ class Session:
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
                 self._progress.write(self._record)
-
-
-def _checked(path: Path, share: tuple[int, int], held: contextlib.ExitStack) -> str | None:
-    """What is wrong with our share of a checkpoint, which is kept from being removed."""
-    try:
-        held.enter_context(checkpoints.reading(path))
-    except OSError as error:
-        return f"{contract.COMMIT} cannot be read: {error.strerror}"
-    return checkpoints.verify(path, *share)
 
 
 def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:

@@ -1,0 +1,221 @@
+"""Disks: which ranks share a directory, and files on their way from one disk to all others.
+
+Workers may write into one directory (this machine's, or a network volume) or each into one of its own (pods). A session finds
+out which when it starts; nobody configures it. The lowest rank of a disk is its *leader*: it alone commits, sweeps and receives.
+
+What stays true: with one disk nothing is sent and nothing more is agreed on than without this module. With several, a disk that
+fails (full, broken) takes part to the end and says so then, so no other waits for it. Docs:
+docs/decisions/0010-workers-without-a-common-disk.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+import torch
+import torch.distributed as dist
+
+BLOCK = 8 << 20
+"""Bytes sent at a time."""
+_MARK = ".disk-"
+_ABANDONED_S = 3600.0
+"""After so long nobody looks at a mark any more."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file that one disk has and all are to have."""
+
+    name: str
+    size: int
+    crc32: int
+    disk: int
+    """Index of the disk that has it."""
+
+
+@dataclass
+class Disks:
+    """The disks of a world, in the order of their leaders; the first is rank 0's. Made by `find`."""
+
+    of: Sequence[int]
+    """The index of every rank's disk."""
+    rank: int
+    group: dist.ProcessGroup | None
+    """All ranks."""
+    leaders: dist.ProcessGroup | None = None
+    """The leaders, for the thread that trains; None when there is one disk."""
+    savers: dist.ProcessGroup | None = None
+    """The leaders, for the thread that saves."""
+
+    @classmethod
+    def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
+        """Find out which ranks see the same `directory`, which exists. Raises OSError. A collective."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if ranks == 1:
+            return cls([0], rank, group)
+        said = _makers(directory, rank, ranks, group)
+        order = list(dict.fromkeys(said))
+        disks = cls([order.index(maker) for maker in said], rank, group)
+        if disks.several:
+            disks.leaders, disks.savers = (dist.new_group(disks.leading, backend="gloo") for _ in range(2))
+        return disks
+
+    @property
+    def leading(self) -> list[int]:
+        """The leaders' ranks, by disk."""
+        return [self.of.index(disk) for disk in range(max(self.of) + 1)]
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one."""
+        return max(self.of) > 0
+
+    @property
+    def here(self) -> int:
+        """The index of ours."""
+        return self.of[self.rank]
+
+    @property
+    def leader(self) -> bool:
+        """Whether we are its leader."""
+        return self.leading[self.here] == self.rank
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. A collective of all, in the thread that trains."""
+        values: list[Any] = [None] * len(self.of)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def close(self) -> None:
+        """Let go of the groups; nothing may be under way."""
+        self.group = self.leaders = self.savers = None
+
+    # Among the leaders of several disks; `group` is `leaders` or `savers`
+
+    def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        """Every leader's value, by disk. A collective of the leaders."""
+        values: list[Any] = [None] * len(self.leading)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def told(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
+        """The value of the leader of disk `by`. A collective of the leaders."""
+        values = [value]
+        dist.broadcast_object_list(values, src=self.leading[by], group=group)
+        return values[0]
+
+    def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
+        """Bring every file to all disks. A collective of the leaders; why it failed on ours, or an empty text.
+
+        `path` says where a file of that name lies, or where it is to come: durable, and checked against its checksum. None: it
+        is not wanted here, and only passes by.
+        """
+        leading, problem = self.leading, ""
+        memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
+        for part in parts:
+            writes = part.disk != self.here
+            end = _End(None if problem and writes else path(part.name), part, writes=writes)
+            try:
+                for start in range(0, part.size, BLOCK):
+                    block = memory[: min(BLOCK, part.size - start)]
+                    end.before(block)
+                    dist.broadcast(block, leading[part.disk], group=group)
+                    end.after(block)
+            finally:
+                said = end.close()
+            problem = problem or said
+        return problem
+
+
+class _End:
+    """One end of a file's way: reads it where it is, or writes it where it comes to.
+
+    What goes wrong it keeps to itself until `close`.
+    """
+
+    def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
+        self._part, self._writes = part, writes
+        self._file: IO[bytes] | None = None
+        self._crc32, self._problem = 0, ""
+        if path is not None:
+            with self._noted():
+                self._file = path.open("wb" if writes else "rb", buffering=0)
+
+    def before(self, block: torch.Tensor) -> None:
+        """Fill a block that is about to be sent."""
+        if not self._writes and self._file is not None and not self._problem:
+            with self._noted():
+                memory = _bytes(block)
+                while memory and (count := self._file.readinto(memory)):  # type: ignore[attr-defined] # a raw file
+                    memory = memory[count:]
+                if memory:
+                    self._problem = f"{self._part.name} has become shorter than {self._part.size} bytes"
+
+    def after(self, block: torch.Tensor) -> None:
+        """Take up a block that has come."""
+        if self._writes and self._file is not None and not self._problem:
+            with self._noted():
+                memory = _bytes(block)
+                self._crc32 = zlib.crc32(memory, self._crc32)
+                while memory:
+                    memory = memory[self._file.write(memory) :]
+
+    def close(self) -> str:
+        """Make it durable; what went wrong, or an empty text."""
+        if self._file is not None:
+            with self._noted():
+                if self._writes and not self._problem:
+                    os.fsync(self._file.fileno())
+            with self._noted():
+                self._file.close()
+            if self._writes and not self._problem and self._crc32 != self._part.crc32:
+                self._problem = f"{self._part.name} arrived with crc32 {self._crc32} instead of {self._part.crc32}"
+        return self._problem
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._problem = self._problem or error.strerror or str(error)
+
+
+def _bytes(block: torch.Tensor) -> memoryview:
+    """The memory of a block."""
+    array: Any = block.numpy()
+    return memoryview(array)
+
+
+def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
+    """Of every rank, which rank was the first to leave a mark in its directory: the same for all who share one, no others.
+
+    The name is new each time, so a directory that was copied with its marks is no other's. Who is first is the file system's to
+    say, and all marks are complete before anybody reads one: that holds on network volumes, too.
+    """
+    word = torch.tensor(secrets.randbits(62))
+    dist.broadcast(word, 0, group=group)
+    mark = directory / f"{_MARK}{int(word):016x}"
+    with contextlib.suppress(FileExistsError):
+        fd = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            os.write(fd, str(rank).encode())
+        finally:
+            os.close(fd)
+    dist.barrier(group=group)
+    maker = int(mark.read_text())
+    makers: list[torch.Tensor] = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(makers, torch.tensor([maker]), group=group)
+    if maker == rank:  # all have read it
+        now = mark.stat().st_mtime
+        for path in directory.glob(f"{_MARK}*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path == mark or path.stat().st_mtime < now - _ABANDONED_S:
+                    path.unlink()
+    return [int(each) for each in makers]

@@ -1,0 +1,157 @@
+"""The newest checkpoint that is valid, which all ranks resume from: found on any disk, brought to those that lack it.
+
+Nobody's list is everybody's: the disk of a worker that has just come is empty, and rank 0 may be there. So the leaders say what
+their disks hold, the ranks of a worker share the checking, and one valid copy is enough. Every disk then gets the same bytes, so
+that all ranks read one checkpoint, and the next loss finds as many copies as there are disks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outlast import checkpoints, contract
+from outlast.errors import NoRoom
+from outlast.training.disks import Disks, Part
+
+Report = Callable[..., None]
+
+
+@dataclass(frozen=True, order=True)
+class _Offer:
+    """A checkpoint that a disk holds. The same offer of two disks is the same checkpoint."""
+
+    step: int
+    generation: int
+    """Of two worlds that saved the same step, the later one's counts."""
+    digest: str
+    """Of its COMMIT; "" when that cannot be read."""
+    problem: str = ""
+
+
+_Offers = Mapping[int, _Offer]
+"""What a disk holds, by step."""
+
+
+def valid(
+    directory: Path, run: str, disks: Disks, share: tuple[int, int], held: contextlib.ExitStack, report: Report
+) -> checkpoints.Checkpoint | None:
+    """The newest checkpoint of `run` that is valid on a disk at least, here in `directory`; None when there is none.
+
+    `share` is which part of how many this rank checks: the ranks of a worker check a file each. As long as it is `held`, nobody
+    removes it. `report(kind, **fields)` is told on rank 0 what is `damaged`, and what was `copied` to other disks. Raises
+    NoRoom on all ranks when a disk cannot take it. A collective.
+    """
+    said = disks.gather(_offers(directory, run) if disks.leader else None)
+    offers: list[_Offers] = [said[rank] for rank in disks.leading]
+    for wanted in _candidates(offers):
+        path = directory / contract.checkpoint_name(wanted.step)
+        answers = disks.gather(_checked(path, wanted, offers[disks.here], share, held))
+        problems = [
+            next((said for of, said in zip(disks.of, answers, strict=True) if of == disk and said), "")
+            for disk in range(len(offers))
+        ]
+        if disks.rank == 0:
+            for leader, offer, problem in zip(disks.leading, offers, problems, strict=True):
+                if problem and wanted.step in offer:
+                    instead = "" if all(problems) else ", which gets a whole one"
+                    where = f" (on the disk of rank {leader}{instead})" if disks.several else ""
+                    report("damaged", path=str(path), reason=problem + where)
+        if all(problems):
+            continue
+        if any(problems):
+            _bring(path, problems, disks, held, report)
+        return checkpoints.Checkpoint(wanted.step, path, run, wanted.generation)
+    return None
+
+
+def _offers(directory: Path, run: str) -> _Offers:
+    """What this disk holds of the run, and what nobody can tell whose it is."""
+    offers = {}
+    for found in checkpoints.list_(directory):
+        if found.problem:
+            offers[found.step] = _Offer(found.step, 0, "", found.problem)
+        elif found.run == run:
+            with contextlib.suppress(FileNotFoundError):  # it is being removed
+                digest = f"{zlib.crc32((found.path / contract.COMMIT).read_bytes()):08x}"
+                offers[found.step] = _Offer(found.step, found.generation, digest)
+    return offers
+
+
+def _candidates(offers: list[_Offers]) -> list[_Offer]:
+    """What to try, newest first. One that cannot be read stands for its step when nothing else does."""
+    known = {offer for disk in offers for offer in disk.values()}
+    readable = {offer.step for offer in known if not offer.problem}
+    return sorted({o for o in known if not o.problem or o.step not in readable}, reverse=True)
+
+
+def _checked(path: Path, wanted: _Offer, offers: _Offers, share: tuple[int, int], held: contextlib.ExitStack) -> str:
+    """What is wrong with our share of a checkpoint on our disk, which is kept from being removed, or an empty text."""
+    offer = offers.get(wanted.step)
+    if offer is None:
+        return "it is not there"
+    if offer.problem:
+        return offer.problem
+    if offer != wanted:
+        return f"it is not the one that generation {wanted.generation} saved"
+    try:
+        held.enter_context(checkpoints.reading(path))
+    except OSError as error:
+        return f"{contract.COMMIT} cannot be read: {error.strerror}"
+    return checkpoints.verify(path, *share) or ""
+
+
+def _bring(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
+    """Bring the checkpoint at `path` from the first disk without a problem to those with one. A collective."""
+    begun, source, lacking = time.monotonic(), problems.index(""), bool(problems[disks.here])
+    failed = _received(path, source, lacking, disks) if disks.leader else ""
+    failures = [(rank, said) for rank, said in enumerate(disks.gather(failed)) if said]
+    if failures:
+        rank, said = failures[0]
+        raise NoRoom(
+            f"{path.name} cannot be brought to the disk of rank {rank}: {said}; make room there or take another worker for it"
+        )
+    if lacking:
+        held.enter_context(checkpoints.reading(path))
+    if disks.rank == 0:
+        ranks = [leader for leader, problem in zip(disks.leading, problems, strict=True) if problem]
+        seconds = round(time.monotonic() - begun, 6)
+        step, size = checkpoints.read(path).step, checkpoints.read(path).size
+        report("copied", step=step, holder=disks.leading[source], ranks=ranks, bytes=size, seconds=seconds)
+
+
+def _received(path: Path, source: int, lacking: bool, disks: Disks) -> str:
+    """Take part in bringing it, as a leader; why it failed here, or an empty text. However it goes, to the end."""
+    said: checkpoints.Commit | str = ""
+    if disks.here == source:
+        try:
+            said = checkpoints.read(path)
+        except (OSError, ValueError) as error:
+            said = f"{contract.COMMIT} cannot be read: {error}"
+    said = disks.told(said, disks.leaders, by=source)
+    if isinstance(said, str):
+        return said
+    parts = [Part(name, file["size"], file["crc32"], source) for name, file in sorted(said.files.items())]
+    if not lacking:
+        return disks.exchange(parts, lambda name: path / name if disks.here == source else None, disks.leaders)
+    with contextlib.ExitStack() as stack:
+        into, problem = None, ""
+        try:
+            into = stack.enter_context(checkpoints.fetching(path.parent, said.step))
+        except OSError as error:
+            problem = error.strerror or str(error)
+        came = disks.exchange(parts, lambda name: into / name if into else None, disks.leaders)
+        problem = problem or came
+        if into and not problem:
+            try:
+                checkpoints.place(into, said, instead=True)
+            except OSError as error:
+                problem = error.strerror or str(error)
+        if into and problem:
+            shutil.rmtree(into, ignore_errors=True)  # what cannot be removed now is swept later
+    return problem
