@@ -111,7 +111,7 @@ def serve_rclone(directory: Path) -> Server:
 
 def serve_moto(directory: Path) -> Server:
     """moto in server mode."""
-    command = [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", "0"]
+    command = [sys.executable, str(Path(__file__).with_name("moto_in_turn.py")), "-H", "127.0.0.1", "-p", "0"]
     process, endpoint = started("moto", command, directory)
     return Server("moto", endpoint, None, process, client(endpoint))
 

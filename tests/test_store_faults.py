@@ -645,7 +645,7 @@ place = store.open_(sys.argv[1])
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
         process.communicate(timeout=30)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10  # what hangs would do so for a minute
     assert process.returncode == -signal.SIGINT
 
 
