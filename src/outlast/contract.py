@@ -85,6 +85,8 @@ class Env:
     """Address by which other workers reach this one; default: 127.0.0.1, all on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """Namespace of the pod; pod 0's name in OUTLAST_RENDEZVOUS is made with it."""
+    FRESH = "OUTLAST_FRESH"
+    """`1`: the run begins from the beginning, although another has not ended in its place."""
     POD = "OUTLAST_POD"
     """Name of the pod."""
     OWNER = "OUTLAST_OWNER"

@@ -76,14 +76,16 @@ def rendered(
     job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
     """The documents of a job, in the order in which they are to be applied, and its code, which has to be put where they say
-    (`Parcel.put`) before they are. Raises InvalidJob with the name of the job's file."""
+    (`Parcel.put`) before they are. `run` is the id of one that begins from the beginning. Raises InvalidJob with the name of the job's file."""
     from outlast import manifests, shipping
     from outlast.manifests import places
 
     with shipping.parcel(job, but=[source]) as parcel:
         files = texts(places.files(parcel.job.spec))
         try:
-            made = manifests.render(parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code)
+            made = manifests.render(
+                parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code, fresh=run is not None
+            )
         except InvalidJob as error:
             raise InvalidJob(error.problems, source=str(source)) from error
         yield made, parcel

@@ -27,6 +27,8 @@ class Request:
     """Texts of files of this machine that pods need, by path; see `places.files`."""
     code: bytes = b""
     """The archive of code that comes in a ConfigMap, if the job says so; empty when that ConfigMap is made by somebody else."""
+    fresh: bool = False
+    """Whether it begins from the beginning; see `contract.Env.FRESH`."""
 
     @property
     def spec(self) -> spec.Spec:

@@ -67,6 +67,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
         **({Env.STAY: plain("1")} if stay else {}),
+        **({Env.FRESH: plain("1")} if request.fresh else {}),
     }
 
 

@@ -227,7 +227,8 @@ class Agent:
         word = environ[contract.Env.RUN]
         where = ownership.place(self.output, self._store)
         self.output.mkdir(parents=True, exist_ok=True)
-        run = ownership.take(where, ownership.record(self.job.metadata.name, word, word))
+        begun = ownership.record(self.job.metadata.name, word, word)
+        run = ownership.take(where, begun, fresh=environ.get(contract.Env.FRESH) == "1")
         if isinstance(run, ownership.Ended):
             return run
         environ[contract.Env.RUN], environ[contract.Env.OWNER] = run, word

@@ -5,6 +5,7 @@ that name. Every pod asks by itself, and all find the same answer:
 
     nothing there, or a run that has ended and is another file's    begin a run
     a run that has not ended                                        go on with it: a changed file is still the same training
+    the same, and ours is to begin from the beginning               begin a run; what that one has left goes to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
 """
@@ -38,7 +39,7 @@ def place(output: Path, url: str) -> store.Store:
     return store.open_(url or f"file://{output}")
 
 
-def take(where: store.Store, new: runs.Run) -> str | Ended:
+def take(where: store.Store, new: runs.Run, *, fresh: bool = False) -> str | Ended:
     """Take up the run of this place, or begin `new`; its id. Raises Superseded when a later owner has taken it from us, and
     StoreError."""
     there = runs.read(where)
@@ -50,8 +51,8 @@ def take(where: store.Store, new: runs.Run) -> str | Ended:
             f"run {there.run} in {where.url} was taken up by a later version of this job; delete this one, or the later one and "
             "submit this one again"
         )
-    if there is None or there.ended:
-        there = runs.claim(where, new)
+    if there is None or there.ended or (fresh and there.owner != new.owner):
+        there = runs.claim(where, new, replace=fresh)
     if there.aside:
         runs.set_aside(where, there.run)
     if there.ended or there.owner != new.owner:

@@ -47,19 +47,21 @@ def render(
     namespace: str | None = None,
     files: Mapping[str, str] | None = None,
     code: bytes = b"",
+    fresh: bool = False,
 ) -> list[Document]:
     """The documents of a job, in the order in which they are to be applied.
 
     `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
-    of the files that `places.files` names, `code` is the archive of a job whose code comes in a ConfigMap. Raises InvalidJob when
-    the job cannot be made so, OutlastError for an unknown topology.
+    of the files that `places.files` names, `code` is the archive of a job whose code comes in a ConfigMap. A `fresh` run begins
+    from the beginning, although another has not ended. Raises InvalidJob when the job cannot be made so, OutlastError for an
+    unknown topology.
     """
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
     make = TOPOLOGIES[topology]
     if namespace:
         wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
-    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code)
+    request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code, fresh)
     # Whether a job is suspended may change while it runs; its names, and the run, must not.
     draft = make(request.but(suspend=False))
     named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))

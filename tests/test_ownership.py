@@ -1,0 +1,65 @@
+"""Which run a worker in a pod is of: every case of what may lie in its place."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from outlast import store
+from outlast.errors import Superseded
+from outlast.remote import run as runs
+from outlast.runtime import ownership
+from outlast.runtime.ownership import Ended
+
+
+@pytest.fixture
+def place() -> store.Store:
+    return store.open_(f"memory://{uuid.uuid4().hex}/job")
+
+
+def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
+    return ownership.take(place, ownership.record("job", word, word), fresh=fresh)
+
+
+def test_the_first_pod_begins_a_run_and_the_others_find_it(place: store.Store) -> None:
+    assert [taken(place, "a"), taken(place, "a")] == ["a", "a"]
+    assert (there := runs.read(place)) is not None
+    assert (there.run, there.owner, there.state) == ("a", "a", "Running")
+
+
+def test_a_changed_file_goes_on_with_the_run_and_keeps_it(place: store.Store) -> None:
+    assert [taken(place, "a"), taken(place, "b"), taken(place, "b")] == ["a", "a", "a"]
+    with pytest.raises(Superseded, match="was taken up by a later version of this job"):
+        taken(place, "a")
+
+
+@pytest.mark.parametrize(("state", "code"), [("Succeeded", 0), ("Failed", 79), ("Cancelled", 79)])
+def test_a_run_that_has_ended_is_not_trained_again(place: store.Store, state: str, code: int) -> None:
+    taken(place, "a")
+    runs.end(place, "a", state, "it was so", code, by="a")
+    ended = taken(place, "a")
+    assert ended == Ended("a", f"run a has ended before ({state}: it was so); nothing is left to do", code)
+
+
+def test_after_the_end_another_file_begins_a_run_of_its_own(place: store.Store) -> None:
+    taken(place, "a")
+    place.put("metrics.jsonl", b"old")
+    runs.end(place, "a", "Succeeded", "", 0, by="a")
+    assert taken(place, "b") == "b"
+    assert place.get("previous/a/metrics.jsonl") == b"old"
+    assert "metrics.jsonl" not in list(place.names())
+
+
+def test_who_begins_anew_sets_an_unfinished_run_aside_once(place: store.Store) -> None:
+    taken(place, "a")
+    place.put("metrics.jsonl", b"old")
+    assert taken(place, "b", fresh=True) == "b"
+    place.put("metrics.jsonl", b"new")
+    assert taken(place, "b", fresh=True) == "b"
+    assert (place.get("previous/a/metrics.jsonl"), place.get("metrics.jsonl")) == (b"old", b"new")
+
+
+def test_a_generation_is_above_all_that_were_committed(place: store.Store, tmp_path) -> None:
+    first = ownership.generation(place, tmp_path, "a", stored=True)
+    assert ownership.generation(place, tmp_path / "elsewhere", "a", stored=True) == first + 1
