@@ -76,7 +76,10 @@ def rendered(
     job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
     """The documents of a job, in the order in which they are to be applied, and its code, which has to be put where they say
-    (`Parcel.put`) before they are. `run` is the id of one that begins from the beginning. Raises InvalidJob with the name of the job's file."""
+    (`Parcel.put`) before they are.
+
+    `run` is the id of one that begins from the beginning. Raises InvalidJob with the name of the job's file.
+    """
     from outlast import manifests, shipping
     from outlast.manifests import places
 
