@@ -50,11 +50,16 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
 
 
 def cluster(namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
-    """The jobs of a cluster. Raises NoCluster."""
+    """The jobs of a cluster; its connections are closed when the command ends. Raises NoCluster."""
+    import click
+
     from outlast import kube
     from outlast.backends import kubernetes
 
-    return kubernetes.KubernetesBackend(kube.connect(context, checked(namespace)))
+    found = kube.connect(context, checked(namespace))
+    if command := click.get_current_context(silent=True):
+        command.find_root().call_on_close(found.close)
+    return kubernetes.KubernetesBackend(found)
 
 
 def checked(namespace: str | None) -> str | None:
