@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
-from outlast import spec
+from outlast import cli, spec
 from outlast.backends.local import LocalBackend
 from outlast.status import JobStatus
 from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
@@ -102,6 +102,19 @@ class Machine:
                 state = process.environ().get("OUTLAST_WORKER_STATE", "")
                 if process.pid != os.getpid() and (state.startswith(mine) or any(mine in part for part in process.cmdline())):
                     process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def outlast(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line: words -> exit code, standard output, standard error."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast import cli, contract, manifests, spec
+from outlast import contract, manifests, spec
 from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
 from outlast.manifests import labels, names, overlay, pods, request, resources, variables
@@ -738,19 +738,6 @@ def test_the_operator_makes_the_same_pods() -> None:
 # The command
 
 Outlast = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
-    """Runs the command line: words -> exit code, standard output, standard error."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast import cli, contract, manifests, shipping, spec, store
+from outlast import contract, manifests, shipping, spec, store
 from outlast.errors import OutlastError
 from outlast.manifests import places
 from outlast.runtime import archives, prepare
@@ -421,19 +421,6 @@ def test_a_worker_unpacks_what_came_in_the_config_map(tmp_path: Path) -> None:
 # The command
 
 Outlast = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
-    """Runs the command line: words -> exit code, standard output, standard error."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
 
 
 JOB = """\

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import apiserver
-from outlast.cli import main
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -22,6 +21,9 @@ spec:
 """
 
 
+Outlast = Callable[..., tuple[int, str, str]]
+
+
 @pytest.fixture
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
     api = apiserver.ApiServer()
@@ -32,99 +34,80 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
         yield api
 
 
-def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    return int(ended.value.code or 0), *capsys.readouterr()
-
-
 def kinds(api: apiserver.ApiServer) -> list[str]:
     return sorted(resource for resource, namespace, _ in api.documents if namespace)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-"""A command leaves its connections to the end of its process, which here does not come."""
-
-
-def test_a_dry_run_says_what_would_be_made_and_makes_nothing(
-    api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = outlast(capsys, "submit", "job.yaml", "--as", "indexed-job", "--dry-run")
+def test_a_dry_run_says_what_would_be_made_and_makes_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    code, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job", "--dry-run")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == ["ConfigMap", "Service", "Job"]
     assert all(line.endswith("would be created") for line in out.splitlines())
     assert kinds(api) == []
 
 
-def test_a_job_is_applied_and_the_same_again_changes_nothing(
-    api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = outlast(capsys, "submit", "job.yaml", "--as", "statefulset")
+def test_a_job_is_applied_and_the_same_again_changes_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    code, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 0
     assert "StatefulSet train created" in out
     assert out.endswith("train is submitted to namespace default; look at it with: outlast logs -f train\n")
     assert kinds(api) == ["configmaps", "services", "statefulsets.apps"]
-    _, out, _ = outlast(capsys, "submit", "job.yaml", "--as", "statefulset")
+    _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert [line.split()[-1] for line in out.splitlines()[:3]] == ["unchanged"] * 3
-    _, out, _ = outlast(capsys, "submit", "job.yaml", "--as", "statefulset", "--dry-run", "--set", "workers.replicas=1")
+    _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset", "--dry-run", "--set", "workers.replicas=1")
     assert "StatefulSet train would be changed" in out
     assert "-  replicas: 2\n  +  replicas: 1" in out
 
 
-def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    outlast(capsys, "submit", "job.yaml", "--as", "indexed-job")
-    code, _, err = outlast(capsys, "submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}")
+def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}")
     assert code == 2
     assert "Error: train is there already, as Job train-" in err
     assert "or submit with --fresh, which ends it first" in err
-    code, out, _ = outlast(capsys, "submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}", "--fresh")
+    code, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}", "--fresh")
     assert code == 0
     assert "is ended first" in out
     assert kinds(api).count("jobs.batch") == 1
 
 
-def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServer, outlast: Outlast) -> None:
     api.put({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 1}})
-    code, _, err = outlast(capsys, "submit", "job.yaml", "--as", "statefulset")
+    code, _, err = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 2
     assert "StatefulSet train is in namespace default already and belongs to somebody else, not to a job train" in err
 
 
-def test_what_the_cluster_refuses_is_one_sentence_and_exits_with_1(
-    api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = outlast(capsys, "submit", "job.yaml")
+def test_what_the_cluster_refuses_is_one_sentence_and_exits_with_1(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    code, _, err = outlast("submit", "job.yaml")
     assert (code, err.count("\n")) == (1, 1)
     assert "ElasticJob (outlast.dev/v1alpha1) is not known to this cluster; install it with: outlast install" in err
     denied = apiserver.status(400, "BadRequest", 'admission webhook "policy" denied the request: no jobs on Fridays')
     api.prescribe("PATCH .*/jobs/", denied)
-    code, _, err = outlast(capsys, "submit", "job.yaml", "--as", "indexed-job")
+    code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert (code, err.count("\n")) == (1, 1)
     assert "the admission webhook policy denied it: no jobs on Fridays" in err
 
 
-def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = outlast(capsys, "submit", "job.yaml", "-n", "nowhere")
+def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    code, _, err = outlast("submit", "job.yaml", "-n", "nowhere")
     assert (code, err.count("\n")) == (2, 1)
     assert "there is no namespace nowhere in here; create it" in err
-    code, _, err = outlast(capsys, "list", "--context", "nowhere")
+    code, _, err = outlast("list", "--context", "nowhere")
     assert (code, err) == (2, "Error: there is no context nowhere in the kubeconfig; did you mean here? there are here, there\n")
-    code, _, err = outlast(capsys, "status", "train", "-n", "Nowhere!")
+    code, _, err = outlast("status", "train", "-n", "Nowhere!")
     assert (code, "lower-case letters" in err) == (2, True)
 
 
-def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(
-    api: apiserver.ApiServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outlast(capsys, "submit", "job.yaml", "--as", "statefulset")
-    code, out, _ = outlast(capsys, "status")
+def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast("submit", "job.yaml", "--as", "statefulset")
+    code, out, _ = outlast("status")
     assert (code, out.splitlines()[0]) == (0, "train: Pending: its pods are not made yet")
-    code, out, _ = outlast(capsys, "scale", "train", "1")
+    code, out, _ = outlast("scale", "train", "1")
     assert (code, out) == (0, "train is to have 1 worker\n")
-    code, _, err = outlast(capsys, "status", "other")
+    code, _, err = outlast("status", "other")
     assert code == 2
     assert err == "Error: there is no job other in namespace default of here; there are train\n"
-    code, out, _ = outlast(capsys, "cancel", "train", "-n", "default")
+    code, out, _ = outlast("cancel", "train", "-n", "default")
     assert (code, out) == (0, "train is cancelled; its output stays in s3://bucket/runs/train\n")
     assert kinds(api) == []

@@ -7,7 +7,6 @@ ElasticJob comes first of what needs it, and is waited for. It goes last and onl
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,17 +114,10 @@ def await_(
     """The document as soon as it is as wished; None when it is not within `timeout_s`."""
     from outlast import kube
 
-    stop = kube.Stop()
-    clock = threading.Timer(timeout_s, stop.set)
-    clock.daemon = True
-    clock.start()
-    try:
+    with kube.within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
             if change.type != "deleted" and until(change.document):
                 return change.document
-    finally:
-        clock.cancel()
-        stop.set()
     return None
 
 

@@ -87,6 +87,20 @@ class Stop(threading.Event):
                 self._sockets.discard(connection)
 
 
+@contextlib.contextmanager
+def within(timeout_s: float) -> Iterator[Stop]:
+    """A Stop that is set after this time, and at the end."""
+    stop = Stop()
+    clock = threading.Timer(timeout_s, stop.set)
+    clock.daemon = True
+    clock.start()
+    try:
+        yield stop
+    finally:
+        clock.cancel()
+        stop.set()
+
+
 def _hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
     with contextlib.suppress(OSError):  # it is closed already
         socket.socket.shutdown(connection, way)  # of TLS, the reader has to see the end by itself

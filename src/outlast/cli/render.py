@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from outlast.cli import which
+from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
 from outlast.errors import InvalidJob, OutlastError
 
 if TYPE_CHECKING:
@@ -23,16 +24,11 @@ _APPLIED = 190 << 10
 
 
 def render(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)],
-    topology: Annotated[
-        str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job, statefulset or volcano.")
-    ] = "elasticjob",
+    file: FileArgument,
+    topology: TopologyOption = "elasticjob",
     namespace: Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace, instead of the file's.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
-    ] = None,
+    name: TitleOption = None,
+    set_: SetOption = None,
     upload: Annotated[
         bool, typer.Option("--upload", help="Put code that is too large for a ConfigMap into the store now.")
     ] = False,

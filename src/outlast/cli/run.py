@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast.cli import which
+from outlast.cli.which import FileArgument, SetOption, TitleOption
 from outlast.errors import InvalidJob, NotFound, OutlastError
 
 if TYPE_CHECKING:
@@ -28,14 +29,11 @@ _CANCEL_S = 180.0
 
 def run(
     ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)],
+    file: FileArgument,
     detach: Annotated[bool, typer.Option("-d", "--detach", help="Return at once; the job runs in the background.")] = False,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Number of workers, instead of the file's.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
-    ] = None,
+    name: TitleOption = None,
+    set_: SetOption = None,
     chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Carry out this schedule of harm during the run.")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start from the beginning even if there is an unfinished run of this name.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast.cli import which
-from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.cli.which import ContextOption, FileArgument, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotServed
 
 if TYPE_CHECKING:
@@ -23,20 +23,15 @@ if TYPE_CHECKING:
 
 def submit(
     ctx: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)],
-    topology: Annotated[
-        str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job, statefulset or volcano.")
-    ] = "elasticjob",
+    file: FileArgument,
+    topology: TopologyOption = "elasticjob",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Let the cluster check it, and show what would change; change nothing.")
     ] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show the logs until the job ends.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="End what there is of this job, and begin from the beginning.")] = False,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
-    ] = None,
+    name: TitleOption = None,
+    set_: SetOption = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
@@ -98,7 +93,7 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
     if isinstance(ctx.obj, kubernetes.KubernetesBackend):
         cluster = ctx.obj.cluster
     else:
-        cluster = which.cluster(namespace or job.metadata.namespace, context).cluster
+        cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
     def made(wanted: Job, source: Path, fresh: bool) -> list[Document]:
         run = kubernetes.new_run(wanted) if fresh else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from outlast.backends import Backend
     from outlast.backends.kubernetes import KubernetesBackend
 
+FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
+TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
+]
+TopologyOption = Annotated[
+    str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job, statefulset or volcano.")
+]
 NamespaceOption = Annotated[
     str | None, typer.Option("-n", "--namespace", metavar="NAME", help="In a cluster: this namespace.", show_default=False)
 ]
@@ -39,26 +49,23 @@ def backend(ctx: typer.Context) -> Backend:
 def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
     """Where the job of this name is, or where the only one is."""
     if ctx.obj is not None or namespace or context:
-        return backend(ctx) if ctx.obj is not None else cluster(namespace, context)
+        return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
     here = backends.find()
     known = {status.name for status in here.list()}
     if name in known or (name is None and known):
         return here
     from outlast import kubeconfig
 
-    return cluster() if kubeconfig.any_(os.environ) else here
+    return cluster(ctx) if kubeconfig.any_(os.environ) else here
 
 
-def cluster(namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
+def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
     """The jobs of a cluster; its connections are closed when the command ends. Raises NoCluster."""
-    import click
-
     from outlast import kube
     from outlast.backends import kubernetes
 
     found = kube.connect(context, checked(namespace))
-    if command := click.get_current_context(silent=True):
-        command.find_root().call_on_close(found.close)
+    ctx.call_on_close(found.close)
     return kubernetes.KubernetesBackend(found)
 
 

@@ -54,8 +54,5 @@ def _asked(
     found = which.job(place, name)
     if (there := which.in_cluster(place)) is None:
         return here.causes(place.status(found), place.events(found), time.time()), {}
-    try:
-        seen = evidence.see(there.cluster, found)
-    finally:
-        there.cluster.close()
+    seen = evidence.see(there.cluster, found)
     return diagnosis.causes(seen, time.time()), dict(seen.unseen)

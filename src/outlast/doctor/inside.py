@@ -7,7 +7,6 @@ limit, also when we are killed. They are as restricted as workers are, and small
 from __future__ import annotations
 
 import json
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -134,11 +133,7 @@ def pod(name: str, index: int, wanted: Wanted, *, rank: bool, gpu: bool = False,
                         "requests": {"cpu": "100m", "memory": "256Mi", **device},
                         "limits": {"memory": _MEMORY, **device},
                     },
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                        "readOnlyRootFilesystem": True,
-                    },
+                    "securityContext": places.confined(),
                     "volumeMounts": [{"name": volume, "mountPath": place} for place, volume in volumes.items()],
                 }
             ],
@@ -201,21 +196,14 @@ def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], 
     """Our pods as soon as they are as wished; None when they are not in time, or cannot get there."""
     from outlast import kube
 
-    stop = kube.Stop()
-    clock = threading.Timer(timeout_s, stop.set)
-    clock.daemon = True
-    clock.start()
     pods: dict[str, Document] = {}
-    try:
+    with kube.within(timeout_s) as stop:
         for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):
             pods[change.document["metadata"]["name"]] = change.document
             if done(list(pods.values())):
                 return list(pods.values())
             if any(map(_hopeless, pods.values())):
                 return None
-    finally:
-        clock.cancel()
-        stop.set()
     return None
 
 

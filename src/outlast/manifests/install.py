@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
-from outlast.manifests import crd, places, rbac
+from outlast.manifests import crd, places, pods, rbac
 from outlast.manifests.request import Document
 
 IMAGE = "ghcr.io/outlast/operator:0.1"
@@ -78,10 +78,10 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
                             ],
                             "ports": [{"name": "probes", "containerPort": Pod.PROBE_PORT}],
                             "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
-                            "startupProbe": _probe("/healthz", "probes", every=2, tries=30),
-                            "livenessProbe": _probe("/healthz", "probes", every=10, tries=3),
-                            "readinessProbe": _probe("/readyz", "probes", every=5, tries=1),
-                            "securityContext": _confined(),
+                            "startupProbe": pods.probe("/healthz", every=2, tries=30),
+                            "livenessProbe": pods.probe("/healthz", every=10, tries=3),
+                            "readinessProbe": pods.probe("/readyz", every=5, tries=1),
+                            "securityContext": places.confined(),
                             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
                         }
                     ],
@@ -169,10 +169,10 @@ def _etcd_members(labels: dict[str, str], into: str) -> Document:
                             "env": [_field(contract.Env.POD, "metadata.name")],
                             "ports": [{"name": "client", "containerPort": _CLIENT}, {"name": "peer", "containerPort": _PEER}],
                             "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-                            "startupProbe": _probe("/readyz", "client", every=5, tries=60),
-                            "livenessProbe": _probe("/livez", "client", every=10, tries=6),
-                            "readinessProbe": _probe("/readyz", "client", every=5, tries=3),
-                            "securityContext": _confined(),
+                            "startupProbe": pods.probe("/readyz", port="client", every=5, tries=60),
+                            "livenessProbe": pods.probe("/livez", port="client", every=10, tries=6),
+                            "readinessProbe": pods.probe("/readyz", port="client", every=5, tries=3),
+                            "securityContext": places.confined(),
                             "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
                         }
                     ],
@@ -225,17 +225,4 @@ def _apart(labels: dict[str, str]) -> Document:
         "topologyKey": "kubernetes.io/hostname",
         "whenUnsatisfiable": "ScheduleAnyway",
         "labelSelector": {"matchLabels": labels},
-    }
-
-
-def _confined() -> Document:
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
-
-
-def _probe(path: str, port: str, *, every: int, tries: int) -> Document:
-    return {
-        "httpGet": {"path": path, "port": port},
-        "periodSeconds": every,
-        "timeoutSeconds": 5,
-        "failureThreshold": tries,
     }

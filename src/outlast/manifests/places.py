@@ -125,6 +125,11 @@ def security() -> dict[str, Any]:
     }
 
 
+def confined() -> dict[str, Any]:
+    """A container's security context of the restricted standard; it cannot write to its image."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+
+
 def claims(fields: spec.Spec) -> dict[str, Document]:
     """The claims that are to be made, and their specifications."""
     return {

@@ -131,21 +131,18 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
             {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},
         ],
         "resources": resources.share(request.job).container(),
-        "startupProbe": _probe("/healthz", every=2, tries=START_S // 2),
-        "livenessProbe": _probe("/healthz", every=10, tries=6),
-        "readinessProbe": _probe("/readyz", every=5, tries=1),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
+        "startupProbe": probe("/healthz", every=2, tries=START_S // 2),
+        "livenessProbe": probe("/healthz", every=10, tries=6),
+        "readinessProbe": probe("/readyz", every=5, tries=1),
+        "securityContext": places.confined(),
         "volumeMounts": mounts,
     }
 
 
-def _probe(path: str, *, every: int, tries: int) -> Document:
+def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
+    """A question over HTTP, `every` so many seconds; it has failed after so many `tries`."""
     return {
-        "httpGet": {"path": path, "port": "probes"},
+        "httpGet": {"path": path, "port": port},
         "periodSeconds": every,
         "timeoutSeconds": 5,
         "failureThreshold": tries,

@@ -37,7 +37,7 @@ class Host(decider.Decider):
         self.known = decider.after(generation)
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
         self._ledger, self._over, self._broken = ledger, over, broken
-        self._step = self._committed = 0
+        self._committed = 0
         self._server = local.Server(run=run, heard=self.heard, gone=self.gone)
         self._poke = asyncio.Event()
         self._all_heard = threading.Event()
@@ -86,9 +86,11 @@ class Host(decider.Decider):
         """Pods that were asked for are expected; one more may come when somebody scales."""
         expected = {*range(self._replicas), *self.reports}
         decision = self.decide(min(len(expected), self._most), expected)
-        if isinstance(decision, world.Wait) and self.known.world is None and decision.reason != self._said:
-            self._said = decision.reason.partition(" (")[0]
-            print(f"outlast | {decision.reason}", flush=True)
+        if isinstance(decision, world.Wait) and self.known.world is None:
+            reason = decision.reason.partition(" (")[0]  # without the seconds that are left
+            if reason != self._said:
+                self._said = reason
+                print(f"outlast | {decision.reason}", flush=True)
         self.judge_when_settled()
 
     # What a decider is

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
         while True:
             begun = time.monotonic()
             try:
-                failures = _train(handler, state, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
+                failures = _train(handler, state, host, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
             except rendezvous.RendezvousClosedError:
                 closed = handler.closed
                 if closed and closed.code == contract.Exit.GIVEN_UP:
@@ -75,7 +75,9 @@ def main(argv: list[str]) -> None:
                 handler.failed(first)
 
 
-def _train(handler: Handler, state: Path, processes: int, grace_s: float, shim_args: list[str]) -> list[dict[str, Any]]:
+def _train(
+    handler: Handler, state: Path, host: str, processes: int, grace_s: float, shim_args: list[str]
+) -> list[dict[str, Any]]:
     """Join worlds and run the training processes until they end; the failures, none if all went well."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -100,7 +102,7 @@ def _train(handler: Handler, state: Path, processes: int, grace_s: float, shim_a
         args=("-I", "-S", shim.__file__, *shim_args),
         max_restarts=0,
         monitor_interval=MONITOR_S,
-        local_addr=os.environ.get(contract.Env.ADDRESS, "127.0.0.1"),
+        local_addr=host,
     )
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=state, ignore_cleanup_errors=True) as directory:
         logs = DefaultLogsSpecs(log_dir=directory, tee=Std.ALL if several else Std.NONE)
