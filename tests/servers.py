@@ -37,6 +37,7 @@ class Server:
     directory: Path | None
     """Where rclone keeps its buckets, as directories; None for moto. For looking: changes go unnoticed."""
     process: subprocess.Popen[bytes]
+    log: Path
     client: Any
     """botocore's, for what a test wants to do behind our back."""
 
@@ -83,9 +84,8 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def started(name: str, command: list[str], directory: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Start a server that chooses its port and says so in what it writes; its process and endpoint."""
-    log = directory / f"{name}.log"
+def started(log: Path, command: list[str]) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server that chooses its port and says so in what it writes, to `log`; its process and endpoint."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, preexec_fn=die_with_parent if sys.platform == "linux" else None
@@ -94,7 +94,7 @@ def started(name: str, command: list[str], directory: Path) -> tuple[subprocess.
     while not (port := STARTED.search(log.read_bytes())):
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            pytest.fail(f"{name} did not start:\n{log.read_text()}")
+            pytest.fail(f"{command[0]} did not start:\n{log.read_text()}")
         time.sleep(0.02)
     return process, f"http://127.0.0.1:{int(port[1])}"
 
@@ -105,19 +105,21 @@ def serve_rclone(directory: Path) -> Server:
     buckets.mkdir()
     program = Path(sys.executable).with_name("rclone")
     command = [str(program), "serve", "s3", "--addr", "127.0.0.1:0", "--auth-key", f"{KEY},{SECRET}", str(buckets)]
-    process, endpoint = started("rclone", command, directory)
-    return Server("rclone", endpoint, buckets, process, client(endpoint))
+    process, endpoint = started(log := directory / "rclone.log", command)
+    return Server("rclone", endpoint, buckets, process, log, client(endpoint))
 
 
 def serve_moto(directory: Path) -> Server:
     """moto in server mode."""
     command = [sys.executable, str(Path(__file__).with_name("moto_in_turn.py")), "-H", "127.0.0.1", "-p", "0"]
-    process, endpoint = started("moto", command, directory)
-    return Server("moto", endpoint, None, process, client(endpoint))
+    process, endpoint = started(log := directory / "moto.log", command)
+    return Server("moto", endpoint, None, process, log, client(endpoint))
 
 
-def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A fresh bucket of a server, with the environment set; what the machine's own configuration says is hidden."""
+def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A fresh bucket of a server, with the environment set; what the machine's own configuration says is hidden. What the server
+    says meanwhile is shown when the test fails."""
+    said = server.log.stat().st_size
     env = {**CREDENTIALS, "AWS_ENDPOINT_URL": server.endpoint}
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_SKIP_SIGNATURE"):
         monkeypatch.delenv(name, raising=False)
@@ -125,7 +127,10 @@ def enter(server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    return Place(server, server.bucket(), env)
+    yield Place(server, server.bucket(), env)
+    with server.log.open("rb") as log:
+        log.seek(said)
+        print(b"".join(log.readlines()[-50:]).decode(errors="replace"))
 
 
 @pytest.fixture(scope="session")
@@ -145,15 +150,15 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def rclone(rclone_server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
+def rclone(rclone_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A fresh bucket of `rclone serve s3`: real files, real multipart uploads, no conditional writes."""
-    return enter(rclone_server, monkeypatch)
+    yield from enter(rclone_server, monkeypatch)
 
 
 @pytest.fixture
-def moto(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> Place:
+def moto(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """A fresh bucket of moto: conditional writes."""
-    return enter(moto_server, monkeypatch)
+    yield from enter(moto_server, monkeypatch)
 
 
 @pytest.fixture(params=["rclone", "moto"])

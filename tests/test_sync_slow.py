@@ -7,16 +7,26 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from outlast import store
 from outlast.runtime import sync
-from servers import Place
+from servers import Place, enter, serve_rclone
 
 pytestmark = pytest.mark.slow
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
+
+
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A fresh bucket of an rclone of its own: the shared one keeps gigabytes in memory that killed uploads have left."""
+    server = serve_rclone(tmp_path_factory.mktemp("rclone"))
+    yield from enter(server, monkeypatch)
+    server.process.kill()
+    server.process.wait()
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -105,13 +115,13 @@ def test_a_file_of_two_gibibytes_takes_little_memory(rclone: Place, tmp_path: Pa
     assert subprocess.run(["diff", "-r", str(source), str(target)], check=False).returncode == 0
 
 
-def test_ten_thousand_small_files(rclone: Place, tmp_path: Path) -> None:
+def test_ten_thousand_small_files(alone: Place, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     for n in range(10_000):
         path = source / f"{n // 100}" / f"{n}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"%d" % n)
-    place = store.open_(rclone.url)
+    place = store.open_(alone.url)
     assert counts(sync.push(source, place, tmp_path / "push")) == (10_000, 0, 0)
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (10_000, 0, 0)
     assert contents(target) == contents(source)

@@ -63,6 +63,7 @@ _CONNECTION = (
     (r"dns error|failed to lookup|Name or service|NameResolution", "its host is not known (DNS)"),
     (r"certificate|InvalidContentType|SSL", "there is no secure connection (TLS)"),
     (r"[Rr]efused", "the connection was refused"),
+    (r"IncompleteMessage", "the connection was lost before the answer was complete"),
     (
         r"HttpError|HTTP error|HTTPClientError|ConnectionError|ConnectionClosed|ResponseStreaming|IncompleteRead",
         "the connection was lost",
