@@ -147,6 +147,7 @@ def test_cifar10_trains_in_a_world_of_two_and_is_measured(tmp_path: Path, images
     ]
 
 
+@pytest.mark.slow
 def test_cifar10_interrupted_and_started_again_ends_with_the_weights_of_the_undisturbed_run(tmp_path: Path, images: Path) -> None:
     args = [f"--data={images}", "--epochs=1", "--batch=24", "--microbatch=8"]
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

@@ -211,14 +211,14 @@ each_register = pytest.mark.parametrize("conditional", [True, False], ids=["swap
 
 @each_register
 def test_racing_generations_mix_nothing_and_never_go_back(saved: Saved, tmp_path: Path, conditional: bool):
-    races(range(200), conditional, saved, tmp_path)
+    races(range(100), conditional, saved, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @each_register
 def test_a_thousand_racing_generations_mix_nothing_and_never_go_back(saved: Saved, tmp_path: Path, conditional: bool):
-    races(range(200, 1200), conditional, saved, tmp_path)
+    races(range(100, 1100), conditional, saved, tmp_path)
 
 
 # The same against real servers, as fast as they answer
@@ -265,12 +265,12 @@ def real_race(seed: int, saved: Saved, tmp_path: Path, place: Store) -> None:
 
 
 def test_racing_generations_mix_nothing_in_a_real_store(saved: Saved, tmp_path: Path, s3: Bucket):
-    for seed in range(15):
+    for seed in range(8):
         real_race(seed, saved, tmp_path, store.open_(f"{s3.url}/{seed}"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_hundreds_of_racing_generations_mix_nothing_in_a_real_store(saved: Saved, tmp_path: Path, s3: Bucket):
-    for seed in range(15, 265):
+    for seed in range(8, 258):
         real_race(seed, saved, tmp_path, store.open_(f"{s3.url}/{seed}"))

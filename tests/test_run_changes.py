@@ -59,7 +59,7 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
 ARGS = ("--steps=60", "--pause=0.04")
 
 
-@pytest.mark.parametrize("leave", ["interrupt", "suspend"])
+@pytest.mark.parametrize("leave", ["interrupt", pytest.param("suspend", marks=pytest.mark.slow)])
 def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undisturbed, leave: str):
     path = machine.job(args=ARGS, checkpoint={"every": "1h"})
     name = machine.submit(path)

@@ -117,7 +117,7 @@ def test_two_pods_train_to_the_end_and_the_record_says_so(pods, undisturbed: Fin
     assert log == two.log(1)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_pod_that_is_lost_comes_back_and_the_weights_are_those_of_the_undisturbed_run(victim, pods, undisturbed: Final):
     two = pods(args=LONG)
     two.start(0, 1)

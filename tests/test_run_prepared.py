@@ -205,6 +205,7 @@ def test_packages_of_the_job_are_there_in_training_and_in_evaluation(machine, ca
     assert json.loads(out[-1])["tiny"] == "2.0"
 
 
+@pytest.mark.slow
 def test_an_environment_of_conda_trains_without_outlast_in_it(machine, monkeypatch: pytest.MonkeyPatch, own_cache: Path):
     """Checkpoints, world and exact resume are Outlast's own; all of it runs in a Python that has only torch."""
     monkeypatch.setenv("PATH", f"{a_micromamba(machine.directory / 'bin')}{os.pathsep}{os.environ['PATH']}")

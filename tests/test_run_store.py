@@ -41,10 +41,17 @@ def there(url: str, name: str = "job") -> dict[str, object]:
     return dict(json.loads(store.open_(f"{url}/{name}").get("run.json")))
 
 
+def one_server(name: str) -> pytest.MarkDecorator:
+    """A test that meets this server of the two, and the other one among the slow tests."""
+    other = {"moto": "rclone", "rclone": "moto"}[name]
+    return pytest.mark.parametrize("s3", [name, pytest.param(other, marks=pytest.mark.slow)], indirect=True)
+
+
 def pushed(step: int) -> Callable[[JobStatus], bool]:
     return lambda status: status.store is not None and status.store.step >= step
 
 
+@one_server("moto")
 def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place, undisturbed: Final):
     status = machine.run(machine.job(args=ARGS, output=f"{s3.url}/runs/"))
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
@@ -67,6 +74,7 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place
     assert (status.store.step, status.store.error) == (60, "")
 
 
+@one_server("rclone")
 def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     machine, machine_in, tmp_path: Path, s3: Place, undisturbed: Final
 ):
@@ -148,6 +156,7 @@ def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, r
     assert 60 in committed(f"{rclone_proxy.url}/job")
 
 
+@pytest.mark.slow
 def test_a_new_run_sets_the_old_one_aside(machine, moto: Place):
     job = machine.job(args=("--steps=20", "--pause=0"), output=moto.url)
     first, second = machine.run(job), machine.run(job)

@@ -44,6 +44,7 @@ def test_a_killed_process_or_worker_changes_nothing_in_the_result(machine, undis
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
 def test_three_workers_resume_bit_identically_too(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS, workers={"replicas": 3}))
     machine.at_step(name, 25)
@@ -71,6 +72,7 @@ def test_when_the_launcher_is_killed_training_goes_on_and_the_workers_bring_it_b
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
 def test_everything_killed_at_once_goes_on_when_it_is_run_again(machine, undisturbed: Final):
     path = machine.job(args=ARGS)
     name = machine.submit(path)
@@ -84,6 +86,7 @@ def test_everything_killed_at_once_goes_on_when_it_is_run_again(machine, undistu
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
 def test_the_warm_process_and_the_elastic_agent_may_die_too(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS))
     agent = psutil.Process(machine.at_step(name, 15).workers[0].pid)
