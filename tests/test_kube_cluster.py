@@ -39,14 +39,12 @@ def pod(cluster: kube.Cluster) -> str:
     container = {"name": "worker", "image": image, "imagePullPolicy": "IfNotPresent", "command": ["python3", "-c", SERVER]}
     container |= {"readinessProbe": {"tcpSocket": {"port": 8080}, "periodSeconds": 1}}
     spec = {"terminationGracePeriodSeconds": 1, "containers": [container]}
-    stop = kube.Stop()
-    threading.Timer(120, stop.set).start()
     cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "server"}, "spec": spec})
-    for change in cluster.watch(kube.POD, stop=stop):
-        states = change.document.get("status", {}).get("containerStatuses") or ()
-        if any(state["ready"] for state in states):
-            stop.set()
-            return "server"
+    with kube.within(120) as stop:
+        for change in cluster.watch(kube.POD, stop=stop):
+            states = change.document.get("status", {}).get("containerStatuses") or ()
+            if any(state["ready"] for state in states):
+                return "server"
     raise AssertionError("the pod is not ready within 120 s")
 
 

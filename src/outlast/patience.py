@@ -1,7 +1,7 @@
 """Trying again what may pass by itself, for a bounded time and with jitter. Used by `store`.
 
-obstore repeats requests on its own where it is sure that no harm is done; for that it gets one half of the time. Ours is the
-other half, for what it leaves: writes whose answer was lost, bodies that end too early, conflicts, and all that botocore does.
+obstore repeats requests on its own where it is sure that no harm is done, for up to half of the time. We repeat what it leaves:
+writes whose answer was lost, bodies that end too early, conflicts, and all that botocore does.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def from_environment() -> float:
 
 
 def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreError], seconds: float) -> T:
-    """The result of an attempt, which is repeated while `mistake` calls what it raised Unreachable: for up to `seconds`. A second
-    one may begin somewhat later: the first may have waited on a connection over which nothing came."""
+    """The result of an attempt, which is repeated while `mistake` calls what it raised Unreachable. None begins later than
+    `seconds` after the first; the last one may take its time."""
     begun = time.monotonic()
     for n in count():
         try:
@@ -45,7 +45,7 @@ def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreErro
         except Exception as error:
             wrong = mistake(error)
             pause = random.uniform(0.5, 1) * min(0.1 * 2**n, 8)
-            late = time.monotonic() - begun + pause > (seconds if n else 1.5 * seconds)
+            late = time.monotonic() - begun + pause > seconds
             if late or not isinstance(wrong, Unreachable):
                 raise wrong from (None if wrong is error else error)
             interruptibly(partial(time.sleep, pause))

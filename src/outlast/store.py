@@ -424,7 +424,7 @@ class Store:
                 self.delete([key])
 
     def _do(self, verb: str, key: str, attempt: Callable[[], T], *, once: bool = False) -> T:
-        seconds = 0 if once else self._root.patience_s / 2
+        seconds = 0 if once else self._root.patience_s
         return patience.patiently(attempt, partial(self._mistake, verb, key), seconds)
 
     def _multipart(self, key: str, stop: threading.Event | None = None) -> multipart.Upload:

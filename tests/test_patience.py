@@ -1,0 +1,59 @@
+"""How long what may pass by itself is tried again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from outlast import store
+from outlast.errors import Denied, StoreError, Unreachable
+from outlast.patience import patiently
+
+
+def attempts(*takes_s: float, wrong: type[StoreError] = Unreachable) -> tuple[Callable[[], int], list[float]]:
+    """An attempt that fails after each of these times, and then succeeds; and when each began."""
+    begun: list[float] = []
+
+    def attempt() -> int:
+        begun.append(time.monotonic())
+        if len(begun) > len(takes_s):
+            return len(begun)
+        time.sleep(takes_s[len(begun) - 1])
+        raise wrong("it is not well")
+
+    return attempt, begun
+
+
+def as_it_is(error: Exception) -> StoreError:
+    assert isinstance(error, StoreError)
+    return error
+
+
+def test_a_store_that_stood_still_and_then_hangs_up_is_asked_once_more() -> None:
+    attempt, _ = attempts(0.5, 0.2)
+    assert patiently(attempt, as_it_is, 2) == 3
+
+
+def test_no_attempt_begins_after_the_time_and_the_last_one_may_end_after_it() -> None:
+    attempt, begun = attempts(*[0.3] * 9)
+    with pytest.raises(Unreachable):
+        patiently(attempt, as_it_is, 0.5)
+    assert len(begun) == 2
+    assert begun[-1] - begun[0] < 0.5
+
+
+def test_what_does_not_pass_is_not_tried_again() -> None:
+    attempt, begun = attempts(0, wrong=Denied)
+    with pytest.raises(Denied):
+        patiently(attempt, as_it_is, 9)
+    assert len(begun) == 1
+
+
+def test_a_store_has_all_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    place = store.open_("s3://bucket", patience_s=2)
+    attempt, _ = attempts(1.2, 0.1)
+    assert place._do("read", "key", attempt) == 3
