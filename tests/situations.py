@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -26,7 +27,8 @@ from outlast.diagnosis import Seen
 from outlast.diagnosis import seen as sight
 
 HERE = Path(__file__).parent / "recorded"
-IMAGE = "docker.io/library/outlast:test"
+RECORDED_IMAGE = "docker.io/library/outlast:test"
+IMAGE = os.environ.get("OUTLAST_TEST_IMAGE", RECORDED_IMAGE)
 Document = dict[str, Any]
 
 

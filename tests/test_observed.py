@@ -124,7 +124,10 @@ def test_how_a_worker_ended_is_a_sentence(pod: Document, code: int, sentence: st
 
 def test_a_node_that_does_not_answer_is_named() -> None:
     silent = running(1)
-    silent["status"]["conditions"] = [{"type": "Ready", "status": "False", "reason": "NodeStatusUnknown"}]
+    silent["status"]["conditions"] = [
+        {"type": "Ready", "status": "False"},
+        {"type": "ContainersReady", "status": "True"},
+    ]
     assert said(running(0), silent) == (State.RESTARTING, "worker 1 is on node-a, which does not answer")
 
 

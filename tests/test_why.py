@@ -148,7 +148,7 @@ def test_what_follows_from_it_is_all_that_is_said_besides(name: str) -> None:
 def test_what_may_not_be_read_costs_evidence_and_no_more(name: str) -> None:
     """Someone with the role `view`: no nodes, storage classes and Secrets."""
     it = situations.seen(name)
-    blind = dict.fromkeys(("nodes", "storageclasses", "secrets"), "you may not list them")
+    blind = dict.fromkeys(("nodes", "storageclasses.storage.k8s.io", "secrets"), "you may not list them")
     seen = Seen(**{**vars(it), "nodes": (), "classes": (), "secrets": frozenset(), "unseen": blind})
     rule = causes(seen)[0].rule
     assert rule == {"claim-wrong-class": "claim-failed"}.get(name, FIRST[name][0])
@@ -253,7 +253,7 @@ SAYS = {
     "3 node(s) didn't have free ports for the requested pod ports": "the port of the machine that it asks for is taken",
     "3 node(s) had volume node affinity conflict": "its volume is in another zone or on another machine than the free nodes",
     "3 node(s) exceed max volume count": "nodes have as many volumes as they can",
-    "3 node(s) are on fire": "3 of 0 nodes say node(s) are on fire",
+    "3 node(s) are on fire": "3 node(s) are on fire",
 }
 
 
@@ -470,6 +470,17 @@ def test_pods_that_could_not_be_made_at_first_and_are_there_now_are_no_cause() -
     assert list(refused.creations(seen, NOW)) == []
 
 
+def test_what_another_job_is_refused_is_none_of_ours() -> None:
+    said = "exceeded quota: team, requested: pods=1, used: pods=3, limited: pods=3"
+    ours, other = a_job(), {**a_job(), "metadata": {"name": "other"}}
+    refused_to = {each["metadata"]["name"]: (an_event(each, "FailedCreate", said),) for each in (ours, other)}
+    found = {
+        name: list(refused.creations(Seen("train", workload=ours, events=events), NOW)) for name, events in refused_to.items()
+    }
+    assert [cause.rule for cause in found["train"]] == ["quota"]
+    assert found["other"] == []
+
+
 # Storage
 
 
@@ -537,6 +548,20 @@ def test_a_node_that_is_lost_is_named_with_how_long_it_does_not_answer() -> None
         first.remedy,
     )
     assert "kubectl delete node" in first.remedy
+
+
+def test_who_may_not_see_nodes_is_told_of_a_lost_one_by_its_pods() -> None:
+    conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    silent = a_pod("train-1", phase="Running", node="node-b", index=1, conditions=conditions)
+    pods = (a_pod(phase="Running", node="node-a"), silent)
+    (cause,) = causes(Seen("train", workload=a_job(2), pods=pods, unseen={"nodes": "you may not list nodes"}))
+    assert (cause.rule, cause.what) == ("node-lost", "worker 1 is on node node-b, which does not answer")
+
+
+def test_who_may_not_see_nodes_is_told_nothing_of_their_labels() -> None:
+    seen = situations.seen("node-selector")
+    (cause,) = causes(Seen(**{**vars(seen), "nodes": (), "unseen": {"nodes": "you may not list nodes"}}))
+    assert not [each for each in cause.evidence if "no node has this label" in each]
 
 
 def test_a_node_that_no_longer_exists_is_told() -> None:
@@ -836,6 +861,11 @@ def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
     seen = evidence.see(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
     assert seen.unseen == {"nodes": "you may not list nodes", "events": "you may not list events"}
     assert causes(seen)[0].rule == "unschedulable-gpu"
+
+
+def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
+    cluster = a_cluster("gpu", forbidden=(kinds.ELASTIC_JOB, kinds.VOLCANO_JOB, kinds.WORKLOAD))
+    assert evidence.see(cluster, "train").unseen == {}  # type: ignore[arg-type]
 
 
 def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:

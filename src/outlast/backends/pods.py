@@ -13,6 +13,7 @@ from typing import Any
 
 from outlast import contract
 from outlast.contract import Label, Pod
+from outlast.diagnosis import seen as sight
 
 Document = Mapping[str, Any]
 
@@ -175,12 +176,7 @@ def end(pod: Document) -> End | None:
 
 def lost(pod: Document) -> str:
     """What is wrong with its node; empty when that answers."""
-    for condition in _conditions(pod, "Ready"):
-        if condition.get("status") == "Unknown" or condition.get("reason") == "NodeStatusUnknown":
-            return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer"
-    if phase(pod) == "Unknown" or (pod.get("status") or {}).get("reason") == "NodeLost":
-        return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer"
-    return ""
+    return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if sight.silent(dict(pod)) else ""
 
 
 def _conditions(pod: Document, type_: str = "") -> Iterator[Document]:

@@ -23,6 +23,18 @@ _LINES = 40
 """Of each log."""
 _LOGS = 6
 """How many pods' logs are read; those that failed come first, the newest of them."""
+_MAY_LACK = frozenset(
+    {
+        kinds.ELASTIC_JOB,
+        kinds.VOLCANO_JOB,
+        kinds.VOLCANO_QUEUE,
+        kinds.VOLCANO_GROUP,
+        kinds.POD_GROUP,
+        kinds.WORKLOAD,
+        kinds.LOCAL_QUEUE,
+    }
+)
+"""Kinds that a cluster need not know."""
 _WORKLOADS = (kinds.ELASTIC_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
 
 
@@ -37,8 +49,8 @@ def see(cluster: Cluster, name: str, *, namespace: str | None = None) -> Seen:
     if not workload and not pods:
         if not cluster.has_namespace(where):
             raise NotFound(f"there is no namespace {where}; correct --namespace (kubectl get namespaces)")
-        if kinds.POD.plural in unseen:
-            raise Forbidden(unseen[kinds.POD.plural])
+        if kinds.POD.resource in unseen:
+            raise Forbidden(unseen[kinds.POD.resource])
         raise NotFound(f"there is no job {name} in namespace {where}; `outlast list` shows those there are")
     queued = tuple(_owned(listed(kinds.WORKLOAD), workload))
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
@@ -98,7 +110,8 @@ def _reader(cluster: Cluster, namespace: str, unseen: dict[str, str]) -> _Listed
         except (NotServed, Absent):
             return []
         except Forbidden as error:
-            unseen[kind.plural] = str(error)
+            if kind not in _MAY_LACK or cluster.serves(kind):  # rights are asked for first, also to what is not there
+                unseen[kind.resource] = str(error)
             return []
 
     return listed

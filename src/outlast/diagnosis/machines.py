@@ -10,6 +10,8 @@ from outlast.manifests.request import Document
 
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
+_BACK = "bring the node back, or delete it (kubectl delete node), so that its pods are replaced at once, and not 5 minutes later"
+
 
 def lost(seen: Seen, now: float) -> Iterator[Cause]:
     """Nodes that do not answer, or are gone, under pods that are not done."""
@@ -19,7 +21,11 @@ def lost(seen: Seen, now: float) -> Iterator[Cause]:
         node = nodes.get(where)
         whom = f"{sight.whom(group)} {sight.verb(group, 'is', 'are')} on node {where}"
         if node is None:
-            if "nodes" not in seen.unseen:
+            if "nodes" in seen.unseen:
+                if silent := [pod for pod in group if sight.silent(pod)]:
+                    whom = f"{sight.whom(silent)} {sight.verb(silent, 'is', 'are')} on node {where}"
+                    yield Cause("node-lost", f"{whom}, which does not answer", (), _BACK)
+            else:
                 names = " ".join(map(sight.name, group))
                 remedy = f"kubectl delete pod {names} --force -n {seen.namespace}: then others are made"
                 yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
@@ -32,11 +38,7 @@ def lost(seen: Seen, now: float) -> Iterator[Cause]:
         answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
-        remedy = (
-            "bring the node back, or delete it (kubectl delete node), so that its pods are replaced at once, and not "
-            "5 minutes after it was lost"
-        )
-        yield Cause("node-lost", f"{whom}, which {answers}{ago}", (evidence, *(f"taint {key}" for key in taints)), remedy)
+        yield Cause("node-lost", f"{whom}, which {answers}{ago}", (evidence, *(f"taint {key}" for key in taints)), _BACK)
 
 
 def taken(seen: Seen, _: float) -> Iterator[Cause]:

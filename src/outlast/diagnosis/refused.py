@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests.request import Document
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def creations(seen: Seen, _: float) -> Iterator[Cause]:
     if len(alive) >= seen.wanted():
         return
     told: dict[str, Cause] = {}
-    for event in sorted((e for e in seen.events if e.get("reason") == "FailedCreate"), key=sight.when, reverse=True):
+    for event in sorted((each for each in seen.events if _failed_to_make(each, seen)), key=sight.when, reverse=True):
         cause = refusal(seen, event.get("message", ""))
         told.setdefault(cause.what, Cause(cause.rule, cause.what, (sight.said(event),), cause.remedy))
     missing = seen.wanted() - len(alive)
@@ -116,6 +117,13 @@ def creations(seen: Seen, _: float) -> Iterator[Cause]:
         some = f"{missing} of {seen.wanted()} workers" if missing > 1 or seen.wanted() > 1 else "the worker"
         have = "have" if missing > 1 else "has"
         yield Cause(cause.rule, f"{some} {have} no pod: {cause.what}", cause.evidence, cause.remedy)
+
+
+def _failed_to_make(event: Document, seen: Seen) -> bool:
+    """Whether it says that a pod of the workload could not be made; a Deployment leaves that to its ReplicaSets."""
+    about, name = event.get("involvedObject", {}), sight.name(seen.workload)
+    mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
+    return bool(event.get("reason") == "FailedCreate" and name and mine)
 
 
 def refusal(seen: Seen, message: str) -> Cause:

@@ -53,7 +53,7 @@ def unschedulable(seen: Seen, _: float) -> Iterator[Cause]:
                 told.append(
                     Cause(
                         "unschedulable",
-                        f"{_whom(pods)} no node: {f'{count} of {len(seen.nodes)} nodes say ' if count else ''}{text}",
+                        f"{_whom(pods)} no node: {f'{count} ' if count else ''}{text}",
                         remedy="see `kubectl describe pod` and `kubectl get nodes`, or ask who runs the cluster",
                     )
                 )
@@ -96,7 +96,8 @@ def _resource(it: Blocked) -> Cause:
     asks = f"asks for {sight.readable(resource, wanted)} {_noun(resource)}"
     had = (_offers(it.seen.nodes, resource),)
     if not it.seen.nodes:
-        return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room: each {asks}", (), _smaller(resource))
+        remedy = f"{_smaller(resource)}, or ask who runs the cluster which nodes offer it (you may not see them)"
+        return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room, or none at all: each {asks}", (), remedy)
     if most[0] == 0:
         return Cause(
             f"unschedulable-{_short(resource)}", f"{it.whom} no node: none has any {resource}", had, _absent(it.seen, resource)
@@ -162,7 +163,7 @@ def _selector(it: Blocked) -> Cause:
     return Cause(
         "unschedulable-selector",
         f"{it.whom} no node: none has the labels that it is to have",
-        tuple(lines),
+        tuple(lines) if "nodes" not in it.seen.unseen else tuple(f"{key}={value}" for key, value in wanted.items()),
         f"correct {where} to labels that nodes have (kubectl get nodes --show-labels), or label the nodes",
     )
 

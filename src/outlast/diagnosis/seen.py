@@ -65,7 +65,7 @@ class Seen:
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """The last lines of pods that failed, by the pod's name."""
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """What could not be read (its plural), and why."""
+    """What could not be read (`jobs.batch`), and why."""
 
     @property
     def kind(self) -> str:
@@ -172,6 +172,14 @@ def statuses(pod: Document) -> Iterator[Document]:
     status = pod.get("status", {})
     yield from status.get("initContainerStatuses") or ()
     yield from status.get("containerStatuses") or ()
+
+
+def silent(pod: Document) -> bool:
+    """Whether its node does not answer: then the node's controller says that it is not ready, and its containers stay as they
+    were seen last (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
+    gated = pod["spec"].get("readinessGates") or pod["metadata"].get("deletionTimestamp")
+    contradiction = condition(pod, "Ready", "False") and condition(pod, "ContainersReady", "True")
+    return bool(contradiction and not gated) or phase(pod) == "Unknown" or pod.get("status", {}).get("reason") == "NodeLost"
 
 
 def stuck(pod: Document) -> Iterator[tuple[str, str]]:

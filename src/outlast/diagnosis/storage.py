@@ -63,12 +63,13 @@ def _unbound(seen: Seen, claim: Document, whom: str) -> Cause:
             (*events,),
             "restore the volume or make a new claim",
         )
-    if wanted is None and not any(_is_default(each) for each in classes.values()):
+    unseen = "storageclasses.storage.k8s.io" in seen.unseen
+    unset = any("no storage class is set" in event for event in events)
+    if wanted is None and (unset if unseen else not any(_is_default(each) for each in classes.values())):
         remedy = "set storageClass to one of the cluster's, make one the default, or make a PersistentVolume for it"
-        return Cause(
-            "claim-class", f"{what}: it names no storage class, and the cluster has no default one", (offered, *events), remedy
-        )
-    if wanted and wanted not in classes and "storageclasses" not in seen.unseen:
+        said = (offered, *events) if not unseen else tuple(events)
+        return Cause("claim-class", f"{what}: it names no storage class, and the cluster has no default one", said, remedy)
+    if wanted and wanted not in classes and not unseen:
         remedy = "correct storageClass, or install the class (delete the claim first: its class cannot be changed)"
         return Cause("claim-class", f"{what}: there is no storage class {wanted}", (offered, *events), remedy)
     chosen = classes.get(wanted or next((each for each, its in classes.items() if _is_default(its)), ""), {})

@@ -57,7 +57,12 @@ def queues(seen: Seen, _: float) -> Iterator[Cause]:
                 what = f"queue {name} has put it back ({evicted.get('reason', '')})"
             text = str(refused.get("message", ""))
             yield Cause("queue", what, (*_told(refused), *_told(evicted)), _queue_remedy(seen, str(name), text))
-    if queue and not seen.queued and seen.workload.get("spec", {}).get("suspend") and "workloads" not in seen.unseen:
+    if (
+        queue
+        and not seen.queued
+        and seen.workload.get("spec", {}).get("suspend")
+        and "workloads.kueue.x-k8s.io" not in seen.unseen
+    ):
         remedy = "install Kueue with the framework of this kind enabled, or remove scheduling.queue from the job file"
         yield Cause("queue", f"it is to wait in queue {queue}, and Kueue has made no workload of it", (), remedy)
 
