@@ -9,7 +9,7 @@ import pytest
 from outlast import store
 from outlast.errors import Superseded
 from outlast.remote import run as runs
-from outlast.runtime import ownership
+from outlast.runtime import ownership, probes
 from outlast.runtime.ownership import Ended
 
 
@@ -20,6 +20,19 @@ def place() -> store.Store:
 
 def taken(place: store.Store, word: str, *, fresh: bool = False) -> str | Ended:
     return ownership.take(place, ownership.record("job", word, word), fresh=fresh)
+
+
+def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> None:
+    health = probes.Health(end=Ended("a", "it is over", 0).dumps())
+    done, training = probes.serve(lambda: health, {}), probes.serve(probes.Health, {})
+    assert ownership.told(["127.0.0.1:1", training, done], "a") == Ended("a", "it is over", 0)
+    assert ownership.told([training, done], "b") is None
+
+
+def test_the_others_are_called_as_pod_0_is() -> None:
+    endpoint = "c10d://train-0.train.team.svc.cluster.local:29400"
+    assert ownership.others(endpoint, 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
+    assert ownership.others("c10d://localhost:29400", 0, 1) == []
 
 
 def test_the_first_pod_begins_a_run_and_the_others_find_it(place: store.Store) -> None:

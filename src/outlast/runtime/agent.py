@@ -87,6 +87,8 @@ class Agent:
         self._pusher = pusher.Pusher(environ)
         self.alone = not environ[contract.Env.RENDEZVOUS].startswith("unix://")
         """Whether there is no launcher: then workers take up the run, and worker 0 may decide."""
+        self._word = environ.get(contract.Env.RUN, "")
+        """By which whoever made this worker knows the run, see `ownership`."""
         self._host: Host | None = None
         self._ending: threading.Thread | None = None
         self._told = threading.Event()
@@ -130,10 +132,20 @@ class Agent:
             self._ending.join(LAST_PUSH_S)
         if self.environ.get(contract.Env.STAY) == "1" and self.exit.code in _FINAL:
             print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
-            self.health = probes.Health(True, False, self.exit.reason, {"done": float(self.exit.code == contract.Exit.DONE)})
+            metrics = {"done": float(self.exit.code == contract.Exit.DONE)}
+            self.health = probes.Health(True, False, self.exit.reason, metrics, self._end(self.exit.code))
             self._told.wait()
             return lifecycle.Exit(contract.Exit.DONE, self.exit.reason)
         return self.exit
+
+    def _end(self, code: int) -> str:
+        """What other workers are told of how the run has ended; nothing, if it was this worker alone that could not go on."""
+        if not self.alone or code == contract.Exit.MISCONFIGURED:
+            return ""
+        from outlast.runtime import ownership
+
+        said = f"run {self._word} has ended before, another worker says; nothing is left to do"
+        return ownership.Ended(self._word, said, code).dumps()
 
     @functools.cached_property
     def ledger(self) -> Ledger:
@@ -219,6 +231,7 @@ class Agent:
 
     def _take_up(self) -> ownership.Ended | None:
         """Find out which run this is, and go on with the log of this worker."""
+        from outlast.remote import run as runs
         from outlast.runtime import ownership
 
         environ = self.environ
@@ -226,6 +239,10 @@ class Agent:
             raise OutlastError(f"rendezvous by {environ[contract.Env.RENDEZVOUS]} is not known here; say backend: c10d")
         word = environ[contract.Env.RUN]
         where = ownership.place(self.output, self._store)
+        if environ.get(contract.Env.STAY) == "1" and runs.read(where) is None:
+            others = ownership.others(environ[contract.Env.RENDEZVOUS], self.index, self.job.spec.workers.max)
+            if end := ownership.told(others, word):
+                return end
         self.output.mkdir(parents=True, exist_ok=True)
         begun = ownership.record(self.job.metadata.name, word, word)
         run = ownership.take(where, begun, fresh=environ.get(contract.Env.FRESH) == "1")

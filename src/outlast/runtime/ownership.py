@@ -8,11 +8,19 @@ that name. Every pod asks by itself, and all find the same answer:
     the same, and ours is to begin from the beginning               begin a run; what that one has left goes to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
+
+Where the output is lost with a pod, the record is, too. Then workers that stay up after the end tell a new one (`told`).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +30,9 @@ from outlast.remote import register
 from outlast.remote import run as runs
 from outlast.runtime import push
 
+_ANSWER_S = 3.0
+_ASKED = 8
+"""How many others are asked: one that knows is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
@@ -32,6 +43,35 @@ class Ended:
     run: str
     reason: str
     code: int
+
+    def dumps(self) -> str:
+        """As `told` reads it."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def told(others: Sequence[str], run: str) -> Ended | None:
+    """What workers at these `host:port` that stay up say of how the run has ended, if one says that it has."""
+
+    def ask(address: str) -> Ended | None:
+        try:
+            with urllib.request.urlopen(f"http://{address}/end", timeout=_ANSWER_S) as answer:
+                end = Ended(**json.load(answer))
+        except (OSError, ValueError, TypeError):  # it is not there, trains, or is of another version
+            return None
+        return end if end.run == run else None
+
+    with ThreadPoolExecutor(_ASKED) as crew:
+        return next(filter(None, crew.map(ask, others[:_ASKED])), None)
+
+
+def others(endpoint: str, index: int, workers: int) -> list[str]:
+    """`host:port` of the probes of all others, when pod 0 at `endpoint` (`c10d://NAME-0.SERVICE...`) is called as they are."""
+    host = urllib.parse.urlsplit(endpoint).hostname or ""
+    name, _, domain = host.partition(".")
+    stem, _, number = name.rpartition("-")
+    if number != "0" or not domain:
+        return []
+    return [f"{stem}-{n}.{domain}:{contract.Pod.PROBE_PORT}" for n in range(workers) if n != index]
 
 
 def place(output: Path, url: str) -> store.Store:

@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people.
+"""`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers.
 
 Probes tell the truth: healthy while something advances (a step, or a phase of the start), ready while it is in a world.
 """
@@ -23,6 +23,8 @@ class Health:
     reason: str = "starting"
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Name without prefix -> value."""
+    end: str = ""
+    """How the run has ended, while its worker stays up; see `ownership.Ended`."""
 
 
 HELP = {
@@ -66,6 +68,8 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
                     self._answer(200 if health.ready else 503, health.reason + "\n")
                 case "/metrics":
                     self._answer(200, exposition(health, labels))
+                case "/end":
+                    self._answer(200 if health.end else 404, health.end)
                 case _:
                     self._answer(404, "try /healthz, /readyz or /metrics\n")
 
