@@ -102,7 +102,8 @@ def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outl
 def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
     code, out, _ = outlast("status")
-    assert (code, out.splitlines()[0]) == (0, "train: Pending: its pods are not made yet")
+    said = "its pods are not made yet; when it stays so, outlast why train says why"
+    assert (code, out.splitlines()[0]) == (0, f"train: Pending: {said}")
     code, out, _ = outlast("scale", "train", "1")
     assert (code, out) == (0, "train is to have 1 worker\n")
     code, _, err = outlast("status", "other")

@@ -349,7 +349,7 @@ class KubernetesBackend:
     def _workloads(self, name: str = "") -> List[Document]:
         """The workloads of one job, or of all."""
         found: List[Document] = []
-        denied: List[Forbidden] = []
+        denied: dict[kube.Kind, Forbidden] = {}
         listed = 0
         for kind in _KINDS:
             if kind in self._unserved:
@@ -364,9 +364,9 @@ class KubernetesBackend:
             except NotServed:
                 self._unserved.add(kind)
             except Forbidden as error:
-                denied.append(error)
+                denied[kind] = error
         if denied and not listed:
-            raise denied[-1]
+            raise denied.get(kube.JOB) or next(iter(denied.values()))
         return found
 
     def _all(self, name: str) -> List[Document]:

@@ -196,7 +196,7 @@ def _unmade(seen: Seen) -> str:
             return f"its pods cannot be made: {condition.get('message')}"
     if seen.workload.get("kind") == "ElasticJob":
         return "no operator has taken it up yet; is one installed? (outlast install)"
-    return "its pods are not made yet"
+    return f"its pods are not made yet; when it stays so, outlast why {seen.name} says why"
 
 
 def _done(pod: Document) -> bool:
