@@ -112,3 +112,10 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     code, out, _ = outlast("cancel", "train", "-n", "default")
     assert (code, out) == (0, "train is cancelled; its output stays in s3://bucket/runs/train\n")
     assert kinds(api) == []
+
+
+def test_what_workers_cannot_do_yet_is_refused_before_anything_is_made(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    by_etcd = ("--set", "rendezvous.backend=etcd", "--set", "rendezvous.endpoint=etcd:2379")
+    code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job", *by_etcd)
+    assert (code, err) == (2, "Error: job.yaml: workers of this version cannot meet by etcd yet; leave rendezvous out\n")
+    assert [kind for kind, _, _ in api.documents] == ["namespaces"]
