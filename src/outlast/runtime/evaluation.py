@@ -13,6 +13,7 @@ from pathlib import Path
 
 from outlast import spec, store
 from outlast.contract import Env
+from outlast.remote import run as runs
 from outlast.runtime import prepare, restore
 
 
@@ -23,7 +24,9 @@ def main(args: Sequence[str]) -> int:
     environ |= job.spec.env
     if Env.STORE in environ:
         place = store.open_(environ[Env.STORE])
-        restore.restore(Path(environ[Env.OUTPUT]), place, environ[Env.RUN], lambda text: print(f"outlast | {text}", flush=True))
+        begun = runs.read(place)  # its name is that of the file it was begun with; ours may be a later one
+        run = begun.run if begun else environ[Env.RUN]
+        restore.restore(Path(environ[Env.OUTPUT]), place, run, lambda text: print(f"outlast | {text}", flush=True))
     preparation = prepare.Preparation(job, environ)
     try:
         preparation.prepare()
