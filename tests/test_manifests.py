@@ -19,7 +19,7 @@ from kubernetes_validate import utils as schemas
 from outlast import contract, manifests, spec
 from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
-from outlast.manifests import labels, names, overlay, pods, request, resources, variables
+from outlast.manifests import evaluation, labels, names, objects, overlay, pods, request, resources, variables
 from outlast.manifests.request import Document
 
 ROOT = Path(__file__).parents[1]
@@ -267,6 +267,11 @@ def test_labels_are_the_settings_that_training_has() -> None:
     assert found["args.outlast.dev/batch"] == "1200"
 
 
+def test_arguments_that_may_be_secrets_are_no_labels() -> None:
+    args = ["--api-token=abc", "--HF_KEY=abc", "--client-secret", "abc", "--password=abc", "--credentials=abc", "--batch=1"]
+    assert labels.settings(args) == {"args.outlast.dev/batch": "1"}
+
+
 @given(args=st.lists(st.text(max_size=80)))
 def test_no_argument_makes_a_label_that_is_none(args: list[str]) -> None:
     for name, value in labels.settings([*args, *(f"--{arg}={arg}" for arg in args)]).items():
@@ -459,6 +464,24 @@ def test_a_job_of_volcano_is_a_gang_in_its_queue() -> None:
     assert wrong(a_job(suspend=True), "volcano")
 
 
+@pytest.mark.parametrize("limit", [0, 3])
+def test_volcano_ends_a_job_with_the_first_restart_that_is_too_many(limit: int) -> None:
+    spec_ = kind(manifests.render(a_job(restarts={"limit": limit}), "volcano"), "Job")["spec"]
+    assert spec_["maxRetry"] == limit + 1
+
+
+@pytest.mark.parametrize("gang", ["coscheduling", "volcano"])
+def test_the_one_pod_of_an_evaluation_waits_for_no_gang(gang: str) -> None:
+    job = a_job(scheduling={"gang": gang}, template={"metadata": {"annotations": {"team": "a"}}})
+    alone = evaluation.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
+    assert alone["metadata"].get("annotations") == {"team": "a"}
+    assert "scheduling.x-k8s.io/pod-group" not in alone["metadata"]["labels"]
+    assert "schedulerName" not in alone["spec"]
+    job = a_job(template={"spec": {"schedulerName": "ours"}})
+    alone = evaluation.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
+    assert alone["spec"]["schedulerName"] == "ours"
+
+
 @pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset"])
 def test_a_queue_is_kueues(topology: str) -> None:
     owner = manifests.render(a_job(scheduling={"queue": "research"}), topology)[-1]
@@ -537,13 +560,39 @@ def test_a_claim_takes_the_place_of_what_would_end_with_the_pod() -> None:
 
 def test_a_claim_with_a_size_is_made() -> None:
     volumes = [{"claim": "pvc", "to": "/out", "size": "100Gi", "storageClass": "efs-sc"}]
-    claim = kind(manifests.render(a_job(volumes=volumes), "job"), "PersistentVolumeClaim")
+    claim = kind(manifests.render(a_job(volumes=volumes), "indexed-job"), "PersistentVolumeClaim")
     assert claim["metadata"]["name"] == "pvc"
     assert claim["spec"] == {
         "accessModes": ["ReadWriteMany"],
         "storageClassName": "efs-sc",
         "resources": {"requests": {"storage": "100Gi"}},
     }
+
+
+def test_a_claim_is_for_one_pod_or_all_unless_its_access_mode_is_given() -> None:
+    def modes(topology: str, **fields: str) -> list[str]:
+        volumes = [{"claim": "pvc", "to": "/out", "size": "1Gi", **fields}]
+        claim = kind(manifests.render(a_job(volumes=volumes), topology), "PersistentVolumeClaim")
+        return list(claim["spec"]["accessModes"])
+
+    assert [modes(topology) for topology in TOPOLOGIES] == [
+        ["ReadWriteOnce" if topology == "job" else "ReadWriteMany"] for topology in TOPOLOGIES
+    ]
+    assert modes("job", accessMode="ReadWriteMany") == ["ReadWriteMany"]
+    assert modes("statefulset", accessMode="ReadWriteOncePod") == ["ReadWriteOncePod"]
+
+
+def test_what_a_claim_has_and_is_not_asked_for_is_said() -> None:
+    def a_claim(size: str, **fields: Any) -> Document:
+        wanted = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}, **fields}
+        return {"kind": "PersistentVolumeClaim", "metadata": {"name": "pvc"}, "spec": wanted}
+
+    there = a_claim("102400Mi", storageClassName="slow")
+    assert objects.kept(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc is there and is used as it is"
+    assert objects.kept(a_claim("200Gi", storageClassName="fast"), there) == (
+        "PersistentVolumeClaim pvc is there and is used as it is; "
+        "its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"
+    )
 
 
 def test_code_of_the_image_is_not_hidden_by_an_empty_directory() -> None:
@@ -580,6 +629,8 @@ def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() ->
             {"cpu": 64, "gpu": 16, "accelerator": "neuron"},
             resources.Share({"cpu": "64", "aws.amazon.com/neuron": 16}, {"aws.amazon.com/neuron": 16}, 16, 4, None),
         ),
+        ({"cpu": 2, "cpuLimit": 4}, resources.Share({"cpu": "2"}, {"cpu": "4"}, 1, 2, None)),
+        ({"cpuLimit": 4}, resources.Share({"cpu": "4"}, {"cpu": "4"}, 1, 4, None)),
         ({"gpu": 2, "accelerator": "google.com/tpu"}, resources.Share({"google.com/tpu": 2}, {"google.com/tpu": 2}, 2, 1, None)),
     ],
 )
@@ -591,6 +642,27 @@ def test_shared_memory_that_leaves_none_is_refused() -> None:
     assert wrong(a_job(resources={"memory": "4Gi", "sharedMemory": "4Gi"})) == [
         "resources.sharedMemory (4Gi), which counts as memory, leaves nothing of resources.memory (4Gi); lower it or raise memory"
     ]
+
+
+def test_cores_above_their_limit_are_refused() -> None:
+    assert wrong(a_job(resources={"cpu": 4, "cpuLimit": "3500m"})) == [
+        "resources.cpu (4) is above resources.cpuLimit (3500m); lower it or raise cpuLimit"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "taints"),
+    [
+        ("nvidia", ["nvidia.com/gpu"]),
+        ("nvidia.com/mig-1g.10gb", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu"]),
+        ("aws.amazon.com/neuroncore", ["aws.amazon.com/neuroncore", "aws.amazon.com/neuron"]),
+        ("google.com/tpu", ["google.com/tpu"]),
+    ],
+)
+def test_the_taints_of_an_accelerators_nodes_are_tolerated(accelerator: str, taints: list[str]) -> None:
+    job = a_job(resources={"gpu": 1, "accelerator": accelerator}, scheduling={"spot": "avoid"})
+    found = template(manifests.render(job, "job"))["spec"]["tolerations"]
+    assert found == [{"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in taints]
 
 
 def affinity(**fields: Any) -> Document:

@@ -208,7 +208,60 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
             "data: [{from: a}, {from: b, to: /data/b}]",
             "data[1].to (/data/b) is inside data[0].to (/data); choose places beside each other",
         ),
-        ("data: [{from: a, to: data}]", "data[0].to (data) must be an absolute path in the worker, e.g. /data"),
+        *(
+            (
+                f"data: [{{from: a, to: {to}}}]",
+                f"data[0].to ({to}) must be an absolute path in the worker, e.g. /data, without : and parts that are . or ..",
+            )
+            for to in ("data", "/", "/data/", "/etc/../data", "//etc", "/.", "/a:b")
+        ),
+        *(
+            (field, f"{place} is a place of Outlast or of the system; choose another, e.g. /mnt/data")
+            for field, place in (
+                ("volumes: [{claim: a, to: /etc/outlast}]", "volumes[0].to (/etc/outlast)"),
+                ("secrets: [{name: a, to: /run/outlast/state}]", "secrets[0].to (/run/outlast/state)"),
+                ("data: [{from: a, to: /opt/outlast/lib}]", "data[0].to (/opt/outlast/lib)"),
+                ("volumes: [{claim: a, to: /dev/shm}]", "volumes[0].to (/dev/shm)"),
+                ("volumes: [{claim: a, to: /usr}]", "volumes[0].to (/usr)"),
+            )
+        ),
+        (
+            "volumes: [{claim: My_Data, to: /data}]",
+            "volumes[0].claim (My_Data) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
+            "at most 253 characters",
+        ),
+        (
+            "secrets: [{name: HF-token}]",
+            "secrets[0].name (HF-token) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
+            "at most 253 characters",
+        ),
+        (
+            "scheduling: {queue: team_a}",
+            "scheduling.queue (team_a) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
+            "at most 63 characters",
+        ),
+        (
+            "scheduling: {priorityClassName: High}",
+            "scheduling.priorityClassName (High) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
+            "at most 253 characters",
+        ),
+        (
+            "tolerations: [{key: a b, operator: Exists}]",
+            "tolerations[0].key (a b) must be the key of a taint, e.g. nvidia.com/gpu: letters, digits, -, _ and .",
+        ),
+        (
+            "tolerations: [{key: a, value: b c}]",
+            "tolerations[0].value (b c) must be at most 63 letters, digits, -, _ and .",
+        ),
+        (
+            "tolerations: [{key: a, value: b, operator: Exists}]",
+            "the toleration's value (b) has no use with operator Exists; remove one of them",
+        ),
+        ("tolerations: [{value: b}]", "the toleration has no key, which means any; say operator: Exists, or give the key"),
+        (
+            "tolerations: [{operator: Exists, tolerationSeconds: 5}]",
+            "tolerationSeconds has a use with effect: NoExecute only; add or remove it",
+        ),
         ("data: [{from: a}, {from: b}]", "data[1].to is /data, as data[0].to is; choose another place for one of them"),
         ("models: [{from: a, name: ..}]", "models[0].name (..) must be a directory's name: letters, digits, dashes and dots"),
         ("processesPerWorker: 0", "processesPerWorker (0) must be auto or a number from 1 on"),
@@ -281,6 +334,10 @@ def test_processes_need_a_gpu_each() -> None:
     assert problem("processesPerWorker: 8\nresources: {gpu: 4}") == (
         "processesPerWorker (8) is above resources.gpu (4); each process needs a GPU of its own"
     )
+
+
+def test_processes_of_neuron_share_its_devices_which_have_several_cores() -> None:
+    assert spec.parse(a_job("processesPerWorker: 32\nresources: {gpu: 16, accelerator: neuron}")).spec.resources.gpu == 16
 
 
 def test_the_deadline_to_start_is_not_after_the_deadline_to_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,6 +77,71 @@ def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServe
     code, _, err = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 2
     assert "StatefulSet train is in namespace default already and belongs to somebody else, not to a job train" in err
+
+
+CLAIMING = ("--as", "indexed-job", "--set", "volumes=[{claim: data, to: /data, size: 20Gi, storageClass: fast}]")
+
+
+def test_a_claim_that_is_there_is_used_and_never_changed(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    labels = {"outlast.dev/job": "other"}
+    wanted = {"accessModes": ["ReadWriteMany"], "storageClassName": "slow", "resources": {"requests": {"storage": "10Gi"}}}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "data", "labels": labels}, "spec": wanted}
+    there = copy.deepcopy(api.put(claim))
+    said = "PersistentVolumeClaim data is there and is used as it is"
+    for options in (("--dry-run",), ()):
+        code, out, _ = outlast("submit", "job.yaml", *CLAIMING, *options)
+        assert (code, out.splitlines()[0]) == (0, f"{said}; its size is 10Gi, not 20Gi; its StorageClass is slow, not fast")
+    assert api.documents["persistentvolumeclaims", "default", "data"] == there
+
+
+def test_a_claim_that_is_not_there_is_made_and_stays(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    assert "PersistentVolumeClaim data created" in outlast("submit", "job.yaml", *CLAIMING)[1]
+    outlast("cancel", "train", "-n", "default")
+    assert kinds(api) == ["persistentvolumeclaims"]
+
+
+def test_what_is_made_beside_a_job_goes_with_it(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    (name,) = (name for resource, _, name in api.documents if resource == "jobs.batch")
+    uid = api.documents["jobs.batch", "default", name]["metadata"]["uid"]
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": uid}
+    beside = [each for (resource, *_), each in api.documents.items() if resource in ("configmaps", "services")]
+    assert [each["metadata"]["ownerReferences"] for each in beside] == [[owner], [owner]]
+    api.remove("jobs.batch", name)  # as when its time after its end is over
+    assert kinds(api) == []
+
+
+def test_a_claim_belongs_to_no_workload(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast("submit", "job.yaml", *CLAIMING)
+    assert "ownerReferences" not in api.documents["persistentvolumeclaims", "default", "data"]["metadata"]
+
+
+def test_what_an_earlier_run_leaves_is_not_lost_by_the_next(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    """The cluster deletes what belongs to nobody any more a while after its owner."""
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    key = ("services", "default", "train-rdzv")
+    gone = {"apiVersion": "batch/v1", "kind": "Job", "name": "train-00000000", "uid": "gone"}
+    for (resource, *_), each in list(api.documents.items()):
+        if resource == "services":
+            each["metadata"]["ownerReferences"] = [gone]
+        elif resource == "jobs.batch":
+            api.remove("jobs.batch", each["metadata"]["name"])
+    before = api.documents[key]["metadata"]["uid"]
+    assert "Service train-rdzv created" in outlast("submit", "job.yaml", "--as", "indexed-job")[1]
+    after = api.documents[key]["metadata"]
+    assert after["uid"] != before
+    assert gone not in after["ownerReferences"]
+
+
+def test_what_is_left_of_a_job_that_is_gone_can_be_cancelled(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    labels = {"outlast.dev/job": "train"}
+    for kind in ("ConfigMap", "Service"):
+        api.put({"apiVersion": "v1", "kind": kind, "metadata": {"name": "train-rest", "labels": labels}})
+    code, out, _ = outlast("cancel", "train", "-n", "default")
+    assert (code, out) == (0, "train was gone already; what was left of it is deleted\n")
+    assert kinds(api) == []
+    code, _, err = outlast("cancel", "train", "-n", "default")
+    assert (code, err.partition(";")[0]) == (2, "Error: there is no job train in namespace default of here")
 
 
 def test_what_the_cluster_refuses_is_one_sentence_and_exits_with_1(api: apiserver.ApiServer, outlast: Outlast) -> None:

@@ -452,6 +452,10 @@ REFUSALS = {
         "invalid",
         "the API server takes the pods for invalid: spec.containers[0].image: Required value",
     ),
+    'Pod "a" is invalid: resources.requests: Invalid value: "4": must be less than or equal to cpu limit of 1': (
+        "cpu-limit",
+        "a worker asks for 4 cores, and its limit is 1, which a LimitRange of the namespace sets",
+    ),
     "pods are out of stock": ("refused", "the API server refused: pods are out of stock"),
 }
 
@@ -462,6 +466,17 @@ def test_what_admission_says_has_a_meaning(message: str) -> None:
     said = cause.what.replace("Error creating: ", "")
     assert (cause.rule, said) == REFUSALS[message]
     assert cause.remedy
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "pods is forbidden: failed quota: team: must specify limits.cpu for: worker",
+        'spec.containers[0].resources.requests: Invalid value: "4": must be less than or equal to cpu limit of 1',
+    ],
+)
+def test_a_limit_of_cores_that_the_namespace_wants_is_a_field(message: str) -> None:
+    assert "resources.cpuLimit" in refused.refusal(Seen("train", "team"), message).remedy
 
 
 def test_pods_that_could_not_be_made_at_first_and_are_there_now_are_no_cause() -> None:

@@ -46,6 +46,11 @@ ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 """How the names of archives of code end."""
 _OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
+OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
+"""Places in a pod (a pattern of RE2, too) that nothing may be mounted over: what runs there would miss its files."""
+MANY_CORES = ("neuron", "aws.amazon.com/neuron", "aws.amazon.com/neurondevice")
+"""Accelerators of which each has cores for several processes."""
+
 # ---------------------------------------------------------------------------------------------------------------------- types
 
 
@@ -87,6 +92,13 @@ class _Pattern:
 def _label(longest: int) -> _Pattern:
     sentence = f"must be lower-case letters, digits and dashes, from a letter on, at most {longest} characters"
     return _Pattern(r"[a-z]([-a-z0-9]*[a-z0-9])?", sentence, longest)
+
+
+def _name(longest: int) -> _Pattern:
+    """The name of something in a cluster (a subdomain of RFC 1123), or nothing."""
+    part = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    sentence = f"must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {longest} characters"
+    return _Pattern(rf"{part}(\.{part})*|", sentence, longest)
 
 
 def _location(value: str) -> str:
@@ -175,12 +187,24 @@ Location = Annotated[str, AfterValidator(_location)]
 Code = Annotated[str, AfterValidator(_code)]
 Script = Annotated[str, AfterValidator(_inside)]
 Module = Annotated[str, _Pattern(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "must be a Python module, e.g. outlast.recipes.cifar10")]
-Mount = Annotated[str, _Pattern(r"/.*[^/]", "must be an absolute path in the worker, e.g. /data")]
+Mount = Annotated[
+    str,
+    _Pattern(
+        r"(/([^/:.][^/:]*|\.[^/:.][^/:]*|\.\.[^/:]+))+",
+        "must be an absolute path in the worker, e.g. /data, without : and parts that are . or ..",
+    ),
+]
 Directory = Annotated[str, _Pattern(r"[\w.-]*[\w-]", "must be a directory's name: letters, digits, dashes and dots")]
 Accelerator = Annotated[
     str,
     _Pattern(r"nvidia|amd|neuron|[\w.-]+/[\w.-]+", "must be nvidia, amd, neuron or a resource such as nvidia.com/gpu"),
 ]
+_LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?"
+_TAINT = _Pattern(
+    r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?|",
+    "must be the key of a taint, e.g. nvidia.com/gpu: letters, digits, -, _ and .",
+    317,
+)
 Endpoint = Annotated[str, _Pattern(r"(\w+://)?[^ /]+:[0-9]+(/[^ ]*)?", "must be an address with a port, e.g. etcd:2379")]
 
 
@@ -271,6 +295,9 @@ class Resources(Checked):
 
     cpu: Cores | None = None
     """Cores: `4`, `500m`."""
+    cpu_limit: Cores | None = None
+    """The most cores, `8`, for namespaces that ask for a limit. Kubernetes only. Default: no limit, so that data loaders may use
+    what is idle."""
     memory: Memory | None = None
     """Memory: `16Gi`."""
     gpu: Whole = 0
@@ -332,11 +359,11 @@ class Interruption(Checked):
 class Scheduling(Checked):
     """Where and when pods may run. Kubernetes only."""
 
-    queue: str = ""
+    queue: Annotated[str, _name(63)] = ""
     """Queue of Kueue or Volcano."""
     gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
     """Who starts the workers all or none. `auto`: whoever is installed."""
-    priority_class_name: str = ""
+    priority_class_name: Annotated[str, _name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
     """Whether to run on spot machines."""
@@ -368,14 +395,17 @@ class Hang(Checked):
 class Volume(Checked):
     """A volume for the pods. Kubernetes only."""
 
-    claim: Text
-    """Name of the PersistentVolumeClaim."""
+    claim: Annotated[Text, _name(253)]
+    """Name of the PersistentVolumeClaim. One that is there is used as it is."""
     to: Mount
     """Where a pod finds it. Data of this machine (`data: [{from: ./cifar, to: /data}]`) is in pods what a volume has there."""
     size: Memory | None = None
-    """Size of a claim that is to be made, `100Gi`, for all workers to read and write. Default: it exists."""
-    storage_class: str = ""
+    """Size of a claim that is to be made if it is not there, `100Gi`. Default: it exists."""
+    storage_class: Annotated[str, _name(253)] = ""
     """With `size`: the StorageClass. Default: the cluster's."""
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] | None = None
+    """With `size`: who may use the claim at once, the pods of one node, all pods, or one pod. Disks refuse `ReadWriteMany`,
+    shared file systems do not. Default: `ReadWriteOnce` for a job of one pod (topology job), else `ReadWriteMany`."""
     sub_path: str = ""
     """Directory in the volume. Default: all of it."""
     read_only: Flag = False
@@ -385,22 +415,30 @@ class Volume(Checked):
 class Toleration(Checked):
     """A taint of nodes that the pods tolerate, as in a pod's specification. Kubernetes only."""
 
-    key: str = ""
+    key: Annotated[str, _TAINT] = ""
     """Key of the taint. Default: any."""
     operator: Literal["Exists", "Equal"] = "Equal"
     """`Equal` compares `value`, `Exists` does not."""
-    value: str = ""
+    value: Annotated[str, _Pattern(_LABEL_VALUE, "must be at most 63 letters, digits, -, _ and .", 63)] = ""
     """Value of the taint."""
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
     """Effect of the taint. Default: any."""
     toleration_seconds: Whole | None = None
     """With `NoExecute`: how long the pods stay. Default: for ever."""
 
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.operator == "Exists" and self.value:
+            yield ("value",), f"the toleration's value ({self.value}) has no use with operator Exists; remove one of them"
+        if self.operator == "Equal" and not self.key:
+            yield ("key",), "the toleration has no key, which means any; say operator: Exists, or give the key"
+        if self.toleration_seconds is not None and self.effect != "NoExecute":
+            yield ("tolerationSeconds",), "tolerationSeconds has a use with effect: NoExecute only; add or remove it"
+
 
 class Secret(Checked):
     """A Secret for the workers. Kubernetes only."""
 
-    name: Text
+    name: Annotated[Text, _name(253)]
     """Name of the Secret."""
     to: Mount | None = None
     """Directory for its keys as files. Default: its keys become environment variables."""
@@ -496,7 +534,8 @@ class Spec(Checked):
             yield (), "there is nothing to run; give script (a file in code) or module"
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        if self.processes_per_worker != "auto" and 0 < self.resources.gpu < self.processes_per_worker:
+        own = self.resources.accelerator not in MANY_CORES
+        if self.processes_per_worker != "auto" and own and 0 < self.resources.gpu < self.processes_per_worker:
             yield (
                 ("processesPerWorker",),
                 f"processesPerWorker ({self.processes_per_worker}) is above resources.gpu ({self.resources.gpu}); "
@@ -512,6 +551,12 @@ class Spec(Checked):
         mounts += [(("volumes", i, "to"), volume.to) for i, volume in enumerate(self.volumes)]
         mounts += [(("secrets", i, "to"), secret.to) for i, secret in enumerate(self.secrets) if secret.to]
         mounts += [(("models", i, "name"), f"/models/{model.name}") for i, model in enumerate(self.models)]
+        for place, to in mounts:
+            if re.fullmatch(OWN, to):
+                yield (
+                    place,
+                    f"{mistakes.name(place)} ({to}) is a place of Outlast or of the system; choose another, e.g. /mnt/data",
+                )
         brought = {data.to for data in self.data if local(data.from_)}
         brought |= {f"/models/{model.name}" for model in self.models if local(model.from_)}
         first: dict[str, Place] = {}

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +21,18 @@ from typing import TYPE_CHECKING
 from outlast import kube
 from outlast.backends import LogLine, observed, podlogs, pods, stored
 from outlast.contract import LEDGER, Label, Pod
-from outlast.errors import Absent, AlreadyRunning, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
-from outlast.manifests import evaluation
+from outlast.errors import (
+    Absent,
+    AlreadyRunning,
+    ClusterError,
+    Conflict,
+    Forbidden,
+    NotFound,
+    NotServed,
+    OutlastError,
+    Unanswered,
+)
+from outlast.manifests import evaluation, objects
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -34,7 +45,7 @@ Document = kube.Document
 
 _KINDS = (kube.ELASTIC_JOB, kube.JOB, kube.STATEFUL_SET, kube.VOLCANO_JOB)
 """What a job can be made as."""
-_MINOR = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP)
+_MINOR = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP, kube.VOLCANO_GROUP)
 """What is made beside it, and goes with it. Claims stay: they hold data and output."""
 FILE = "outlast.dev/file"
 """Annotation of a workload that was submitted `--fresh`: the name that it would have had without."""
@@ -182,16 +193,52 @@ class KubernetesBackend:
             yield f"{again[0]['kind']} {again[0]['metadata']['name']} runs this very file already"
             return
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
+        workloads = [each["metadata"] for each in self._all(job.metadata.name)]
+        alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
+        beside: List[Document] = []
         for document in documents:
-            title, meta = f"{document['kind']} {document['metadata']['name']}", document["metadata"]
-            try:
-                old = self.cluster.get(kube.kind_of(document), meta["name"], namespace=meta.get("namespace"))
-            except (Absent, NotServed):
-                self.cluster.apply(document)
-                yield f"{title} created"
+            kind, meta = kube.kind_of(document), document["metadata"]
+            title = f"{kind} {meta['name']}"
+            old = self._there(kind, meta, alive)
+            if old is not None and kind is kube.CLAIM:
+                yield objects.kept(document, old)
                 continue
             new = self.cluster.apply(document)
-            yield f"{title} {'unchanged' if kube.said(old) == kube.said(new) else 'changed'}"
+            yield f"{title} {'created' if old is None else 'unchanged' if kube.said(old) == kube.said(new) else 'changed'}"
+            if kind in _MINOR:
+                beside.append(new)
+            elif kind in _KINDS:
+                for each in beside:
+                    self._give(each, new)
+
+    def _there(self, kind: kube.Kind, meta: Document, alive: AbstractSet[str]) -> Document | None:
+        """A document as the cluster has it; None when there is none, or it was of workloads that are gone.
+
+        The latter is deleted: the cluster may be about to do so, and would take it from the new workload.
+        """
+        try:
+            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+        except (Absent, NotServed):
+            return None
+        owners = {owner["uid"] for owner in found["metadata"].get("ownerReferences") or ()}
+        if kind not in _MINOR or not owners or owners & alive:
+            return found
+        try:
+            self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])
+        except Forbidden:
+            return found
+        except (Absent, Conflict):  # the cluster was faster
+            pass
+        return None
+
+    def _give(self, document: Document, workload: Document) -> None:
+        """Make a workload an owner of what was made beside it, which goes with the last of its owners, whoever deletes them."""
+        meta, uid = document["metadata"], workload["metadata"]["uid"]
+        owners = meta.get("ownerReferences") or []
+        if uid not in [owner["uid"] for owner in owners]:
+            named = {"apiVersion": workload["apiVersion"], "kind": workload["kind"], "name": workload["metadata"]["name"]}
+            change = {"metadata": {"ownerReferences": [*owners, {**named, "uid": uid}]}}
+            self.cluster.patch(kube.kind_of(document), meta["name"], change, namespace=meta.get("namespace"))
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
         """See that a job may be made: end what is to be ended before, or refuse. What was done, as sentences."""
@@ -340,7 +387,7 @@ class KubernetesBackend:
         documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
         for document in documents:
             if kube.kind_of(document) is kube.CONFIG_MAP:
-                self.cluster.apply(document)
+                self._give(self.cluster.apply(document), workload)
         template: Document = _workload(documents)["spec"]["template"]
         return template
 
@@ -477,13 +524,19 @@ class KubernetesBackend:
             )
 
     def _remove(self, name: str, *, grace_s: float | None) -> None:
-        for workload in self._known(name):
+        workloads, beside = self._all(name), list(self._beside(name))
+        for workload in workloads or (() if beside else self._known(name)):
             self._delete(kube.kind_of(workload), workload, grace_s=grace_s)
+        for kind, document in beside:
+            with contextlib.suppress(Absent):
+                self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
+
+    def _beside(self, name: str) -> Iterator[tuple[kube.Kind, Document]]:
+        """What was made beside the workloads of a job; it may be there when they are not."""
         for kind in _MINOR:
             with contextlib.suppress(NotServed, Forbidden):
                 for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}"):
-                    with contextlib.suppress(Absent):
-                        self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
+                    yield kind, document
 
     def _delete(self, kind: kube.Kind, workload: Document, *, grace_s: float | None) -> None:
         meta = workload["metadata"]

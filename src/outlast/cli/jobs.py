@@ -256,7 +256,12 @@ def cancel(
     """
     place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
-    output = place.output(name)
+    try:
+        output = place.output(name)
+    except NotFound:  # what was made beside it may be there still
+        place.cancel(name)
+        print(f"{name} was gone already; what was left of it is deleted")
+        return
     place.cancel(name)
     print(
         f"{name} is cancelled; its output stays in {output}"

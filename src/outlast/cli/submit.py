@@ -123,8 +123,11 @@ def _there(cluster: Cluster, document: Document) -> Document | None:
 def _change(cluster: Cluster, document: Document) -> str:
     """What applying a document would do: a word, and a diff if it is changed."""
     from outlast import kube
+    from outlast.manifests import objects
 
     old = _there(cluster, document)
+    if old is not None and kube.kind_of(document) is kube.CLAIM:
+        return objects.kept(document, old)
     new = cluster.apply(document, dry_run=True)
     title = f"{document['kind']} {document['metadata']['name']}"
     if old is None:

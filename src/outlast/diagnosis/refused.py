@@ -32,7 +32,7 @@ RULES = (
         "quota",
         r"failed quota: (?P<quota>[^:]+): must specify (?P<needed>.+?) for",
         "the quota {quota} of the namespace lets in only pods that say what they need: {needed} is not set",
-        "set it in `resources` of the job file (a limit of cores: in the template)",
+        "set it in `resources` of the job file (limits.cpu is resources.cpuLimit)",
     ),
     Rule(
         "limit-range",
@@ -95,6 +95,12 @@ RULES = (
         "submit the job in another one",
     ),
     Rule(
+        "cpu-limit",
+        r'Invalid value: "(?P<cpu>[^"]+)": must be less than or equal to cpu limit of (?P<most>[^\s,;\]]+)',
+        "a worker asks for {cpu} cores, and its limit is {most}, which a LimitRange of the namespace sets",
+        "set resources.cpuLimit of the job file to {cpu} or more, or lower resources.cpu (kubectl describe limitrange)",
+    ),
+    Rule(
         "invalid",
         r"is invalid: (?P<said>.*)",
         "the API server takes the pods for invalid: {said}",
@@ -133,7 +139,7 @@ def refusal(seen: Seen, message: str) -> Cause:
             words = {**found.groupdict(), "namespace": seen.namespace}
             if "asked" in words:
                 words["each"] = _amounts(words["asked"], words["used"], words["limit"])
-            return Cause(rule.name, rule.what.format(**words), (), rule.remedy)
+            return Cause(rule.name, rule.what.format(**words), (), rule.remedy.format(**words))
     return Cause("refused", f"the API server refused: {message}", (), "change the job as it says, or ask who runs the cluster")
 
 

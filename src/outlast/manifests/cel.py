@@ -9,6 +9,8 @@ https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/t
 
 from __future__ import annotations
 
+from outlast import spec
+
 Rule = dict[str, str]
 
 BOUNDS = {
@@ -51,6 +53,15 @@ def _apart(left: str, left_place: str, right: str, right_place: str, sentence: s
         f"!has(self.{left}) || !has(self.{right}) || !self.{left}.exists(x, {unless}self.{right}.exists(y, {meet}))",
         sentence,
         at=f".{right}",
+    )
+
+
+def _elsewhere(lists: str) -> Rule:
+    """No item of a list is over a place of Outlast or of the system."""
+    return _rule(
+        f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
+        f"{lists} has a place (to) of Outlast or of the system; choose another, e.g. /mnt/data",
+        at=f".{lists}",
     )
 
 
@@ -119,7 +130,8 @@ RULES: dict[str, list[Rule]] = {
         ),
         _rule(
             "!has(self.processesPerWorker) || type(self.processesPerWorker) != int || !has(self.resources) || "
-            "!has(self.resources.gpu) || self.resources.gpu == 0 || int(self.processesPerWorker) <= self.resources.gpu",
+            "!has(self.resources.gpu) || self.resources.gpu == 0 || int(self.processesPerWorker) <= self.resources.gpu || "
+            f"(has(self.resources.accelerator) && self.resources.accelerator in {list(spec.MANY_CORES)})",
             "processesPerWorker is above resources.gpu; each process needs a GPU of its own",
             at=".processesPerWorker",
         ),
@@ -140,6 +152,9 @@ RULES: dict[str, list[Rule]] = {
             "an entry of data is inside another one (to); choose places beside each other",
             at=".data",
         ),
+        _elsewhere("data"),
+        _elsewhere("volumes"),
+        _elsewhere("secrets"),
         _all_different("models", "name", "two models have the same name; choose another for one of them"),
         _all_different("volumes", "to", "two volumes have the same place (to); choose another for one of them"),
         _all_different("secrets", "to", "two secrets have the same place (to); choose another for one of them"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outlast.contract import Env, Label, Pod
-from outlast.manifests import names
+from outlast.manifests import gang, names
 from outlast.manifests.request import Document
 
 COMPONENT = "evaluation"
@@ -20,8 +20,11 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
     name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}
-    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if key != Label.WORKER}
+    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if key not in (Label.WORKER, gang.GROUP_LABEL)}
+    pod["metadata"].get("annotations", {}).pop(gang.GROUP_ANNOTATION, None)
     pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in ("subdomain", "hostname", "schedulingGates")}
+    if pod["spec"].get("schedulerName") in gang.SCHEDULERS.values():
+        del pod["spec"]["schedulerName"]  # it would wait for the others of the gang
     pod["spec"]["restartPolicy"] = "Never"
     for container in pod["spec"]["containers"]:
         if container["name"] == Pod.CONTAINER:

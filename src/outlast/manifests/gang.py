@@ -13,6 +13,13 @@ from outlast import spec
 from outlast.manifests import labels, resources
 from outlast.manifests.request import Document, Request
 
+GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
+"""Of pods that the coscheduling plugin starts together."""
+GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
+"""Of pods that Volcano starts together."""
+SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
+"""Who schedules a gang."""
+
 
 @dataclass(frozen=True)
 class Gang:
@@ -40,7 +47,7 @@ def of(request: Request, name: str) -> Gang:
             }
             if timeout := request.spec.startup_deadline_seconds:
                 group["spec"]["scheduleTimeoutSeconds"] = math.ceil(timeout)
-            return Gang("scheduler-plugins-scheduler", {"scheduling.x-k8s.io/pod-group": name}, {}, [group])
+            return Gang(SCHEDULERS["coscheduling"], {GROUP_LABEL: name}, {}, [group])
         case "volcano":  # https://volcano.sh/en/docs/podgroup/
             group = {
                 "apiVersion": "scheduling.volcano.sh/v1beta1",
@@ -48,7 +55,7 @@ def of(request: Request, name: str) -> Gang:
                 "metadata": labels.metadata(request, name),
                 "spec": {**_least(request.spec), **volcano_queue(request.spec)},
             }
-            return Gang("volcano", {}, {"scheduling.k8s.io/group-name": name}, [group])
+            return Gang(SCHEDULERS["volcano"], {}, {GROUP_ANNOTATION: name}, [group])
     return NONE
 
 

@@ -15,6 +15,9 @@ _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
+_SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
+"""Names of arguments that may be secrets: who may list pods may read their labels."""
+
 
 def selector(job: str) -> dict[str, str]:
     """What selects the workers of a job, of all its runs. It never changes: selectors cannot."""
@@ -46,9 +49,9 @@ def worker(request: Request) -> dict[str, str]:
 def settings(args: Sequence[str]) -> dict[str, str]:
     """The arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
 
-    Those whose name or value cannot be in a label are left out.
+    Those whose name or value cannot be in a label are left out, and those that may be secrets.
     """
-    found = {f"{Label.SETTING}{name}": value for name, value in _options(args)}
+    found = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
     return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+from outlast import units
 from outlast.contract import Pod
 from outlast.manifests import labels, places
 from outlast.manifests.request import Document, Request
@@ -52,8 +53,8 @@ def service(request: Request) -> Document:
     }
 
 
-def claims(request: Request) -> list[Document]:
-    """The PersistentVolumeClaims that are to be made: those whose size is given."""
+def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
+    """The PersistentVolumeClaims that are to be made: those whose size is given. `mode`: who may use them by default."""
     return [
         {
             "apiVersion": "v1",
@@ -61,5 +62,22 @@ def claims(request: Request) -> list[Document]:
             "metadata": labels.metadata(request, name),
             "spec": wanted,
         }
-        for name, wanted in places.claims(request.spec).items()
+        for name, wanted in places.claims(request.spec, mode).items()
     ]
+
+
+def kept(wanted: Document, there: Document) -> str:
+    """What is to be said of a claim that is there already: it may hold somebody's data, so it is used and never changed."""
+    asked, has = _asked(wanted), _asked(there)
+    differ = [f"its {name} is {has[name] or 'none'}, not {each}" for name, each in asked.items() if each and each != has[name]]
+    return "; ".join([f"PersistentVolumeClaim {there['metadata']['name']} is there and is used as it is", *differ])
+
+
+def _asked(claim: Document) -> dict[str, str]:
+    """What a claim asks for."""
+    size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
+    return {
+        "size": units.memory_text(units.memory(size)) if size else "",
+        "StorageClass": claim["spec"].get("storageClassName") or "",
+        "access mode": ", ".join(claim["spec"].get("accessModes", ())),
+    }

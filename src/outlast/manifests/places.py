@@ -130,11 +130,11 @@ def confined() -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
-def claims(fields: spec.Spec) -> dict[str, Document]:
-    """The claims that are to be made, and their specifications."""
+def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
+    """The claims that are to be made, and their specifications; `mode` of access is for those that name none."""
     return {
         volume.claim: {
-            "accessModes": ["ReadWriteMany"],
+            "accessModes": [volume.access_mode or mode],
             **({"storageClassName": volume.storage_class} if volume.storage_class else {}),
             "resources": {"requests": {"storage": units.memory_text(volume.size)}},
         }

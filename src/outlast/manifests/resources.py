@@ -1,7 +1,8 @@
 """What a worker's container is given: the one place that decides requests, limits, processes and threads.
 
-Memory and accelerators are both requested and limited. Cores are only requested: a limit would hold data loaders back while other
-cores are idle. `processes` is what the agent decides from the same job file (`runtime.agent.processes_per_worker`).
+Memory and accelerators are both requested and limited. Cores are only requested, unless the job names a limit: it would hold data
+loaders back while other cores are idle. `processes` is what the agent decides from the same job file
+(`runtime.agent.processes_per_worker`).
 """
 
 from __future__ import annotations
@@ -40,27 +41,33 @@ def accelerator(wanted: spec.Resources) -> str:
 
 
 def share(job: spec.Job) -> Share:
-    """What each worker of a job has. Raises InvalidJob when its shared memory does not fit in its memory."""
+    """What each worker of a job has. Raises InvalidJob when its shared memory does not fit in its memory, or its cores in their
+    limit."""
     wanted, count = job.spec.resources, job.spec.processes_per_worker
     if wanted.shared_memory and wanted.memory and wanted.shared_memory >= wanted.memory:
         said = f"{units.memory_text(wanted.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
         raise wrong(job, f"resources.sharedMemory ({said} ({units.memory_text(wanted.memory)}); lower it or raise memory")
+    if wanted.cpu and wanted.cpu_limit and wanted.cpu > wanted.cpu_limit:
+        cpu, limit = units.cores_text(wanted.cpu), units.cores_text(wanted.cpu_limit)
+        raise wrong(job, f"resources.cpu ({cpu}) is above resources.cpuLimit ({limit}); lower it or raise cpuLimit")
     firm: Quantities = {}
     if wanted.memory:
         firm["memory"] = units.memory_text(wanted.memory)
     if device := accelerator(wanted):
         firm[device] = wanted.gpu
-    cores: Quantities = {"cpu": units.cores_text(wanted.cpu)} if wanted.cpu else {}
+    cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes takes the limit for it
     processes = max(1, wanted.gpu) if count == "auto" else int(count)
-    threads = max(1, int((wanted.cpu or 1) / processes))
-    return Share({**cores, **firm}, firm, processes, threads, wanted.shared_memory)
+    threads = max(1, int((wanted.cpu or wanted.cpu_limit or 1) / processes))
+    return Share({**cores, **firm}, {**_cores(wanted.cpu_limit), **firm}, processes, threads, wanted.shared_memory)
+
+
+def _cores(count: float | None) -> Quantities:
+    return {"cpu": units.cores_text(count)} if count else {}
 
 
 def times(wanted: spec.Resources, count: int) -> Quantities:
     """What `count` workers request together."""
-    total: Quantities = {}
-    if wanted.cpu:
-        total["cpu"] = units.cores_text(wanted.cpu * count)
+    total = _cores((wanted.cpu or wanted.cpu_limit or 0) * count)
     if wanted.memory:
         total["memory"] = units.memory_text(wanted.memory * count)
     if device := accelerator(wanted):

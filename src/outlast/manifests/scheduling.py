@@ -90,7 +90,9 @@ def _tolerations(fields: spec.Spec) -> list[Document]:
     """The user's tolerations, then those of the accelerator's nodes and of spot machines."""
     found = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
     if device := resources.accelerator(fields.resources):
-        found.append({"key": device, "operator": "Exists", "effect": "NoSchedule"})
+        vendor = f"{device.partition('/')[0]}/"  # parts of a device are behind the taint of the whole: nvidia.com/mig-1g.10gb
+        taints = [device, *(taint for taint in resources.ACCELERATORS.values() if taint.startswith(vendor))]
+        found += [{"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in dict.fromkeys(taints)]
     if fields.scheduling.spot != "avoid":
         found += [{"key": name, "operator": "Exists"} for name in _SPOT_TAINTS]
     return found

@@ -15,7 +15,7 @@ def documents(request: Request) -> list[Document]:
     worker = pods.Worker(index=variables.plain("0"), rendezvous=rendezvous.alone(request), several=False)
     made = pods.template(request, worker)
     return [
-        *objects.claims(request),
+        *objects.claims(request, mode="ReadWriteOnce"),
         objects.config(request),
         {
             "apiVersion": "batch/v1",

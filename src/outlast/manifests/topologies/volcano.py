@@ -28,7 +28,8 @@ def documents(request: Request) -> list[Document]:
         rendezvous=rendezvous.endpoint(request, f"{name}-{_TASK}-0", name),
         gang=gang.Gang(scheduler="volcano"),
     )
-    limits: Document = {"maxRetry": request.spec.restarts.limit}
+    # A Job of Volcano fails with the maxRetry-th restart, and 0 would mean 3.
+    limits: Document = {"maxRetry": request.spec.restarts.limit + 1}
     if request.spec.ttl_seconds_after_finished is not None:
         limits["ttlSecondsAfterFinished"] = request.spec.ttl_seconds_after_finished
     return [
