@@ -482,6 +482,19 @@ def test_the_one_pod_of_an_evaluation_waits_for_no_gang(gang: str) -> None:
     assert alone["spec"]["schedulerName"] == "ours"
 
 
+def test_an_evaluation_does_not_claim_to_be_a_pod_of_the_job_that_trained() -> None:
+    found = template(manifests.render(a_job(), "indexed-job"))
+    written = {
+        "controller-uid": "1",
+        "job-name": "a",
+        "batch.kubernetes.io/controller-uid": "1",
+        "batch.kubernetes.io/job-name": "a",
+    }
+    found["metadata"]["labels"] |= written  # by the API server, into the template of a Job
+    labels = evaluation.document("a", found, [], unique="1")["spec"]["template"]["metadata"]["labels"]
+    assert not labels.keys() & written.keys()
+
+
 @pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset"])
 def test_a_queue_is_kueues(topology: str) -> None:
     owner = manifests.render(a_job(scheduling={"queue": "research"}), topology)[-1]

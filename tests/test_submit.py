@@ -51,13 +51,35 @@ def test_a_job_is_applied_and_the_same_again_changes_nothing(api: apiserver.ApiS
     code, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 0
     assert "StatefulSet train created" in out
-    assert out.endswith("train is submitted to namespace default; look at it with: outlast logs -f train\n")
+    assert out.endswith("look at train in namespace default with: outlast logs -f train\n")
     assert kinds(api) == ["configmaps", "services", "statefulsets.apps"]
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
-    assert [line.split()[-1] for line in out.splitlines()[:3]] == ["unchanged"] * 3
+    assert out.splitlines()[0] == "StatefulSet train runs this very file already"
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset", "--dry-run", "--set", "workers.replicas=1")
     assert "StatefulSet train would be changed" in out
     assert "-  replicas: 2\n  +  replicas: 1" in out
+
+
+@pytest.mark.parametrize("topology", ["statefulset", "indexed-job"])
+def test_the_same_file_again_goes_on_with_what_was_suspended_and_keeps_what_was_scaled(
+    api: apiserver.ApiServer, outlast: Outlast, topology: str
+) -> None:
+    outlast("submit", "job.yaml", "--as", topology)
+    assert outlast("scale", "train", "1", "-n", "default")[0] == 0
+    assert outlast("suspend", "train", "-n", "default")[0] == 0
+    code, out, _ = outlast("submit", "job.yaml", "--as", topology)
+    assert (code, out.splitlines()[0].split()[2:]) == (0, ["is", "resumed"])
+    (spec,) = (document["spec"] for (kind, *_), document in api.documents.items() if kind in ("statefulsets.apps", "jobs.batch"))
+    assert not spec.get("suspend")
+    assert 1 in (spec.get("replicas"), spec.get("completions"))
+
+
+def test_what_has_ended_is_not_run_again(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    (job,) = (document for (kind, *_), document in api.documents.items() if kind == "jobs.batch")
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    _, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job")
+    assert out.splitlines()[0].endswith("has ended (Succeeded) and is not run again; --fresh does")
 
 
 def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServer, outlast: Outlast) -> None:

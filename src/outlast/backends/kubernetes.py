@@ -185,12 +185,12 @@ class KubernetesBackend:
     def apply(self, job: Job, *, source: Path, fresh: bool = False) -> Iterator[str]:
         """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`."""
         documents = self._documents(job, source, fresh)
-        title = _workload(documents)["metadata"]["name"]
+        wanted = _workload(documents)
         if fresh:  # its name is that of no file, so that of the file is written into it
             title = _workload(self._documents(job, source, False))["metadata"]["name"]
-            _workload(documents)["metadata"].setdefault("annotations", {})[FILE] = title
-        elif again := [each for each in self._all(job.metadata.name) if _file(each) == title and not observed.over(each)]:
-            yield f"{again[0]['kind']} {again[0]['metadata']['name']} runs this very file already"
+            wanted["metadata"].setdefault("annotations", {})[FILE] = title
+        elif again := next((each for each in self._all(job.metadata.name) if _same_file(each, wanted)), None):
+            yield self._again(again, wanted)
             return
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         workloads = [each["metadata"] for each in self._all(job.metadata.name)]
@@ -210,6 +210,16 @@ class KubernetesBackend:
             elif kind in _KINDS:
                 for each in beside:
                     self._give(each, new)
+
+    def _again(self, there: Document, wanted: Document) -> str:
+        """See that what was submitted before goes on, as many workers as there are to be by now; what was done."""
+        title = there["metadata"]["name"]
+        if (ended := observed.over(there)) is not None:
+            return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
+        if observed.suspended(there) and not observed.suspended(wanted):
+            self._suspended(there, kube.kind_of(there), title, False)
+            return f"{there['kind']} {title} is resumed"
+        return f"{there['kind']} {title} runs this very file already"
 
     def _there(self, kind: kube.Kind, meta: Document, alive: AbstractSet[str]) -> Document | None:
         """A document as the cluster has it; None when there is none, or it was of workloads that are gone.
@@ -246,9 +256,8 @@ class KubernetesBackend:
         done: List[str] = []
         for old in self._all(name):
             kind, title = kube.kind_of(old), old["metadata"]["name"]
-            ended = observed.over(old)
             same = (old["kind"], title) in made
-            if not fresh and not ended and not same:
+            if not fresh and not observed.over(old) and not same:
                 raise AlreadyRunning(
                     f"{name} is there already, as {old['kind']} {title} of another file or topology; "
                     f"end it with outlast cancel {name}, or submit with --fresh, which ends it first"
@@ -258,8 +267,6 @@ class KubernetesBackend:
                 if not dry_run:
                     self._delete(kind, old, grace_s=None)
                     self._gone(kind, old)
-            elif same and ended:
-                done.append(f"{old['kind']} {title} has ended ({ended}) and is not run again; --fresh does")
         for document in documents:
             self._ours(name, document)
         return done
@@ -363,8 +370,12 @@ class KubernetesBackend:
             print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
 
         labels = f"batch.kubernetes.io/job-name={title}"
-        for line in podlogs.follow(self.cluster, labels, over=over, wanted=lambda _: True, say=say):
-            print(line.text, flush=True)
+        try:
+            for line in podlogs.follow(self.cluster, labels, over=over, wanted=lambda _: True, say=say):
+                print(line.text, flush=True)
+        except KeyboardInterrupt:
+            self.cluster.delete(kube.JOB, title)
+            raise
         ends = [end for pod in self.cluster.list_(kube.POD, labels=labels) if (end := pods.end(pod)) is not None]
         if not ends:
             raise OutlastError(f"Job {title} ended without a pod; look at it with: kubectl describe job {title}")
@@ -533,9 +544,10 @@ class KubernetesBackend:
 
     def _beside(self, name: str) -> Iterator[tuple[kube.Kind, Document]]:
         """What was made beside the workloads of a job; it may be there when they are not."""
-        for kind in _MINOR:
+        component = f"app.kubernetes.io/component={evaluation.COMPONENT}"
+        for kind, labels in [*((kind, "") for kind in _MINOR), (kube.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
-                for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}"):
+                for document in self.cluster.list_(kind, labels=f"{Label.JOB}={name}{labels}"):
                     yield kind, document
 
     def _delete(self, kind: kube.Kind, workload: Document, *, grace_s: float | None) -> None:
@@ -585,8 +597,14 @@ def _claimed(workload: Document) -> bool:
     return any("persistentVolumeClaim" in volume for volume in volumes)
 
 
-def _file(workload: Document) -> str:
-    return str((workload["metadata"].get("annotations") or {}).get(FILE, ""))
+def _same_file(there: Document, wanted: Document) -> bool:
+    """Whether a workload was made of the very file of which another is to be. An ElasticJob may be changed, and is applied."""
+    meta, new = there["metadata"], wanted["metadata"]
+    if there["kind"] != wanted["kind"] or there["kind"] == "ElasticJob" or "deletionTimestamp" in meta:
+        return False
+    if (meta.get("annotations") or {}).get(FILE) == new["name"]:
+        return True
+    return bool(meta["name"] == new["name"] and (meta.get("labels") or {}).get(Label.RUN) == new["labels"].get(Label.RUN))
 
 
 def _name(workload: Document) -> str:

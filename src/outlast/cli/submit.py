@@ -70,7 +70,7 @@ def submit(
     options = which.suffix(namespace, context)
     if follow:
         raise typer.Exit(_follow(place, title, options))
-    print(f"{title} is submitted to namespace {place.cluster.namespace}; look at it with: outlast logs -f {title}{options}")
+    print(f"look at {title} in namespace {place.cluster.namespace} with: outlast logs -f {title}{options}")
 
 
 def documents(

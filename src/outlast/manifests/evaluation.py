@@ -15,12 +15,17 @@ _KEEP_S = 3600
 """How long it is kept after its end, so that its log can be read again."""
 
 
+def _of_the_workload(label: str) -> bool:
+    """Whether it says which pod of which workload it is; some of these the API server writes into a Job's template."""
+    return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
+
+
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
     """The Job, from the template of the workers' pods. `unique` sets it apart from other evaluations."""
     name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}
-    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if key not in (Label.WORKER, gang.GROUP_LABEL)}
+    pod["metadata"]["labels"] = {key: value for key, value in labels.items() if not _of_the_workload(key)}
     pod["metadata"].get("annotations", {}).pop(gang.GROUP_ANNOTATION, None)
     pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in ("subdomain", "hostname", "schedulingGates")}
     if pod["spec"].get("schedulerName") in gang.SCHEDULERS.values():
