@@ -15,7 +15,7 @@ from outlast.runtime import evaluation, ownership
 SCRIPT = """
 import os, pathlib, sys
 steps = sorted(path.name for path in pathlib.Path(os.environ["OUTLAST_OUTPUT"], "checkpoints").glob("step-*"))
-print(sys.argv[1:], steps, flush=True)
+print(sys.argv[1:], steps, pathlib.Path(os.environ["OUTLAST_OUTPUT"], "model.pt").read_text(), flush=True)
 """
 
 
@@ -31,10 +31,11 @@ def stored(place: store.Store, directory: Path, run: str) -> None:
     there = remote.Checkpoints(place, run)
     there.take(1)
     there.push(checkpoints.commit(draft, new, files), journals=directory)
+    place.put("model.pt", b"the model")
 
 
 @pytest.mark.parametrize("word", ["job-a", "job-b"], ids=["same-file", "later-file"])
-def test_the_newest_checkpoint_of_the_run_is_there(
+def test_the_newest_checkpoint_of_the_run_and_its_results_are_there(
     word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     url = f"file://{tmp_path}/store/job"
@@ -50,4 +51,5 @@ def test_the_newest_checkpoint_of_the_run_is_there(
     for name, value in places.items():
         monkeypatch.setenv(name, str(tmp_path / value))
     assert evaluation.main(["--best"]) == 0
-    assert capfd.readouterr().out.splitlines()[-1] == f"['--size=3', '--evaluate', '--best'] ['{contract.checkpoint_name(7)}']"
+    said = f"['--size=3', '--evaluate', '--best'] ['{contract.checkpoint_name(7)}'] the model"
+    assert capfd.readouterr().out.splitlines()[-1] == said

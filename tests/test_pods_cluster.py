@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from outlast import manifests, spec
+from outlast import cli, manifests, spec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 Document = dict[str, Any]
@@ -186,18 +186,32 @@ def a_server(namespace: str) -> list[Document]:
     ]
 
 
-def test_all_pods_are_lost_and_the_job_goes_on_from_its_store(namespace: Namespace, undisturbed: str) -> None:
+@pytest.fixture(scope="module")
+def stored(namespace: Namespace) -> Document:
+    """Fields of a job whose output is in an S3 server of the cluster."""
     namespace.apply(a_server(namespace.name))
     namespace.kubectl("wait", "--for=condition=Ready", "pod/s3", "--timeout=120s")
-    stored = {
-        "output": "s3://bucket/runs",
-        "env": {
-            "AWS_ENDPOINT_URL": f"http://s3.{namespace.name}.svc:8080",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_REGION": "us-east-1",
-        },
-    }
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+    return {"output": "s3://bucket/runs", "env": {"AWS_ENDPOINT_URL": f"http://s3.{namespace.name}.svc:8080", **keys}}
+
+
+@pytest.mark.parametrize("topology", ["job", "statefulset"])
+def test_an_evaluation_says_how_good_the_model_is_for_each_class(
+    topology: str, namespace: Namespace, stored: Document, capfd: pytest.CaptureFixture[str]
+) -> None:
+    namespace.kubectl("exec", "s3", "--", "outlast", "data", "get", "digits", "--to", "/buckets/bucket/digits")
+    recipe = {"module": "outlast.recipes.cifar10", "args": ["--epochs=1"], "data": [{"from": "s3://bucket/digits"}]}
+    name = f"digits-{topology}"
+    namespace.run(name, topology, **stored, **recipe, workers={"replicas": 1}, resources={"cpu": "0.5", "memory": "1200Mi"})
+    namespace.wait(lambda: "training is done" in namespace.logs(name), lambda: namespace.logs(name))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["evaluate", name, "-n", namespace.name])
+    out = capfd.readouterr().out
+    assert ended.value.code == 0, out
+    assert len(re.findall(r"Accuracy for class: \d +is [\d.]+ %", out)) == 10, out
+
+
+def test_all_pods_are_lost_and_the_job_goes_on_from_its_store(namespace: Namespace, stored: Document, undisturbed: str) -> None:
     documents = namespace.run("stored", "indexed-job", **stored)
     namespace.at_epoch("stored", 60)
 

@@ -1,20 +1,25 @@
 """One pod's evaluation of a job's model: what `outlast evaluate` runs in a cluster.
 
-The environment is a worker's. The newest committed checkpoint is brought from the store if the output is in one, code and data
-are prepared as for a worker, and the job's module runs with `--evaluate`. What it prints is the pod's log.
+The environment is a worker's. The newest committed checkpoint and what the training has written itself are brought from the store
+if the output is in one, code and data are prepared as for a worker, and the job's module runs with `--evaluate`. What it prints
+is the pod's log.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from outlast import spec, store
-from outlast.contract import Env
+from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
+from outlast.errors import StoreError
 from outlast.remote import run as runs
-from outlast.runtime import prepare, restore
+from outlast.runtime import prepare, push, restore, sync
+
+_OURS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
 
 
 def main(args: Sequence[str]) -> int:
@@ -26,7 +31,9 @@ def main(args: Sequence[str]) -> int:
         place = store.open_(environ[Env.STORE])
         begun = runs.read(place)  # its name is that of the file it was begun with; ours may be a later one
         run = begun.run if begun else environ[Env.RUN]
-        restore.restore(Path(environ[Env.OUTPUT]), place, run, lambda text: print(f"outlast | {text}", flush=True))
+        output = Path(environ[Env.OUTPUT])
+        restore.restore(output, place, run, lambda text: print(f"outlast | {text}", flush=True))
+        _fetch_results(place, output)
     preparation = prepare.Preparation(job, environ)
     try:
         preparation.prepare()
@@ -35,3 +42,13 @@ def main(args: Sequence[str]) -> int:
         return subprocess.run(command, env=environ, cwd=environ[Env.CODE], check=False).returncode
     finally:
         preparation.close()
+
+
+def _fetch_results(place: store.Store, output: Path) -> None:
+    """Bring what the training has written besides checkpoints, such as its final weights. Raises StoreError."""
+    with tempfile.TemporaryDirectory() as state:
+        report = sync.pull(
+            place, output, Path(state, "known"), skip=lambda path: path.partition("/")[0] in _OURS or push.skipped(path)
+        )
+    if report.failed:
+        raise StoreError(report.failed[0][1])
