@@ -387,8 +387,11 @@ def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
 def real() -> Iterator[kube.Cluster]:
     cluster = kube.connect(namespace="why-install")
     defined = cluster.serves(kinds.ELASTIC_JOB)
+    roles = {each["metadata"]["name"] for each in cluster.list_(kinds.CLUSTER_ROLE)}
     yield cluster
     list(installation.remove(cluster, namespace="why-install", crds=not defined))
+    for name in {"outlast-view", "outlast-edit"} - roles:
+        subprocess.run(["kubectl", "delete", "clusterrole", name, "--ignore-not-found"], check=True)
     subprocess.run(["kubectl", "delete", "namespace", "why-install", "--ignore-not-found"], check=True)
     cluster.close()
 
