@@ -15,10 +15,10 @@ from kubernetes_validate import utils as schemas
 
 import fake
 from fake_cluster import Document, FakeCluster
-from outlast import cli, doctor, kinds, kube
+from outlast import __version__, cli, doctor, kinds, kube, manifests, spec
 from outlast.doctor import Check, inside, machine
 from outlast.doctor import cluster as asked
-from outlast.errors import Unanswered
+from outlast.errors import Forbidden, Refused, Unanswered
 from outlast.runtime import inspection
 
 IMAGE = "docker.io/library/outlast:test"
@@ -123,9 +123,45 @@ def test_nodes_are_judged() -> None:
     assert asked.machines(None).outcome == "warn"
 
 
+def tainted(key: str, effect: str = "NoSchedule") -> Document:
+    node = a_node()
+    node["spec"]["taints"] = [{"key": key, "value": "present", "effect": effect}]
+    return node
+
+
+def test_nodes_with_the_taints_that_workers_tolerate_take_pods() -> None:
+    for taken in (
+        tainted("nvidia.com/gpu"),
+        tainted("aws.amazon.com/neuron"),
+        tainted("cloud.google.com/gke-spot"),
+        tainted("kubernetes.azure.com/scalesetpriority", "NoExecute"),
+        tainted("theirs", "PreferNoSchedule"),
+    ):
+        assert asked.machines([taken]).outcome == "pass"
+    for kept in (tainted("theirs"), tainted("nvidia.com/gpu", "NoExecute")):
+        assert asked.machines([kept]).said == "none of 1 takes pods"
+    rendered = manifests.render(spec.parse(json.dumps(A_JOB)), "job")[-1]
+    assert all(each in asked.TOLERATED for each in rendered["spec"]["template"]["spec"]["tolerations"])
+    assert inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["tolerations"] == asked.TOLERATED
+
+
+A_JOB = {
+    "apiVersion": "outlast.dev/v1alpha1",
+    "kind": "ElasticJob",
+    "metadata": {"name": "a"},
+    "spec": {"image": "a", "module": "train", "resources": {"gpu": 1}},
+}
+
+
 def test_accelerators_are_counted_and_hidden_ones_are_a_mistake() -> None:
     assert asked.devices([a_node(**{"nvidia.com/gpu": "8"}), a_node(**{"nvidia.com/gpu": "8"})]).said == "16 × nvidia.com/gpu"
-    assert asked.devices([a_node()]).outcome == "warn"
+    assert asked.devices([a_node()]).said == "none is offered by any node"
+    assert asked.devices(None).said == "you may not list nodes"
+    parts = a_node(**{"nvidia.com/mig-1g.10gb": "7", "nvidia.com/gpu": "0", "ephemeral-storage": "90Gi"})
+    others = a_node(**{"amd.com/gpu": "4", "aws.amazon.com/neuroncore": "32", "aws.amazon.com/neurondevice": "16"})
+    assert asked.devices([parts]).said == "7 × nvidia.com/mig-1g.10gb"
+    said = "4 × amd.com/gpu, 32 × aws.amazon.com/neuroncore, 16 × aws.amazon.com/neurondevice and 7 × nvidia.com/mig-1g.10gb"
+    assert asked.devices([parts, others]).said == said
     hidden = asked.devices([a_node(labels={"nvidia.com/gpu.present": "true"})])
     assert (hidden.outcome, hidden.said) == ("fail", "node-a have GPUs that no device plugin offers")
 
@@ -140,18 +176,125 @@ def test_storage_classes_are_judged() -> None:
     assert asked.storage([a_class("ebs")]).outcome == asked.storage([]).outcome == asked.storage(None).outcome == "warn"
 
 
-def a_deployment(available: int) -> Document:
+def a_deployment(available: int, namespace: str = "outlast-system") -> Document:
     containers = [{"image": "operator:1"}]
     spec = {"replicas": 2, "template": {"spec": {"containers": containers}}}
-    return {"metadata": {"name": "outlast-operator"}, "spec": spec, "status": {"availableReplicas": available}}
+    meta = {"name": "outlast-operator", "namespace": namespace, "labels": {"app.kubernetes.io/name": "outlast"}}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": meta,
+        "spec": spec,
+        "status": {"availableReplicas": available},
+    }
 
 
 def test_an_operator_is_needed_as_soon_as_jobs_for_it_can_be_stored() -> None:
-    assert asked.operator(a_deployment(2), served=True) == doctor.passed("operator", "2 of 2 run, operator:1")
+    assert asked.operator(a_deployment(2), served=True) == doctor.passed(
+        "operator", "2 of 2 run in namespace outlast-system, operator:1"
+    )
+    assert asked.operator(a_deployment(0, "ml"), served=True).remedy == "outlast install --wait --namespace ml says why"
     assert asked.operator(a_deployment(0), served=True).outcome == "fail"
     assert asked.operator(None, served=True).outcome == "fail"
     assert asked.operator(None, served=False).outcome == "warn"
     assert asked.operator("forbidden", served=True).outcome == "warn"
+
+
+def found(cluster: FakeCluster) -> dict[str, Check]:
+    return {check.name: check for check in asked.checks(cluster)}  # type: ignore[arg-type]
+
+
+def a_binding(namespace: str) -> Document:
+    meta = {"name": "outlast-operator"}
+    subjects = [{"kind": "ServiceAccount", "name": "outlast-operator", "namespace": namespace}]
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": meta,
+        "subjects": subjects,
+    }
+
+
+def test_the_operator_is_found_in_whichever_namespace_it_is() -> None:
+    said = "2 of 2 run in namespace ml, operator:1"
+    stale = a_deployment(0, "before")
+    deployment = a_deployment(2, "ml")
+    assert found(FakeCluster(stale, deployment, a_binding("ml")))["operator"].said == said
+    assert found(FakeCluster(deployment))["operator"].said == said
+    assert found(FakeCluster(deployment, forbidden=(kinds.CLUSTER_ROLE_BINDING,)))["operator"].said == said
+
+
+class Defined(FakeCluster):
+    """ElasticJobs are known here."""
+
+    def serves(self, kind: kinds.Kind) -> bool:
+        return kind == kinds.ELASTIC_JOB or super().serves(kind)
+
+
+def test_who_may_not_make_elasticjobs_is_told_of_the_role_and_that_jobs_work_without() -> None:
+    checks = found(Defined(a_deployment(2), forbidden=(kinds.ELASTIC_JOB,)))
+    assert checks["rights"].outcome == "pass"
+    assert checks["ElasticJob"] == doctor.warned(
+        "ElasticJob",
+        "is defined; you may not create, list, patch or delete elasticjobs",
+        "the ClusterRole outlast-edit (of `outlast install`) adds that to the role `edit`: ask who runs the cluster for both; "
+        "`outlast submit --as indexed-job` works without",
+    )
+    assert found(Defined(a_deployment(2)))["ElasticJob"].outcome == "pass"
+
+
+SMALL = "one with 100m cores and 256Mi"
+NOT_IN = f"{SMALL} would not be let in: "
+
+
+class Refusing(FakeCluster):
+    """Lets no pods in."""
+
+    error: Exception
+
+    def apply(self, document: Document, *, dry_run: bool = False) -> Document:
+        assert (document["kind"], dry_run) == ("Pod", True)
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "said"),
+    [
+        (
+            Refused('it cannot be applied: pods "a" is forbidden: failed quota: team: must specify limits.cpu for: worker'),
+            "fail",
+            NOT_IN + "the quota team of the namespace lets in only pods that say what they need: limits.cpu is not set",
+        ),
+        (
+            Refused('it cannot be applied: pods "a" is forbidden: minimum cpu usage per Container is 1, but request is 100m'),
+            "warn",
+            NOT_IN + "a LimitRange of the namespace refuses the pods: minimum cpu usage per Container is 1, but request is 100m",
+        ),
+        (
+            Refused("admission webhook x does not support dry run"),
+            "warn",
+            "not tried: admission webhook x does not support dry run",
+        ),
+        (Forbidden("you may not patch pods"), "warn", "not tried: you may not patch pods"),
+    ],
+)
+def test_what_lets_no_worker_in_is_told(error: Exception, outcome: str, said: str) -> None:
+    cluster = Refusing(a_namespace(), a_node())
+    cluster.error = error
+    worker = found(cluster)["worker"]
+    assert (worker.outcome, worker.said) == (outcome, said)
+    assert worker.remedy
+
+
+@pytest.mark.parametrize("version", MINORS)
+def test_the_worker_that_is_tried_is_a_pod_and_restricted(version: str) -> None:
+    tried: list[Document] = []
+    cluster = FakeCluster(a_namespace())
+    cluster.apply = lambda document, dry_run: tried.append(document) or document  # type: ignore[func-returns-value,method-assign,misc]
+    assert found(cluster)["worker"] == doctor.passed("worker", f"{SMALL} would be let in")
+    schemas.validate(tried[0], version, strict=True)
+    assert tried[0]["spec"]["securityContext"]["runAsNonRoot"]
+    assert tried[0]["spec"]["containers"][0]["resources"]["limits"] == {"memory": "256Mi"}
 
 
 def test_a_quota_that_is_used_up_is_told() -> None:
@@ -219,11 +362,11 @@ def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...
 
 
 def test_two_pods_look_and_are_deleted() -> None:
-    cluster = ending(FakeCluster(a_node("a"), a_node("b")), lines=(line("all-reduce"), line("places", "fail")))
+    cluster = ending(FakeCluster(a_node("a"), a_node("b")), lines=(line("all-reduce"), line("command", "fail")))
     found = list(inside.checks(cluster, WANTED))  # type: ignore[arg-type]
     assert [(check.name, check.outcome) for check in found] == [
         ("dns", "pass"),
-        ("places", "fail"),
+        ("command", "fail"),
         ("network", "pass"),
         ("all-reduce", "pass"),
     ]
@@ -289,23 +432,28 @@ def told(process: subprocess.Popen[str]) -> dict[str, Check]:
     return {check.name: check for check in inside.answers(out.splitlines())}
 
 
-def test_an_image_is_looked_at_from_inside(tmp_path: Path) -> None:
-    found = told(run("--image", "--places", str(tmp_path), "/proc/nowhere"))
-    assert {name: found[name].outcome for name in ("python", "outlast", "torch", "obstore", "places")} == {
-        "python": "pass",
-        "outlast": "pass",
-        "torch": "pass",
-        "obstore": "pass",
-        "places": "fail",
-    }
-    assert found["places"].said == "cannot write to /proc/nowhere (No such file or directory)"
-    assert list(tmp_path.iterdir()) == []
+def test_an_image_is_looked_at_from_inside() -> None:
+    found = told(run("--image", "--outlast", __version__))
+    names = ("python", "outlast", "torch", "obstore")
+    assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
 
 
-def test_two_processes_measure_what_is_between_them() -> None:
+def test_an_image_of_another_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = inside.pod("outlast-doctor-a", 0, WANTED, rank=False)["spec"]["containers"][0]["command"]
+    assert arguments[arguments.index("--outlast") + 1] == __version__
+    inspection.image("99.0")
+    told = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert told["outlast"]["outcome"] == "warn"
+    assert told["outlast"]["said"].startswith(f"outlast {__version__}, and who asks has 99.0")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_two_processes_measure_what_is_between_them(address: str) -> None:
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
-    words = ("--address", "127.0.0.1", "--port", port, "--timeout", "60")
+    words = ("--address", address, "--port", port, "--timeout", "60")
     first, second = run("--rank", "0", *words), run("--rank", "1", *words)
     assert told(second)["network"].said.endswith("Gbit/s over one connection")
     assert told(first)["all-reduce"].said.startswith("gloo of 16 MiB over two pods: ")
@@ -412,7 +560,7 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
         assert [check for check in asked.checks(cluster) if check.outcome == "fail"] == []
         found = {check.name: check for check in inside.checks(cluster, inside.Wanted(IMAGE, "file:///out/probe"))}
         assert {check.name for check in found.values() if check.outcome == "pass"} >= {
-            "python", "outlast", "torch", "command", "user", "places", "dns", "network", "all-reduce", "store",
+            "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
         }  # fmt: skip
         assert cluster.list_(kinds.POD) == []
         absent = list(inside.checks(cluster, inside.Wanted("127.0.0.1:5056/no/image:1", network=False)))

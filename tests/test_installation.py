@@ -93,8 +93,105 @@ def test_everything_is_in_the_namespace_that_is_asked_for() -> None:
     made = json.dumps(installation.documents(namespace="ml-platform", etcd=True))
     assert "outlast-system" not in made
     assert "outlast-etcd.ml-platform.svc.cluster.local" in made
-    with pytest.raises(OutlastError, match="--namespace default: Outlast would change the labels of that namespace"):
+    with pytest.raises(OutlastError, match="--namespace default: that one is the cluster's own; choose another"):
         installation.check_namespace("default")
+
+
+def a_namespace(name: str = "outlast-system", **labels: str) -> Document:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_namespace_that_was_there_before_stays_as_it_was(dry_run: bool) -> None:
+    cluster = established(FakeCluster(a_namespace(team="ours")))
+    before = copy.deepcopy(cluster.get(kinds.NAMESPACE, "outlast-system"))
+    told = bring(cluster, dry_run=dry_run)
+    assert told == ["unchanged  Namespace outlast-system: it was there before", *(f"created    {each}" for each in WHOLE[1:])]
+    assert cluster.get(kinds.NAMESPACE, "outlast-system") == before
+    if not dry_run:
+        assert "kept       Namespace outlast-system: it was not made by `outlast install`" in remove(cluster)
+        assert cluster.get(kinds.NAMESPACE, "outlast-system") == before
+
+
+class Slow(FakeCluster):
+    """Deleting a namespace of this cluster takes until it has been looked at a few times, or for ever."""
+
+    looks = 3
+
+    def delete(self, kind: kinds.Kind, name: str, *, namespace: str | None = None, **options: Any) -> None:
+        if kind != kinds.NAMESPACE:
+            return super().delete(kind, name, namespace=namespace, **options)
+        going = self.documents["namespaces", "", name]["metadata"]
+        assert "deletionTimestamp" not in going
+        going["deletionTimestamp"] = "2026-11-21T16:00:00Z"
+
+    def get(self, kind: kinds.Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
+        if kind == kinds.NAMESPACE and "deletionTimestamp" in self.documents.get(("namespaces", "", name), {}).get(
+            "metadata", {}
+        ):
+            self.looks -= 1
+            if self.looks == 0:
+                for key in [key for key in self.documents if name in (key[1], key[2])]:
+                    del self.documents[key]
+        return super().get(kind, name, namespace=namespace, subresource=subresource)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_GONE_S", 0.3)
+    monkeypatch.setattr(installation, "_LOOK_S", 0.01)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_uninstalling_ends_when_the_namespace_is_gone_and_installing_waits_for_that() -> None:
+    cluster = established(Slow())
+    bring(cluster)
+    told = [each for each in remove(cluster) if "Namespace" in each]
+    assert told == ["deleting   Namespace outlast-system: what is in it ends first", "deleted    Namespace outlast-system"]
+    assert not cluster.has_namespace("outlast-system")
+    bring(cluster)
+    cluster.looks = 3
+    cluster.delete(kinds.NAMESPACE, "outlast-system")
+    assert bring(cluster, dry_run=True)[0] == "created    Namespace outlast-system"
+    assert bring(cluster)[0] == "created    Namespace outlast-system"
+    assert "deletionTimestamp" not in cluster.get(kinds.NAMESPACE, "outlast-system")["metadata"]
+
+
+@pytest.mark.usefixtures("quickly")
+def test_a_namespace_that_does_not_go_is_told_and_nothing_put_into_it() -> None:
+    cluster = established(Slow())
+    cluster.looks = 0
+    bring(cluster)
+    held = (
+        "Namespace outlast-system is still being deleted after 0 s: kubectl describe namespaces outlast-system says what holds it"
+    )
+    assert f"deleting   Namespace outlast-system: {held}" in remove(cluster)
+    assert f"deleting   Namespace outlast-system: {held}" in remove(cluster)  # asked again, it is not deleted twice
+    cluster.order.clear()
+    with pytest.raises(ClusterError, match=f"{held}; install again when it is gone"):
+        bring(cluster)
+    assert cluster.order == []
+
+
+def test_another_operators_rights_are_neither_taken_nor_deleted() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, namespace="op1")
+    before = copy.deepcopy(cluster.documents)
+    said = (
+        "the operator of this cluster is in namespace op1; pass --namespace op1, or take it away first: outlast uninstall --nam"
+    )
+    for act in (lambda: bring(cluster), lambda: bring(cluster, dry_run=True), lambda: remove(cluster, crds=True)):
+        with pytest.raises(OutlastError, match=said):
+            act()
+    assert cluster.documents == before
+
+
+def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, namespace="op1")
+    cluster.delete(kinds.DEPLOYMENT, "outlast-operator", namespace="op1")
+    assert "changed    ClusterRoleBinding outlast-operator" in bring(cluster)
+    assert installation.holder(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
 
 
 def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:
@@ -130,14 +227,28 @@ def a_job(namespace: str = "team") -> Document:
     return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": {}}
 
 
-def test_uninstalling_takes_all_but_the_definition_the_last_first() -> None:
+def test_uninstalling_takes_all_but_the_definition_and_the_rights_to_it_the_last_first() -> None:
     cluster = established(FakeCluster())
     bring(cluster)
+    rights = "users have their rights to ElasticJobs from it; --crds removes it"
+    users = ("ClusterRole outlast-view", "ClusterRole outlast-edit")
     assert remove(cluster) == [
-        *(f"deleted    {each}" for each in reversed(WHOLE) if "Custom" not in each),
+        *(
+            f"kept       {each}: {rights}" if each in users else f"deleted    {each}"
+            for each in reversed(WHOLE)
+            if "Custom" not in each
+        ),
         "kept       CustomResourceDefinition elasticjobs.outlast.dev: ElasticJobs would be deleted with it; --crds removes it",
     ]
-    assert [key[0] for key in cluster.documents] == [kinds.CRD.resource]
+    assert [key[2] for key in cluster.documents] == ["elasticjobs.outlast.dev", "outlast-view", "outlast-edit"]
+
+
+def test_without_the_definition_no_rights_to_it_are_kept() -> None:
+    cluster = established(FakeCluster())
+    bring(cluster)
+    cluster.delete(kinds.CRD, "elasticjobs.outlast.dev")
+    remove(cluster)
+    assert cluster.documents == {}
 
 
 def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
@@ -148,19 +259,41 @@ def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
     assert {each.split()[0] for each in remove(cluster, crds=True)} == {"absent"}
 
 
-def test_a_namespace_in_which_others_live_is_kept() -> None:
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        *((kind, {}) for kind in (
+            kinds.POD, kinds.SERVICE, kinds.CONFIG_MAP, kinds.SECRET, kinds.CLAIM, kinds.DEPLOYMENT, kinds.STATEFUL_SET,
+            kinds.DAEMON_SET, kinds.JOB, kinds.CRON_JOB, kinds.ELASTIC_JOB,
+        )),
+        (kinds.JOB, {"app.kubernetes.io/part-of": "outlast", "outlast.dev/job": "theirs"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_namespace_in_which_others_live_is_kept(kind: kinds.Kind, labels: dict[str, str]) -> None:
     cluster = established(FakeCluster())
     bring(cluster)
-    cluster.put({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "theirs", "namespace": "outlast-system"}})
-    kept = [each for each in remove(cluster) if each.startswith("kept")]
-    assert kept[0] == "kept       Namespace outlast-system: there is more in it: Deployment theirs"
+    meta = {"name": "theirs", "namespace": "outlast-system", "labels": labels}
+    cluster.put({"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta})
+    kept = [each for each in remove(cluster) if "Namespace" in each]
+    assert kept == [f"kept       Namespace outlast-system: there is more in it: {kind} theirs"]
 
 
-def test_a_namespace_that_was_there_before_is_kept() -> None:
+def test_a_namespace_whose_secrets_may_not_be_seen_is_kept() -> None:
+    cluster = established(FakeCluster(forbidden=(kinds.SECRET,)))
+    bring(cluster)
+    said = "kept       Namespace outlast-system: its secrets may not be listed: they may be those of others"
+    assert said in remove(cluster)
+
+
+def test_what_every_namespace_has_does_not_keep_it() -> None:
     cluster = established(FakeCluster())
     bring(cluster)
-    cluster.documents["namespaces", "", "outlast-system"]["metadata"]["labels"] = {}
-    assert "kept       Namespace outlast-system: it was not made by `outlast install`" in remove(cluster)
+    token = {"kind": "Secret", "type": "kubernetes.io/service-account-token", "metadata": {"name": "default-token"}}
+    published = [{"kind": "ConfigMap", "metadata": {"name": name}} for name in ("kube-root-ca.crt", "openshift-service-ca.crt")]
+    for each in (token, *published):
+        cluster.put({**each, "apiVersion": "v1", "metadata": {**each["metadata"], "namespace": "outlast-system"}})  # type: ignore[dict-item]
+    assert "deleted    Namespace outlast-system" in remove(cluster)
 
 
 def test_etcds_volumes_keep_their_namespace() -> None:
@@ -254,8 +387,11 @@ def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
 def real() -> Iterator[kube.Cluster]:
     cluster = kube.connect(namespace="why-install")
     defined = cluster.serves(kinds.ELASTIC_JOB)
+    roles = {each["metadata"]["name"] for each in cluster.list_(kinds.CLUSTER_ROLE)}
     yield cluster
     list(installation.remove(cluster, namespace="why-install", crds=not defined))
+    for name in {"outlast-view", "outlast-edit"} - roles:
+        subprocess.run(["kubectl", "delete", "clusterrole", name, "--ignore-not-found"], check=True)
     subprocess.run(["kubectl", "delete", "namespace", "why-install", "--ignore-not-found"], check=True)
     cluster.close()
 

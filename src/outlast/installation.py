@@ -3,6 +3,9 @@
 `manifests.install` says what there is to be. Each document is applied whole (server-side), so that doing it again changes
 nothing, a newer version changes what is different, and a power failure in between is mended by doing it again. The definition of
 ElasticJob comes first of what needs it, and is waited for. It goes last and only when asked: all jobs go with it.
+
+A namespace that was there before stays as it was, and a cluster has one operator: its roles and their binding are for the whole
+cluster, so nothing is done while they serve an operator in another namespace.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outlast import kinds
-from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
+from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
 from outlast.kinds import Kind, kind_of
-from outlast.manifests import install
+from outlast.manifests import install, rbac
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -24,7 +27,24 @@ if TYPE_CHECKING:
     from outlast.kube import Cluster
 
 _ESTABLISHED_S = 60.0
+_GONE_S = 120.0
+"""How long what is being deleted is waited for: pods have 15 s to end, and what is in a namespace is looked for in rounds."""
+_LOOK_S = 0.5
 _PART = "app.kubernetes.io/part-of"
+_LIVED_IN = (
+    kinds.DEPLOYMENT,
+    kinds.STATEFUL_SET,
+    kinds.DAEMON_SET,
+    kinds.CRON_JOB,
+    kinds.JOB,
+    kinds.ELASTIC_JOB,
+    kinds.POD,
+    kinds.SERVICE,
+    kinds.CONFIG_MAP,
+    kinds.SECRET,
+    kinds.CLAIM,
+)
+"""What must not be deleted with a namespace when it is not ours."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +52,7 @@ class Done:
     """What happened to one document."""
 
     what: str
-    """created | changed | unchanged | deleted | kept | absent"""
+    """created | changed | unchanged | deleting | deleted | kept | absent"""
     document: Document
     why: str = ""
 
@@ -53,22 +73,52 @@ def documents(*, namespace: str = OPERATOR_NAMESPACE, image: str = install.IMAGE
 
 
 def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
-    """Make true what is wanted, and say what that changed, one document after the other. Raises ClusterError."""
-    new: set[str] = set()
+    """Make true what is wanted, and say what that changed, one document after the other.
+
+    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace.
+    """
     for document in wanted:
-        old = _there(cluster, document)
-        where = document["metadata"].get("namespace", "")
-        if dry_run and old is None and where in new:
-            yield Done("created", document)  # its namespace is still to come: the server cannot be asked
+        if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind:
+            _check_alone(cluster, holder(document))
+    coming = ""
+    """The namespace that would be made: the server cannot be asked what would be in it."""
+    for document in wanted:
+        if dry_run and coming and document["metadata"].get("namespace") == coming:
+            yield Done("created", document)
             continue
+        old = _there(cluster, document)
+        if old is not None and old["metadata"].get("deletionTimestamp"):
+            if not dry_run and not _gone(cluster, old):
+                raise ClusterError(f"{_going(document)}; install again when it is gone")
+            old = None
+        if document["kind"] == kinds.NAMESPACE.kind:
+            if old is not None and not _ours(old):
+                yield Done("unchanged", document, "it was there before")
+                continue
+            coming = document["metadata"]["name"] if old is None else ""
         made = cluster.apply(document, dry_run=dry_run)
         if old is None:
-            new.add(document["metadata"]["name"])
             yield Done("created", document)
         else:
             yield Done("unchanged" if same(old, made) else "changed", document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
+
+
+def holder(binding: Document) -> str:
+    """The namespace of the operator that has the rights of a binding; empty when none has."""
+    accounts = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
+    return str(accounts[0].get("namespace", "")) if accounts else ""
+
+
+def _check_alone(cluster: Cluster, namespace: str) -> None:
+    """Raises OutlastError when the roles of the cluster serve an operator in another namespace."""
+    other = holder(_read(cluster, kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    if other and other != namespace and _read(cluster, kinds.DEPLOYMENT, OPERATOR, other):
+        raise OutlastError(
+            f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
+            f"or take it away first: outlast uninstall --namespace {other}"
+        )
 
 
 def same(old: Document, new: Document) -> bool:
@@ -83,10 +133,34 @@ def same(old: Document, new: Document) -> bool:
 
 def _there(cluster: Cluster, document: Document) -> Document | None:
     meta = document["metadata"]
+    return _read(cluster, kind_of(document), meta["name"], meta.get("namespace"))
+
+
+def _read(cluster: Cluster, kind: Kind, name: str, namespace: str | None = None) -> Document | None:
     try:
-        return cluster.get(kind_of(document), meta["name"], namespace=meta.get("namespace"))
+        return cluster.get(kind, name, namespace=namespace)
     except Absent:
         return None
+
+
+def _gone(cluster: Cluster, document: Document) -> bool:
+    """Wait until a document that is being deleted is no longer there; whether it is gone in time."""
+    from outlast import kube
+
+    with kube.within(_GONE_S) as stop:
+        while not stop.is_set():
+            now = _there(cluster, document)
+            if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
+                return True
+            stop.wait(_LOOK_S)
+    return False
+
+
+def _going(document: Document) -> str:
+    kind, name = kind_of(document), document["metadata"]["name"]
+    return (
+        f"{kind} {name} is still being deleted after {_GONE_S:.0f} s: kubectl describe {kind.resource} {name} says what holds it"
+    )
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
@@ -156,20 +230,28 @@ def definition(name: str = "elasticjobs.outlast.dev") -> Document:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
-    """Take away what `bring` made, the last first, and say what became of it. The definition only with `crds`: jobs go, too."""
+    """Take away what `bring` made, the last first, and say what became of it. The definition only with `crds`: jobs go, too.
+
+    Raises OutlastError before anything is changed, when the operator is in another namespace.
+    """
+    _check_alone(cluster, namespace)
     wanted = [each for each in documents(namespace=namespace, etcd=True) if each["kind"] != kinds.CRD.kind]
     if crds:
         yield _delete(cluster, definition())
+    stays = not crds and _there(cluster, definition()) is not None
+    roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(wanted):
         old = _there(cluster, document)
         if old is None:
             if document["metadata"]["name"] != install.ETCD:
                 yield Done("absent", document)
-        elif (reason := _not_ours(cluster, old, namespace)) and document["kind"] == kinds.NAMESPACE.kind:
-            yield Done("kept", document, reason)
+        elif document["kind"] == kinds.NAMESPACE.kind:
+            yield from _remove_namespace(cluster, old)
+        elif stays and document["metadata"]["name"] in roles:
+            yield Done("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
             yield _delete(cluster, document)
-    if not crds and _there(cluster, definition()):
+    if stays:
         yield Done("kept", definition(), "ElasticJobs would be deleted with it; --crds removes it")
 
 
@@ -182,29 +264,52 @@ def _delete(cluster: Cluster, document: Document) -> Done:
     return Done("deleted", document)
 
 
-def _not_ours(cluster: Cluster, namespace: Document, name: str) -> str:
+def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
+    """Delete our namespace, and wait until it is gone: nothing can be installed there before."""
+    if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
+        if reason := _not_ours(cluster, namespace):
+            yield Done("kept", namespace, reason)
+            return
+        _delete(cluster, namespace)
+    if _there(cluster, namespace):
+        yield Done("deleting", namespace, "what is in it ends first")
+    yield Done("deleted", namespace) if _gone(cluster, namespace) else Done("deleting", namespace, _going(namespace))
+
+
+def _ours(document: Document) -> bool:
+    """Whether `bring` has made this; what is made for a job has the same label, and that of its job."""
+    labels = document["metadata"].get("labels") or {}
+    return labels.get(_PART) == "outlast" and Label.JOB not in labels
+
+
+def _not_ours(cluster: Cluster, namespace: Document) -> str:
     """Why a namespace must not be deleted; empty when all in it is ours."""
-    if namespace["kind"] != kinds.NAMESPACE.kind:
-        return ""
-    if namespace["metadata"].get("labels", {}).get(_PART) != "outlast":
+    if not _ours(namespace):
         return "it was not made by `outlast install`"
     others = []
-    for kind in (kinds.DEPLOYMENT, kinds.STATEFUL_SET, kinds.JOB, kinds.CLAIM, kinds.ELASTIC_JOB):
+    for kind in _LIVED_IN:
         try:
-            found = cluster.list_(kind, namespace=name)
-        except (NotServed, Absent, Forbidden):
+            found = cluster.list_(kind, namespace=namespace["metadata"]["name"])
+        except (NotServed, Absent):
             continue
-        others += [
-            f"{kind} {each['metadata']['name']}" for each in found if each["metadata"].get("labels", {}).get(_PART) != "outlast"
-        ]
-    claims = [each for each in others if each.startswith(str(kinds.CLAIM))]
-    if others and others != claims:
-        return f"there is more in it: {', '.join(others[:5])}"
+        except Forbidden:
+            return f"its {kind.plural} may not be listed: they may be those of others"
+        others += [f"{kind} {each['metadata']['name']}" for each in found if not _ours(each) and not _comes_along(kind, each)]
+    claims = [each for each in others if each.startswith(f"{kinds.CLAIM} data-{install.ETCD}-")]
+    if others != claims:
+        return f"there is more in it: {', '.join([each for each in others if each not in claims][:5])}"
     return f"etcd's volumes are still in it: {', '.join(claims)}; delete it with kubectl" if claims else ""
+
+
+def _comes_along(kind: Kind, document: Document) -> bool:
+    """Whether the cluster puts such a document into each namespace by itself."""
+    if kind == kinds.CONFIG_MAP:
+        return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
+    return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"
 
 
 def check_namespace(name: str) -> str:
     """The name, when it may be that of our namespace. Raises OutlastError."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
-        raise OutlastError(f"--namespace {name}: Outlast would change the labels of that namespace; choose another")
+        raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast import kinds
+from outlast import contract, installation, kinds, manifests, spec
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
+from outlast.diagnosis import refused
 from outlast.diagnosis import seen as sight
 from outlast.doctor import Check, failed, passed, warned
-from outlast.errors import Absent, ClusterError, Forbidden, NotServed
+from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
 from outlast.kinds import Kind
+from outlast.manifests import scheduling
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS
 
@@ -65,6 +67,12 @@ RIGHTS = (
 )
 ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 
+TOLERATED = scheduling.tolerated(ACCELERATORS.values())
+"""What workers tolerate without being told to: each accelerator by those that ask for it."""
+_CORES, _MEMORY = "100m", "256Mi"
+_LITTLE = f"{_CORES} cores and {_MEMORY}"
+_DEVICES = {*ACCELERATORS.values(), "aws.amazon.com/neuroncore", "aws.amazon.com/neurondevice"}
+
 
 def checks(cluster: Cluster) -> Iterator[Check]:
     """Look at a cluster. Raises Unanswered or Unauthorized when it cannot be asked at all."""
@@ -74,11 +82,9 @@ def checks(cluster: Cluster) -> Iterator[Check]:
         yield found
     yield namespace(_maybe(lambda: cluster.get(kinds.NAMESPACE, cluster.namespace)), cluster.namespace)
     served = cluster.serves(kinds.ELASTIC_JOB)
-    wanted = [*RIGHTS, *(ELASTIC if served else ())]
-    yield rights([right for right in wanted if not cluster.may(right.verb, right.kind, subresource=right.subresource)])
-    yield definition(served)
-    deployment = _maybe(lambda: cluster.get(kinds.DEPLOYMENT, OPERATOR, namespace=OPERATOR_NAMESPACE))
-    yield operator(deployment, served=served)
+    yield rights(_absent(cluster, RIGHTS))
+    yield definition(served, _absent(cluster, ELASTIC) if served else [])
+    yield operator(_operator(cluster), served=served)
     nodes = _listed(cluster, kinds.NODE)
     yield machines(nodes)
     yield devices(nodes)
@@ -89,6 +95,7 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     yield queues({name: cluster.serves(kind) for name, kind in _QUEUES.items()})
     if (quotas := _listed(cluster, kinds.QUOTA)) is not None:
         yield from used_up(quotas)
+    yield from worker(cluster)
 
 
 _QUEUES = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_JOB, "coscheduling": kinds.POD_GROUP}
@@ -110,6 +117,22 @@ def _listed(cluster: Cluster, kind: Kind) -> list[Document] | None:
         return cluster.list_(kind)
     except (Forbidden, NotServed):
         return None
+
+
+def _absent(cluster: Cluster, wanted: Sequence[Right]) -> list[Right]:
+    return [right for right in wanted if not cluster.may(right.verb, right.kind, subresource=right.subresource)]
+
+
+def _operator(cluster: Cluster) -> Document | str | None:
+    """The operator's Deployment: where its rights say that it is, or wherever it is, as far as one may look."""
+    binding = _maybe(lambda: cluster.get(kinds.CLUSTER_ROLE_BINDING, OPERATOR))
+    if isinstance(binding, dict) and (where := installation.holder(binding)):
+        return _maybe(lambda: cluster.get(kinds.DEPLOYMENT, OPERATOR, namespace=where))
+    try:
+        found = cluster.list_(kinds.DEPLOYMENT, everywhere=True, labels="app.kubernetes.io/name=outlast")
+    except Forbidden:
+        return _maybe(lambda: cluster.get(kinds.DEPLOYMENT, OPERATOR, namespace=OPERATOR_NAMESPACE))
+    return next((each for each in found if sight.name(each) == OPERATOR), None)
 
 
 def minor(version: str) -> int:
@@ -176,11 +199,17 @@ def rights(absent: Sequence[Right]) -> Check:
     return passed("rights", "all that submit, logs, exec and why need")
 
 
-def definition(served: bool) -> Check:
-    """Whether ElasticJobs are known."""
-    if served:
-        return passed("ElasticJob", "is defined")
-    return warned("ElasticJob", "is not defined here", "outlast install; `outlast submit --as indexed-job` works without")
+def definition(served: bool, absent: Sequence[Right] = ()) -> Check:
+    """Whether ElasticJobs are known, and may be used."""
+    if not served:
+        return warned("ElasticJob", "is not defined here", "outlast install; `outlast submit --as indexed-job` works without")
+    if absent:
+        said = f"is defined; you may not {sight.together([right.verb for right in absent], 'or')} {kinds.ELASTIC_JOB.plural}"
+        remedy = (
+            "the ClusterRole outlast-edit (of `outlast install`) adds that to the role `edit`: ask who runs the cluster for both"
+        )
+        return warned("ElasticJob", said, f"{remedy}; `outlast submit --as indexed-job` works without")
+    return passed("ElasticJob", "is defined")
 
 
 def operator(found: Document | str | None, *, served: bool) -> Check:
@@ -193,9 +222,11 @@ def operator(found: Document | str | None, *, served: bool) -> Check:
         return made("operator", said, "outlast install --wait; `outlast submit --as indexed-job` needs none")
     status, replicas = found.get("status", {}), found["spec"].get("replicas", 1)
     ready, image = status.get("availableReplicas", 0), found["spec"]["template"]["spec"]["containers"][0].get("image")
+    where = found["metadata"]["namespace"]
     if ready:
-        return passed("operator", f"{ready} of {replicas} run, {image}")
-    return failed("operator", f"none of {replicas} runs, {image}", "outlast install --wait says why")
+        return passed("operator", f"{ready} of {replicas} run in namespace {where}, {image}")
+    remedy = f"outlast install --wait{f' --namespace {where}' * (where != OPERATOR_NAMESPACE)} says why"
+    return failed("operator", f"none of {replicas} runs in namespace {where}, {image}", remedy)
 
 
 def machines(nodes: list[Document] | None) -> Check:
@@ -212,9 +243,15 @@ def machines(nodes: list[Document] | None) -> Check:
 
 
 def usable(node: Document) -> bool:
-    """Whether ordinary pods may be put there: ready, not cordoned, no taint that keeps them off."""
+    """Whether workers may be put there: ready, not cordoned, no taint that keeps them off."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
-    return bool(sight.condition(node, "Ready")) and not node["spec"].get("unschedulable") and not taints
+    ready = bool(sight.condition(node, "Ready")) and not node["spec"].get("unschedulable")
+    return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
+
+
+def _covers(toleration: Document, taint: Document) -> bool:
+    """Whether one of ours, which ask for no value, is of this taint."""
+    return bool(toleration["key"] == taint["key"] and toleration.get("effect") in (None, taint.get("effect")))
 
 
 def _kind(node: Document) -> str:
@@ -226,16 +263,19 @@ def _kind(node: Document) -> str:
 
 def devices(nodes: list[Document] | None) -> Check:
     """Which accelerators the device plugins offer."""
+    if nodes is None:
+        return warned(
+            "accelerators", "you may not list nodes", "a job with resources.gpu that waits is explained by `outlast why`"
+        )
     total: dict[str, float] = {}
-    for node in nodes or ():
-        for name in ACCELERATORS.values():
-            total[name] = total.get(name, 0) + sight.quantity(node["status"].get("allocatable", {}).get(name, 0))
-    has = [f"{count:.0f} × {name}" for name, count in total.items() if count]
+    for node in nodes:
+        for name, amount in node["status"].get("allocatable", {}).items():
+            if name in _DEVICES or name.startswith("nvidia.com/mig-"):
+                total[name] = total.get(name, 0) + sight.quantity(amount)
+    has = [f"{count:.0f} × {name}" for name, count in sorted(total.items()) if count]
     if has:
         return passed("accelerators", sight.together(has))
-    hidden = [
-        sight.name(node) for node in nodes or () if node["metadata"].get("labels", {}).get("nvidia.com/gpu.present") == "true"
-    ]
+    hidden = [sight.name(node) for node in nodes if node["metadata"].get("labels", {}).get("nvidia.com/gpu.present") == "true"]
     if hidden:
         said = f"{sight.together(hidden)} have GPUs that no device plugin offers"
         return failed("accelerators", said, "install the NVIDIA device plugin or GPU operator")
@@ -273,3 +313,32 @@ def used_up(quotas: list[Document]) -> Iterator[Check]:
             if sight.quantity(used) >= sight.quantity(hard):
                 said = f"{sight.name(quota)}: {resource} is used up ({used} of {hard})"
                 yield warned("quota", said, "remove what is no longer needed, or have the quota raised")
+
+
+def worker(cluster: Cluster) -> Iterator[Check]:
+    """Whether a small worker would be let in, as the server sees it: quotas, LimitRanges, Pod Security, policies, webhooks."""
+    try:
+        cluster.apply(_small(cluster.namespace), dry_run=True)
+    except Absent:
+        return  # `namespace` has said so
+    except Forbidden as error:
+        yield warned("worker", f"not tried: {error}", "a job's pods are made for you; `outlast why` says what refuses them")
+    except Refused as error:
+        if "does not support dry run" in str(error):
+            yield warned("worker", f"not tried: {error}", "`outlast why` says what refuses a job's pods")
+            return
+        cause = refused.refusal(sight.Seen("", cluster.namespace), str(error))
+        made = warned if cause.rule == "limit-range" else failed  # a worker that asks for more, or less, may be within
+        yield made("worker", f"one with {_LITTLE} would not be let in: {cause.what}", cause.remedy)
+    else:
+        yield passed("worker", f"one with {_LITTLE} would be let in")
+
+
+def _small(namespace: str) -> Document:
+    """The pod of a worker that asks for little."""
+    fields = {"image": "ghcr.io/outlast/outlast:0.1", "module": "train", "resources": {"cpu": _CORES, "memory": _MEMORY}}
+    meta = {"name": "outlast-doctor", "namespace": namespace}
+    job = spec.Job.model_validate({"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": meta, "spec": fields})
+    *_, made = manifests.render(job, "job")
+    template = made["spec"]["template"]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, **template["metadata"]}, "spec": template["spec"]}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from outlast import contract, kinds
+from outlast import __version__, contract, kinds
 from outlast.contract import Pod
 from outlast.doctor import Check, failed, warned
 from outlast.doctor import cluster as judged
@@ -84,7 +84,7 @@ def pod(name: str, index: int, wanted: Wanted, *, rank: bool, gpu: bool = False,
     """The pod that looks; with `rank` it meets the other one, which listens on `address`."""
     arguments = ["--timeout", f"{wanted.timeout_s:.0f}"]
     arguments += ["--mark", MARK]
-    arguments += ["--image", "--places", *PLACES] if index == 0 else []
+    arguments += ["--image", "--outlast", __version__] if index == 0 else []
     arguments += ["--dns", *NAMES]
     arguments += ["--store", wanted.store] if wanted.store and index == 0 else []
     if rank:
@@ -115,6 +115,7 @@ def pod(name: str, index: int, wanted: Wanted, *, rank: bool, gpu: bool = False,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "securityContext": places.security(),
+            "tolerations": judged.TOLERATED,
             **({"affinity": {"podAntiAffinity": apart}} if index else {}),
             "containers": [
                 {

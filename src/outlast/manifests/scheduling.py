@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from outlast import spec
 from outlast.manifests import labels, resources
 from outlast.manifests.request import Document
@@ -89,10 +91,16 @@ def _is(label: str, value: str, operator: str = "In") -> Document:
 def _tolerations(fields: spec.Spec) -> list[Document]:
     """The user's tolerations, then those of the accelerator's nodes and of spot machines."""
     found = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
-    if device := resources.accelerator(fields.resources):
+    device = resources.accelerator(fields.resources)
+    return found + tolerated([device] if device else [], spot=fields.scheduling.spot != "avoid")
+
+
+def tolerated(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
+    """Tolerations of the taints that keep nodes for those who want such accelerators, and of those that mark spot machines."""
+    taints: dict[str, None] = {}
+    for device in devices:
         vendor = f"{device.partition('/')[0]}/"  # parts of a device are behind the taint of the whole: nvidia.com/mig-1g.10gb
-        taints = [device, *(taint for taint in resources.ACCELERATORS.values() if taint.startswith(vendor))]
-        found += [{"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in dict.fromkeys(taints)]
-    if fields.scheduling.spot != "avoid":
-        found += [{"key": name, "operator": "Exists"} for name in _SPOT_TAINTS]
-    return found
+        wholes = (taint for taint in resources.ACCELERATORS.values() if taint.startswith(vendor))
+        taints |= dict.fromkeys([device, *wholes])
+    found: list[Document] = [{"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in taints]
+    return found + ([{"key": name, "operator": "Exists"} for name in _SPOT_TAINTS] if spot else [])

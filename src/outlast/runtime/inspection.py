@@ -1,4 +1,4 @@
-"""What a pod can see, reach and write: run inside one by `outlast doctor`, and by nobody else.
+"""What a pod can see and reach: run inside one by `outlast doctor`, and by nobody else.
 
     python -m outlast.runtime.inspection --image --dns NAME ...
 
@@ -54,29 +54,31 @@ def telling(name: str, remedy: str) -> Iterator[None]:
 # The image
 
 
-def image(places: Sequence[str]) -> None:
-    """Python, Outlast and torch; the user; the places that are written to."""
+def image(asking: str) -> None:
+    """Python, Outlast, which is to be of the version that is `asking`, torch and the command."""
     have = sys.version_info[:2] >= LEAST_PYTHON
     least = ".".join(map(str, LEAST_PYTHON))
     say("python", "pass" if have else "fail", platform.python_version(), "" if have else f"use Python {least} or newer")
-    _version("outlast", "outlast", "install Outlast in the image: pip install outlast[train,store]", needed=True)
+    _version("outlast", "outlast", "install Outlast in the image: pip install outlast[train,store]", needed=True, asking=asking)
     _version("torch", "torch", "install torch in the image: pip install outlast[train]", needed=True)
     _version("obstore", "obstore", "for outputs in a store: pip install outlast[store]", needed=False)
     _version("numpy", "numpy", "pip install outlast[train]", needed=True)
     _command()
-    user = os.getuid()
-    remedy = "add USER 1000 to its Dockerfile; pods run as user 1000 in any case"
-    say("user", "pass" if user else "fail", f"user {user}, group {os.getgid()}", "" if user else remedy)
-    _writable(places)
     _accelerators()
 
 
-def _version(name: str, package: str, remedy: str, *, needed: bool) -> None:
+def _version(name: str, package: str, remedy: str, *, needed: bool, asking: str = "") -> None:
     try:
         importlib.import_module(package)
-        say(name, "pass", f"{package} {importlib.metadata.version(package)}")
+        have = importlib.metadata.version(package)
     except Exception as error:  # a library of the system that is missing raises anything
         say(name, "fail" if needed else "warn", f"{package} cannot be imported: {error}", remedy)
+        return
+    if asking and have != asking:
+        said = f"{package} {have}, and who asks has {asking}: what one writes the other may not read"
+        say(name, "warn", said, "use an image and a command line of the same version")
+    else:
+        say(name, "pass", f"{package} {have}")
 
 
 def _command() -> None:
@@ -89,23 +91,6 @@ def _command() -> None:
     text = (done.stdout or done.stderr).strip().splitlines()
     outcome = "fail" if done.returncode else "pass"
     say("command", outcome, text[-1] if text else f"exit code {done.returncode}", remedy if done.returncode else "")
-
-
-def _writable(places: Sequence[str]) -> None:
-    wrong = []
-    for place in places:
-        try:
-            path = f"{place}/.outlast-doctor-{uuid.uuid4().hex}"
-            with open(path, "wb") as file:
-                file.write(b"x")
-            os.unlink(path)
-        except OSError as error:
-            wrong.append(f"{place} ({error.strerror})")
-    remedy = "let user and group 1000 write there, or let fsGroup of the volume do so"
-    if wrong:
-        say("places", "fail", f"cannot write to {', '.join(wrong)}", remedy)
-    else:
-        say("places", "pass", f"can write to {', '.join(places)}")
 
 
 def _accelerators() -> None:
@@ -154,7 +139,9 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float) -> 
 
 def _take(port: int, timeout_s: float) -> None:
     """Count what comes over one connection, and say how much it was."""
-    with socket.create_server(("", port)) as server:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
         server.settimeout(timeout_s)
         connection, _ = server.accept()
         with connection:
@@ -282,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="inspection")
     parser.add_argument("--mark", default="")
     parser.add_argument("--image", action="store_true")
-    parser.add_argument("--places", nargs="*", default=[])
+    parser.add_argument("--outlast", default="")
     parser.add_argument("--dns", nargs="*", default=[])
     parser.add_argument("--store", default="")
     parser.add_argument("--rank", type=int)
@@ -294,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     global mark
     mark = asked.mark
     if asked.image:
-        image(asked.places)
+        image(asked.outlast)
     if asked.dns:
         dns(asked.dns)
     if asked.store:
