@@ -551,7 +551,10 @@ def test_a_node_that_is_lost_is_named_with_how_long_it_does_not_answer() -> None
         ("Ready is Unknown: NodeStatusUnknown: Kubelet stopped posting.", "taint node.kubernetes.io/unreachable"),
         first.remedy,
     )
-    assert "kubectl delete node" in first.remedy
+    assert first.remedy == (
+        "bring the node back, or, when it is gone for good, kubectl delete node node-a, or kubectl delete pod --force train-0; "
+        "until then nothing replaces a pod that may still run there"
+    )
 
 
 def test_a_node_that_no_longer_exists_is_told() -> None:
