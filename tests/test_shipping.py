@@ -26,7 +26,7 @@ from outlast.errors import OutlastError
 from outlast.manifests import places
 from outlast.runtime import archives, prepare
 from outlast.shipping import ignore, tree
-from outlast.shipping.parcel import SMALL, choose
+from outlast.shipping.parcel import APPLIED, SMALL, choose
 from servers import Place
 
 NEWEST = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-1]
@@ -110,6 +110,36 @@ def test_what_is_never_code_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "pipe").parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / "pipe")
     assert names(tmp_path) == ["lib/a.py"]
+
+
+SECRETS = [".env", ".env.local", "a/.env", ".aws/credentials", "id_rsa", "a/id_ed25519", "server.pem", "a/credentials.json"]
+
+
+def test_what_usually_holds_credentials_is_left_out_and_told(tmp_path: Path) -> None:
+    write(tmp_path, dict.fromkeys(SECRETS, "secret"))
+    write(tmp_path, {"a.py": "", ".env.example": "", "env.py": "", "keys.py": ""})
+    withheld: list[str] = []
+    assert names(tmp_path, withheld=withheld.append) == [".env.example", "a.py", "env.py", "keys.py"]
+    assert sorted(withheld) == sorted([".aws", *(name for name in SECRETS if not name.startswith(".aws"))])
+
+
+def test_only_an_outlastignore_brings_credentials_back(tmp_path: Path) -> None:
+    write(tmp_path, {".env": "", "a/.env": "", "b/server.pem": "", ".gitignore": "!.env\n!server.pem\n"})
+    assert names(tmp_path) == [".gitignore"]
+    write(tmp_path, {".outlastignore": "!.env\n", "b/.outlastignore": "!*.pem\n"})
+    assert names(tmp_path) == [".env", ".gitignore", ".outlastignore", "a/.env", "b/.outlastignore", "b/server.pem"]
+
+
+def test_an_outlastignore_of_the_work_tree_around_it_brings_credentials_back(tmp_path: Path) -> None:
+    write(tmp_path, {".git/HEAD": "", ".outlastignore": "!*.pem\n", "code/server.pem": "", "code/id_rsa": ""})
+    assert names(tmp_path / "code") == ["server.pem"]
+
+
+def test_credentials_that_git_ignores_need_no_word(tmp_path: Path) -> None:
+    write(tmp_path, {".env": "", "a.py": "", ".gitignore": ".env\n"})
+    withheld: list[str] = []
+    assert names(tmp_path, withheld=withheld.append) == [".gitignore", "a.py"]
+    assert withheld == []
 
 
 def test_the_rules_of_the_work_tree_around_it_hold(tmp_path: Path) -> None:
@@ -360,6 +390,14 @@ def test_an_archive_is_shipped_as_it_is(tmp_path: Path) -> None:
         pass
 
 
+def test_credentials_that_do_not_travel_are_said(tmp_path: Path) -> None:
+    root = write(tmp_path, {"train.py": "", ".env": "TOKEN=abc", "id_rsa": ""})
+    with shipping.parcel(a_job(root)) as parcel:
+        assert parcel.sentence.endswith(
+            "; without .env, id_rsa, which may hold credentials (!.env in .outlastignore brings it back)"
+        )
+
+
 def test_a_script_that_is_left_out_is_said(tmp_path: Path) -> None:
     write(tmp_path, {"train.py": "", ".gitignore": "*.py\n"})
     with pytest.raises(OutlastError) as caught, shipping.parcel(a_job(tmp_path)):
@@ -442,9 +480,19 @@ def test_render_ships_the_directory_of_the_job_file(outlast: Outlast, tmp_path: 
     assert outlast("render", job_file, "--as", "job")[1] == out
 
 
-def test_render_says_when_kubectl_needs_help(outlast: Outlast, tmp_path: Path) -> None:
-    job_file = write(tmp_path, {"train.py": "", "x": noise(200 << 10), "job.yaml": JOB % "s3://bucket/runs"}) / "job.yaml"
-    assert "is too large for kubectl apply as it is; add --server-side\n" in outlast("render", job_file)[2]
+@pytest.mark.parametrize("output", ["s3://bucket/runs", "/out"])
+def test_render_makes_no_config_map_that_kubectl_could_not_apply(outlast: Outlast, tmp_path: Path, output: str) -> None:
+    job_file = write(tmp_path, {"train.py": "", "x": noise(200 << 10), "job.yaml": JOB % output}) / "job.yaml"
+    code, out, err = outlast("render", job_file, "--as", "job")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    if output == "/out":
+        assert "too much for a ConfigMap that kubectl apply takes (190 KiB), and output is no store" in err
+    else:
+        assert err.startswith("Error: code: 2 files, 200 KiB -> s3://bucket/runs/code/")
+    assert all(way in err for way in ("`outlast submit`", "--server-side", "output: s3://" if output == "/out" else "--upload"))
+    code, out, err = outlast("render", job_file, "--as", "job", "--server-side")
+    first = next(yaml.safe_load_all(out))
+    assert (code, first["kind"], len(base64.b64decode(first["binaryData"]["code.tar.gz"])) > APPLIED) == (0, "ConfigMap", True)
 
 
 def test_render_writes_to_the_store_only_when_it_is_told_to(outlast: Outlast, tmp_path: Path, moto: Place) -> None:

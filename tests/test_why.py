@@ -562,7 +562,10 @@ def test_a_node_that_is_lost_is_named_with_how_long_it_does_not_answer() -> None
         ("Ready is Unknown: NodeStatusUnknown: Kubelet stopped posting.", "taint node.kubernetes.io/unreachable"),
         first.remedy,
     )
-    assert "kubectl delete node" in first.remedy
+    assert first.remedy == (
+        "bring the node back, or, when it is gone for good, kubectl delete node node-a, or kubectl delete pod --force train-0; "
+        "until then nothing replaces a pod that may still run there"
+    )
 
 
 def test_who_may_not_see_nodes_is_told_of_a_lost_one_by_its_pods() -> None:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from outlast.shipping import Parcel
     from outlast.spec import Job
 
-_APPLIED = 190 << 10
-"""So much code may be in a ConfigMap that kubectl applies by itself: it keeps a copy in an annotation, of at most 256 KiB."""
-
 
 def render(
     file: FileArgument,
@@ -31,6 +28,9 @@ def render(
     set_: SetOption = None,
     upload: Annotated[
         bool, typer.Option("--upload", help="Put code that is too large for a ConfigMap into the store now.")
+    ] = False,
+    server_side: Annotated[
+        bool, typer.Option("--server-side", help="For `kubectl apply --server-side`, which takes more code in a ConfigMap.")
     ] = False,
     output: Annotated[Literal["yaml", "json"], typer.Option("-o", "--output", help="How to write.")] = "yaml",
 ) -> None:
@@ -47,21 +47,23 @@ def render(
       outlast render job.yaml --as indexed-job -n team-a | kubectl apply -f -
       outlast render job.yaml --as job --name try-1 --set resources.gpu=8
       outlast render job.yaml --as volcano --set scheduling.queue=research -o json
-      outlast render job.yaml --as job --upload | kubectl apply --server-side -f -
+      outlast render job.yaml --as job --server-side | kubectl apply --server-side -f -
+      outlast render job.yaml --as job --upload | kubectl apply -f -
     """
     from outlast import manifests
     from outlast.cli import run
+    from outlast.shipping.parcel import APPLIED, SMALL
 
     job = run.load(file, name=name, set_=set_ or ())
-    with rendered(job, topology, source=file, namespace=which.checked(namespace)) as (documents, parcel):
+    room = SMALL if server_side else APPLIED
+    with rendered(job, topology, source=file, namespace=which.checked(namespace), room=room) as (documents, parcel):
         if parcel.url and not upload:
-            raise OutlastError(
-                f"{parcel.sentence}, which render does not write to unless it is told to; add --upload, or use `outlast submit`"
-            )
+            ways = "add --upload, or use `outlast submit`"
+            if parcel.archive.stat().st_size <= SMALL:
+                ways = f"{ways}, or add --server-side for kubectl apply --server-side"
+            raise OutlastError(f"{parcel.sentence}, which render does not write to unless it is told to; {ways}")
         parcel.put()
     said = [parcel.sentence] if parcel.sentence else []
-    if len(parcel.code) > _APPLIED:
-        said.append("the ConfigMap with the code is too large for kubectl apply as it is; add --server-side")
     for sentence in [*said, *manifests.warnings(job, topology)]:
         print(f"outlast | {job.metadata.name}: {sentence}", file=sys.stderr)
     print(text(documents) if output == "yaml" else listed(documents), end="")
@@ -69,17 +71,19 @@ def render(
 
 @contextlib.contextmanager
 def rendered(
-    job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None
+    job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None, room: int | None = None
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
     """The documents of a job, in the order in which they are to be applied, and its code, which has to be put where they say
     (`Parcel.put`) before they are.
 
-    `run` is the id of one that begins from the beginning. Raises InvalidJob with the name of the job's file.
+    `run` is the id of one that begins from the beginning, `room` how much code may be in a ConfigMap (default: as much as it
+    holds). Raises InvalidJob with the name of the job's file.
     """
     from outlast import manifests, shipping
     from outlast.manifests import places
+    from outlast.shipping.parcel import SMALL
 
-    with shipping.parcel(job, but=[source]) as parcel:
+    with shipping.parcel(job, but=[source], room=room or SMALL) as parcel:
         files = texts(places.files(parcel.job.spec))
         try:
             made = manifests.render(

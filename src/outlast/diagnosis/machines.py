@@ -10,8 +10,6 @@ from outlast.manifests.request import Document
 
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
-_BACK = "bring the node back, or delete it (kubectl delete node), so that its pods are replaced at once, and not 5 minutes later"
-
 
 def lost(seen: Seen, now: float) -> Iterator[Cause]:
     """Nodes that do not answer, or are gone, under pods that are not done."""
@@ -24,7 +22,7 @@ def lost(seen: Seen, now: float) -> Iterator[Cause]:
             if "nodes" in seen.unseen:
                 if silent := [pod for pod in group if sight.silent(pod)]:
                     whom = f"{sight.whom(silent)} {sight.verb(silent, 'is', 'are')} on node {where}"
-                    yield Cause("node-lost", f"{whom}, which does not answer", (), _BACK)
+                    yield Cause("node-lost", f"{whom}, which does not answer", (), _back(silent))
             else:
                 names = " ".join(map(sight.name, group))
                 remedy = f"kubectl delete pod {names} --force -n {seen.namespace}: then others are made"
@@ -38,7 +36,17 @@ def lost(seen: Seen, now: float) -> Iterator[Cause]:
         answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
-        yield Cause("node-lost", f"{whom}, which {answers}{ago}", (evidence, *(f"taint {key}" for key in taints)), _BACK)
+        what = f"{whom}, which {answers}{ago}"
+        yield Cause("node-lost", what, (evidence, *(f"taint {key}" for key in taints)), _back(group))
+
+
+def _back(pods: list[Document]) -> str:
+    """What to do about pods on nodes that are lost: who counts pods makes no second one of a worker that may still run."""
+    nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
+    return (
+        f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
+        f"{' '.join(map(sight.name, pods))}; until then nothing replaces a pod that may still run there"
+    )
 
 
 def taken(seen: Seen, _: float) -> Iterator[Cause]:
@@ -77,9 +85,7 @@ def _taken(reason: str, pods: list[Document], message: str) -> Cause:
         remedy = "nothing needs to be done when it goes on elsewhere; else uncordon the node or add another"
         return Cause("drained", f"{whom} asked to leave {where}, by a drain or an autoscaler", evidence, remedy)
     if reason in ("DeletionByTaintManager", "NodeLost"):
-        return Cause(
-            "node-lost", f"{whom} taken away because node {where} was lost", evidence, "bring the node back or replace it"
-        )
+        return Cause("node-lost", f"{whom} taken away because node {where} was lost", evidence, _back(pods))
     if reason == "DeletionByPodGC":
         return Cause(
             "node-lost", f"{whom} taken away because node {where} no longer exists", evidence, "wait until another is made"

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SMALL = 700 << 10
 """The largest archive that goes into a ConfigMap. One may hold 1 MiB, and is a third larger on its way in JSON."""
+APPLIED = 190 << 10
+"""The largest for kubectl's usual way of applying, which keeps a copy of the ConfigMap in an annotation of at most 256 KiB."""
 BELOW = "code"
 """Below the store that jobs write to: archives by their SHA-256, shared by all jobs."""
 
@@ -43,9 +45,9 @@ class Way:
         return f"ConfigMap {self.config_map}" if self.config_map else self.url
 
 
-def choose(job: spec.Job, *, size: int, checksum: str, suffix: str) -> Way | None:
-    """Where an archive of this size goes; None when it is too large for a ConfigMap, and the job names no store."""
-    if size <= SMALL:
+def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = SMALL) -> Way | None:
+    """Where an archive of this size goes; None when there is no room for it in a ConfigMap, and the job names no store."""
+    if size <= room:
         return Way(config_map=Names(job.metadata.name).code(checksum))
     above = places.store_of_all(job.spec)
     return Way(url=f"{above}/{BELOW}/{checksum}{suffix}") if above else None
@@ -82,11 +84,11 @@ class Parcel:
 
 
 @contextlib.contextmanager
-def parcel(job: spec.Job, *, but: Collection[Path] = ()) -> Iterator[Parcel]:
+def parcel(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
     """The code of a job, packed when it lies on this machine and pods do not see it there.
 
     `but`: what of its directory is no code, the job file above all: to suspend a job must not change its code. What the job names
-    as data, models or output is not code either. Raises OutlastError.
+    as data, models or output is not code either. `room`: the largest archive for a ConfigMap. Raises OutlastError.
     """
     here = places.to_ship(job.spec)
     if here is None:
@@ -99,59 +101,73 @@ def parcel(job: spec.Job, *, but: Collection[Path] = ()) -> Iterator[Parcel]:
         raise OutlastError(sentence)
     with tempfile.TemporaryDirectory(prefix="outlast-code-") as directory:
         if path.is_dir():
-            yield _of_directory(job, path, Path(directory, "code.tar.gz"), but)
+            yield _of_directory(job, path, Path(directory, "code.tar.gz"), but, room)
         else:
-            yield _of_archive(job, path, checksum)
+            yield _of_archive(job, path, checksum, room)
 
 
-def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path]) -> Parcel:
+def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path], room: int) -> Parcel:
     but = [*but, *(place for place in _no_code(job.spec) if place != root and place not in root.parents)]
-    room = None if places.store_of_all(job.spec) else SMALL
+    withheld: set[str] = set()
     try:
-        entries = tree.pack(root, archive, but=but, room=room)
+        most = None if places.store_of_all(job.spec) else room
+        entries = tree.pack(root, archive, but=but, room=most, withheld=withheld.add)
     except tree.TooLarge:
-        raise _too_large(root, tree.listed(root, but)) from None
+        raise _too_large(root, tree.listed(root, but), room) from None
     names = {entry.name for entry in entries}
     if job.spec.script and str(Path(job.spec.script)) not in names:
         remedy = f"add !{job.spec.script} to {root / '.outlastignore'}, or correct the rule"
         raise OutlastError(f"script ({job.spec.script}) is left out of code ({root}) by .gitignore or .outlastignore; {remedy}")
-    made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}")
+    made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", room)
     if made is None:  # the last bytes of an archive are those too many
-        raise _too_large(root, entries)
+        raise _too_large(root, entries, room)
     fields = made.job.spec
     environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))
     changed = made.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
-    return dataclasses.replace(made, job=changed)
+    return dataclasses.replace(made, job=changed, sentence=made.sentence + _without(withheld))
 
 
-def _of_archive(job: spec.Job, path: Path, checksum: str) -> Parcel:
+def _without(withheld: Collection[str]) -> str:
+    """What is said of files that look like credentials; nothing without any."""
+    if not withheld:
+        return ""
+    first, *more = sorted(withheld)
+    names = ", ".join([first, *more[:4], *(["..."] if more[4:] else [])])
+    return f"; without {names}, which may hold credentials (!{first.rpartition('/')[2]} in .outlastignore brings it back)"
+
+
+def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
     code.check(path, f"code ({path})", checksum, job.spec.script or "")
-    made = _shipped(job, path, path.name)
+    made = _shipped(job, path, path.name, room)
     if made is None:
         size = units.human_bytes(path.stat().st_size)
-        raise OutlastError(f"code ({path}) has {size}, {_WAYS}")
+        raise OutlastError(f"code ({path}) has {size}, {_ways(room)}")
     return made
 
 
-_WAYS = (
-    f"which is too much for a ConfigMap ({units.human_bytes(SMALL)}), and output is no store that it could be put into; "
-    "say output: s3://..., or put the code into the image and say code: " + Pod.CODE
-)
+def _ways(room: int) -> str:
+    """What is too much, and what may be done."""
+    by_kubectl = " that kubectl apply takes" if room < SMALL else ""
+    larger = f"add --server-side or use `outlast submit`, for up to {units.human_bytes(SMALL)}; " if room < SMALL else ""
+    return (
+        f"which is too much for a ConfigMap{by_kubectl} ({units.human_bytes(room)}), and output is no store that it could be put "
+        f"into; {larger}say output: s3://..., or put the code into the image and say code: {Pod.CODE}"
+    )
 
 
-def _too_large(root: Path, entries: Sequence[tree.Entry]) -> OutlastError:
+def _too_large(root: Path, entries: Sequence[tree.Entry], room: int) -> OutlastError:
     size = units.human_bytes(sum(entry.size for entry in entries))
     return OutlastError(
-        f"code ({root}) holds {len(entries):,} files, {size} ({tree.biggest(entries)}), {_WAYS}, "
+        f"code ({root}) holds {len(entries):,} files, {size} ({tree.biggest(entries)}), {_ways(room)}, "
         "or name what is no code in .outlastignore"
     )
 
 
-def _shipped(job: spec.Job, archive: Path, what: str) -> Parcel | None:
+def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | None:
     """The parcel of an archive; None when there is no way for it."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
-    way = choose(job, size=size, checksum=checksum, suffix=suffix)
+    way = choose(job, size=size, checksum=checksum, suffix=suffix, room=room)
     if way is None:
         return None
     place = places.shipped(f"code{suffix}", checksum) if way.config_map else f"{way.url}#sha256={checksum}"

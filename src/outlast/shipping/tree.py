@@ -27,6 +27,44 @@ from outlast.shipping import ignore
 
 FILES = (".gitignore", ".outlastignore")
 """In this order: of what both speak of, the last word counts."""
+CREDENTIALS = """
+.env
+.env.*
+!.env.example
+!.env.sample
+!.env.template
+.netrc
+_netrc
+.pypirc
+.npmrc
+.pgpass
+.git-credentials
+.vault-token
+.aws/
+.azure/
+**/.docker/config.json
+.gnupg/
+.kaggle/
+.kube/
+.ssh/
+**/.config/gcloud/
+id_rsa*
+id_dsa*
+id_ecdsa*
+id_ed25519*
+*.pem
+*.key
+*.p12
+*.pfx
+*.jks
+*.kdbx
+kubeconfig
+credentials.json
+service-account*.json
+service_account*.json
+"""
+"""What usually holds credentials, as rules. Who may read the ConfigMaps of a namespace may read the code, so only an
+`.outlastignore`, which is about what travels, brings these back."""
 _TRIES = 3
 """How often packing begins again because a file has changed under it."""
 _CHUNK = 1 << 20
@@ -53,16 +91,19 @@ class _Changed(Exception):
     """A file was written to while it was read."""
 
 
-def listed(root: Path, but: Collection[Path] = ()) -> list[Entry]:
-    """The files and links of a directory of code, sorted by name. `but`: places below it that are no code.
+def listed(root: Path, but: Collection[Path] = (), *, withheld: Callable[[str], object] = lambda _: None) -> list[Entry]:
+    """The files and links of a directory of code, sorted by name. `but`: places below it that are no code. `withheld` is told the
+    name of what is left out only because it usually holds credentials.
 
     Raises OutlastError for a link that leads outside, for what cannot be read, and when there is too much for code.
     """
     top = root.resolve()
     layers = _above(top)
+    above = [_layer(Path(layer.directory), FILES[1:]) for layer in layers]
+    secret = [ignore.Layer(str(top).rstrip("/"), ignore.rules(CREDENTIALS)), *above]
     found: list[Entry] = []
     size = 0
-    for entry in _walk(top, "", layers, {place.resolve() for place in but}):
+    for entry in _walk(top, "", layers, secret, {place.resolve() for place in but}, withheld):
         found.append(entry)
         size += entry.size
         if len(found) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
@@ -86,15 +127,16 @@ def pack(
     *,
     but: Collection[Path] = (),
     room: int | None = None,
+    withheld: Callable[[str], object] = lambda _: None,
     reading: Callable[[str], None] = lambda _: None,
 ) -> list[Entry]:
     """Pack a directory of code into a new `.tar.gz`; what is in it.
 
-    `reading` is told the name of each file that is read. Raises OutlastError as `listed`, or for a file that changes all the
-    time, and TooLarge when the archive becomes larger than `room`.
+    `reading` is told the name of each file that is read, `withheld` as by `listed`. Raises OutlastError as that does, or for a
+    file that changes all the time, and TooLarge when the archive becomes larger than `room`.
     """
     for left in reversed(range(_TRIES)):
-        entries = listed(root, but)
+        entries = listed(root, but, withheld=withheld)
         try:
             _write(root, entries, into, room, reading)
             return entries
@@ -157,9 +199,16 @@ class _Bounded(io.FileIO):
 # ----------------------------------------------------------------------------------------------------------- what is in there
 
 
-def _walk(top: Path, below: str, layers: list[ignore.Layer], but: Collection[Path]) -> Iterator[Entry]:
+def _walk(
+    top: Path,
+    below: str,
+    layers: list[ignore.Layer],
+    secret: list[ignore.Layer],
+    but: Collection[Path],
+    withheld: Callable[[str], object],
+) -> Iterator[Entry]:
     here = top / below
-    layers = [*layers, _layer(here)]
+    layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
     try:
         with os.scandir(here) as scanned:
             found = list(scanned)
@@ -170,9 +219,12 @@ def _walk(top: Path, below: str, layers: list[ignore.Layer], but: Collection[Pat
         directory = each.is_dir(follow_symlinks=False)
         if each.name in code.NEVER or top / name in but or ignore.left_out(each.path, directory, layers):
             continue
+        if ignore.left_out(each.path, directory, secret):
+            withheld(name)
+            continue
         if directory:
             if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
-                yield from _walk(top, name, layers, but)
+                yield from _walk(top, name, layers, secret, but, withheld)
         elif each.is_symlink():
             yield Entry(name, "link", target=_inside(top, name))
         elif each.is_file(follow_symlinks=False):  # a socket or a pipe is no code
@@ -206,9 +258,9 @@ def _above(top: Path) -> list[ignore.Layer]:
     return layers
 
 
-def _layer(directory: Path) -> ignore.Layer:
+def _layer(directory: Path, files: Sequence[str] = FILES) -> ignore.Layer:
     found: list[ignore.Rule] = []
-    for name in FILES:
+    for name in files:
         path = directory / name
         if path.is_file():
             try:
