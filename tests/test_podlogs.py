@@ -5,8 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import apiserver
 from outlast import kube
 from outlast.backends import LogLine, podlogs
 from outlast.errors import Absent, Refused
@@ -66,14 +71,34 @@ class Cluster:
                 self.after_cut.pop(0)()
 
 
-def followed(cluster: Cluster, **options: Any) -> tuple[list[LogLine], list[str]]:
+def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogLine], list[str]]:
     said: list[str] = []
 
     def over() -> bool:
+        assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
     arguments = {"over": over, "wanted": lambda _: True, "say": said.append, **options}
     return list(podlogs.follow(cluster, "job=train", **arguments)), said  # type: ignore[arg-type]
+
+
+Connected = tuple[apiserver.ApiServer, kube.Cluster]
+
+
+@pytest.fixture
+def connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connected]:
+    """An API server, and what talks to it."""
+    api = apiserver.ApiServer()
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        cluster = kube.connect(namespace="n")
+        yield api, cluster
+        cluster.close()
+
+
+def served(pod: Document) -> Document:
+    """A pod of the job, as an API server has it."""
+    return {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "labels": {"job": "train"}}}
 
 
 def texts(lines: Sequence[LogLine]) -> list[str]:
@@ -102,6 +127,27 @@ def test_a_container_that_is_started_again_is_read_from_its_begin() -> None:
         lambda: cluster.pods.update(p=done),
     ]
     assert texts(followed(cluster)[0]) == ["first", "last words", "again"]
+
+
+def test_a_container_that_is_started_again_while_it_is_asked_for_says_each_line_once(connected: Connected) -> None:
+    api, cluster = connected
+    starts = [[f"{start} line {n}" for n in range(6)] for start in range(3)]
+    now = -1
+
+    def log(handler: BaseHTTPRequestHandler) -> bool:
+        """The node has started the container again when its log is asked for, and that was not to be seen before."""
+        nonlocal now
+        if "follow=true" in handler.path:
+            now = min(now + 1, 2)
+            ended = {"state": "terminated", "phase": "Succeeded"} if now == 2 else {}
+            api.put(served(a_pod("p", restarts=now, **ended)))
+        start = now - ("previous=true" in handler.path)
+        apiserver.send(handler, 200, "".join(at(10 * start + n, f"{line}\n") for n, line in enumerate(starts[start])))
+        return True
+
+    api.put(served(a_pod("p")))
+    api.prescribe("pods/p/log", *[log] * 20)
+    assert texts(followed(cluster, over=lambda: now == 2)[0]) == [line for start in starts for line in start]
 
 
 def test_new_pods_are_followed_and_waiting_is_explained() -> None:

@@ -165,25 +165,24 @@ class _Reader:
         self._starts = int(pods.container(pod).get("restartCount", 0))
         """Which of the container's starts is read."""
         self._last, self._same = "", 0
-        """When the newest line was written, and how many lines were at that moment."""
+        """When the newest line was written, and how many lines were at that moment. Kept through starts of the container: what
+        was read of one before it was known to be another is not said again."""
 
     def read(self) -> None:
         if self._starts and self._tail is None:
             self._lines(previous=True)
-            self._last, self._same = "", 0
         while not self._stop.is_set():
             self._lines(follow=True)
+            self._stop.wait(_PAUSE_S)
             if (pod := self._look()) is None:
                 return
             starts = int(pods.container(pod).get("restartCount", 0))
-            if starts > self._starts:
-                if starts == self._starts + 1:
-                    self._lines(previous=True)  # what came after the connection was lost
-                self._starts, self._last, self._same = starts, "", 0
-            elif pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
+            if starts == self._starts + 1:
+                self._lines(previous=True)  # what came after the connection was lost
+            self._starts = starts
+            if pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
                 self._lines()
                 return
-            self._stop.wait(_PAUSE_S)
 
     def _look(self) -> kube.Document | None:
         """The pod as it is now; None when it is gone."""
