@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 
 import apiserver
 from outlast import kube
-from outlast.backends import LogLine, podlogs
+from outlast.backends import LogLine, kubernetes, podlogs
 from outlast.errors import Absent, Refused
 
 Document = dict[str, Any]
@@ -194,3 +194,68 @@ def test_past_logs_are_merged_by_time() -> None:
     cluster.lines["p", 0] = [at(1, "p1"), at(3, "p3")]
     cluster.lines["q", 0] = [at(2, "q2"), at(3, "q3", fraction=".1")]
     assert texts(list(podlogs.merged(cluster, list(cluster.pods.values())))) == ["p1", "q2", "p3", "q3"]  # type: ignore[arg-type]
+
+
+WORKER = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
+
+
+def a_stateful_set(api: apiserver.ApiServer, *, replicas: int = 1) -> None:
+    """One whose workers run."""
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    spec = {"replicas": replicas, "template": template}
+    api.put(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"name": "train", "namespace": "n", "labels": WORKER},
+            "spec": spec,
+        }
+    )
+    for index in range(replicas):
+        pod = served(a_pod(f"train-{index}", index=index))
+        pod["metadata"]["labels"] = WORKER
+        api.put(pod)
+
+
+def goes_on(*lines: str) -> Callable[[BaseHTTPRequestHandler], bool]:
+    """The log of a container that does not end, for as long as somebody follows it."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.wfile.write("".join(f"{line}\n" for line in lines).encode())
+        handler.wfile.flush()
+        handler.rfile.read(1)
+        handler.close_connection = True
+        return True
+
+    return answer
+
+
+def test_following_a_stateful_set_ends_when_its_workers_are_done_although_they_stay_up(connected: Connected) -> None:
+    api, cluster = connected
+    a_stateful_set(api)
+    api.prescribe("train-0/log.*follow=true", goes_on(at(1, "trains")))
+    api.logs["train-0"] = [at(1, "trains"), at(2, "last words")]
+    api.metrics["train-0"] = "outlast_done 1\n"
+    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
+    assert texts(list(lines)) == ["trains", "last words"]
+
+
+def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    a_stateful_set(api)
+    api.prescribe("train-0/log.*follow=true", goes_on())
+    api.metrics["train-0"] = "outlast_done 0\n"
+    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
+    thread = threading.Thread(target=list, args=(lines,), daemon=True)
+    thread.start()
+    looks = "GET /apis/apps/v1/namespaces/n/statefulsets"
+    api.until(lambda: sum(path.startswith(looks) for path in api.asked) >= 5)
+    assert sum("/proxy/" in path for path in api.asked) == 1
+    assert sum("/batch/v1/namespaces/n/jobs" in path for path in api.asked) <= 3
+    monkeypatch.setattr(kubernetes, "_AGENTS_S", 0)
+    api.metrics["train-0"] = "outlast_done 1\n"
+    thread.join(20)
+    assert not thread.is_alive()

@@ -43,6 +43,8 @@ _ASK_S = 3.0
 """How long an agent may take to say how far it is."""
 _ASKED = 16
 """Agents that are asked at once."""
+_AGENTS_S = 5.0
+"""How often they are asked whether they are done while logs are followed."""
 
 
 def rendered(job: Job, source: Path, fresh: bool) -> list[Document]:
@@ -140,9 +142,16 @@ class KubernetesBackend:
             while not self._all(name):
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
                 time.sleep(2)
-            labels = f"{Label.JOB}={name},{_WORKER}"
+            labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
             yield from podlogs.follow(
-                self.cluster, labels, over=lambda: self._over(name), wanted=wanted, tail=tail, since_s=since_s, say=say
+                self.cluster,
+                labels,
+                over=course.over,
+                finished=course.done.__contains__,
+                wanted=wanted,
+                tail=tail,
+                since_s=since_s,
+                say=say,
             )
             return
         known = self._known(name)
@@ -346,12 +355,12 @@ class KubernetesBackend:
 
     # requests
 
-    def _workloads(self, name: str = "") -> List[Document]:
+    def _workloads(self, name: str = "", kinds: Sequence[kube.Kind] = _KINDS) -> List[Document]:
         """The workloads of one job, or of all."""
         found: List[Document] = []
         denied: List[Forbidden] = []
         listed = 0
-        for kind in _KINDS:
+        for kind in kinds:
             if kind in self._unserved:
                 continue
             try:  # who may only make some of these kinds has jobs of these only
@@ -369,9 +378,9 @@ class KubernetesBackend:
             raise denied[-1]
         return found
 
-    def _all(self, name: str) -> List[Document]:
+    def _all(self, name: str, kinds: Sequence[kube.Kind] = _KINDS) -> List[Document]:
         """The workloads of a job, the newest first."""
-        return sorted(self._workloads(name), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
+        return sorted(self._workloads(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
     def _known(self, name: str) -> List[Document]:
         if found := self._all(name):
@@ -391,15 +400,6 @@ class KubernetesBackend:
         if (state := observed.over(workload)) is not None:
             raise OutlastError(f"{name} has ended ({state}); outlast submit FILE --fresh runs it again")
         return workload, kube.kind_of(workload), workload["metadata"]["name"]
-
-    def _over(self, name: str) -> bool:
-        """Whether there is nothing more to come of a job, unless somebody takes it up again."""
-        workloads = self._all(name)
-        if not workloads or observed.over(workloads[0]) is not None:
-            return True
-        return self.status(name).state in (State.SUCCEEDED, State.FAILED) or (
-            observed.suspended(workloads[0]) and not any(pods.running(pod) for pod in self._pods(name))
-        )
 
     def _pods(self, name: str) -> List[Document]:
         return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{_WORKER}")
@@ -516,6 +516,32 @@ class KubernetesBackend:
 
     def _own(self, workload: Document) -> List[Document]:
         return [pod for pod in self._pods(_name(workload)) if _of(pod, workload)]
+
+
+class _Course:
+    """Looks again and again whether a job goes on, with few requests: it stays of its kind, and agents are asked now and then."""
+
+    def __init__(self, backend: KubernetesBackend, name: str) -> None:
+        self._backend, self._name = backend, name
+        self._kinds: Sequence[kube.Kind] = _KINDS
+        self._asked = -_AGENTS_S
+        self.done: set[str] = set()
+        """Pods whose workers are done; those of a StatefulSet stay up."""
+
+    def over(self) -> bool:
+        """Whether there is nothing more to come, unless somebody takes the job up again."""
+        workloads = self._backend._all(self._name, self._kinds) or self._backend._all(self._name)
+        if not workloads or observed.over(workloads[0]) is not None:
+            return True
+        self._kinds = [kube.kind_of(workloads[0])]
+        if observed.suspended(workloads[0]):
+            return not any(pods.running(pod) for pod in self._backend._pods(self._name))
+        if self._kinds != [kube.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
+            return False
+        status = self._backend.status(self._name)
+        self._asked = time.monotonic()
+        self.done.update(worker.pod for worker in status.workers if worker.state == "done")
+        return status.state is State.SUCCEEDED
 
 
 def _workload(documents: Sequence[Document]) -> Document:

@@ -11,7 +11,6 @@ import heapq
 import queue
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from outlast import kube
@@ -67,20 +66,23 @@ def follow(
     *,
     over: Callable[[], bool],
     wanted: Callable[[kube.Document], bool],
+    finished: Callable[[str], bool] = lambda _: False,
     tail: int | None = None,
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
     """The lines of all `wanted` pods that there are and will be, until the job is `over` and all is said.
 
-    `say` is told why a worker has not begun, whenever that changes.
+    `over` is asked every second by a thread of its own. `finished` is asked of a pod's name when the job is over: whether it has
+    said all, although it stays up. `say` is told why a worker has not begun, whenever that changes.
     """
-    stop = kube.Stop()
-    news: queue.Queue[LogLine | kube.Change | BaseException] = queue.Queue(_QUEUE)
-    readers: dict[str, threading.Thread] = {}
+    stop, ended = kube.Stop(), threading.Event()
+    news: queue.Queue[LogLine | kube.Change | BaseException | None] = queue.Queue(_QUEUE)
+    readers: dict[str, _Reader] = {}
+    threads: list[threading.Thread] = []
     said: dict[str, str] = {}
 
-    def put(item: LogLine | kube.Change | BaseException) -> None:
+    def put(item: LogLine | kube.Change | BaseException | None) -> None:
         while not stop.is_set():
             with contextlib.suppress(queue.Full):
                 news.put(item, timeout=_PAUSE_S)
@@ -90,6 +92,7 @@ def follow(
         def guarded() -> None:
             try:
                 work()
+                put(None)  # so that its end is noticed
             except BaseException as error:
                 put(error)
 
@@ -101,13 +104,21 @@ def follow(
         for change in cluster.watch(kube.POD, labels=labels, stop=stop):
             put(change)
 
+    def judge() -> None:
+        while not over():
+            if stop.wait(_LOOK_S):
+                return
+        for pod in cluster.list_(kube.POD, labels=labels):  # those of which the watch has not told yet
+            put(kube.Change("added", pod))
+        ended.set()
+
     def look(pod: kube.Document, *, first: bool) -> None:
         uid = pod["metadata"]["uid"]
         if uid in readers or not wanted(pod):
             return
         if pods.began(pod):
-            reader = _Reader(cluster, pod, put, stop, tail=tail if first else None, since_s=since_s if first else None)
-            readers[uid] = run(reader.read)
+            readers[uid] = _Reader(cluster, pod, put, stop, tail=tail if first else None, since_s=since_s if first else None)
+            threads.append(run(readers[uid].read))
         elif (why := pods.waits(pod)) and said.get(uid) != why:
             said[uid] = why
             say(f"worker {pods.index(pod)} {why}")
@@ -119,12 +130,11 @@ def follow(
         for pod in present:
             look(pod, first=True)
         run(watch)
-        looked = time.monotonic()
-        ending = False
-        while True:
+        run(judge)
+        while not (ended.is_set() and news.empty() and not any(thread.is_alive() for thread in threads) and news.empty()):
             item: object = None
             with contextlib.suppress(queue.Empty):
-                item = news.get(timeout=_LOOK_S)
+                item = news.get(timeout=_PAUSE_S)
             if isinstance(item, LogLine):
                 yield item
             elif isinstance(item, kube.Change):
@@ -132,17 +142,14 @@ def follow(
                     look(item.document, first=False)
             elif isinstance(item, BaseException):
                 raise item
-            if time.monotonic() - looked < _LOOK_S and not ending:
-                continue
-            looked = time.monotonic()
-            if not ending and over():
-                ending = True
-                for pod in cluster.list_(kube.POD, labels=labels):  # those of which the watch has not told yet
-                    look(pod, first=False)
-            if ending and news.empty() and not any(reader.is_alive() for reader in readers.values()) and news.empty():
-                return
+            elif ended.is_set():
+                for reader in readers.values():
+                    if finished(reader.name):
+                        reader.finish()
     finally:
         stop.set()
+        for reader in readers.values():
+            reader.finish()
 
 
 class _Reader:
@@ -160,7 +167,8 @@ class _Reader:
     ) -> None:
         self._cluster, self._put, self._stop = cluster, put, stop
         self._tail, self._since_s = tail, since_s
-        self._name, self._namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        self._finished = kube.Stop()
+        self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pods.name(pod), pods.index(pod)
         self._starts = int(pods.container(pod).get("restartCount", 0))
         """Which of the container's starts is read."""
@@ -173,7 +181,9 @@ class _Reader:
             self._lines(previous=True)
         while not self._stop.is_set():
             self._lines(follow=True)
-            self._stop.wait(_PAUSE_S)
+            if self._finished.wait(_PAUSE_S):
+                self._lines()
+                return
             if (pod := self._look()) is None:
                 return
             starts = int(pods.container(pod).get("restartCount", 0))
@@ -184,11 +194,15 @@ class _Reader:
                 self._lines()
                 return
 
+    def finish(self) -> None:
+        """Take what has been written, and wait for no more."""
+        self._finished.set()
+
     def _look(self) -> kube.Document | None:
         """The pod as it is now; None when it is gone."""
         while not self._stop.is_set():
             try:
-                pod = self._cluster.get(kube.POD, self._name, namespace=self._namespace)
+                pod = self._cluster.get(kube.POD, self.name, namespace=self.namespace)
                 return pod if pod["metadata"]["uid"] == self._uid else None
             except Absent:
                 return None
@@ -199,10 +213,12 @@ class _Reader:
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
         """Say the lines that were not said yet."""
         skip, begin = self._same, self._last
+        if self._stop.is_set():
+            return
         try:
             for line in self._cluster.logs(
-                self._name,
-                namespace=self._namespace,
+                self.name,
+                namespace=self.namespace,
                 container=self._container,
                 follow=follow,
                 previous=previous,
@@ -210,7 +226,7 @@ class _Reader:
                 since=self._last,
                 tail=None if self._last else self._tail,
                 since_s=None if self._last else self._since_s,
-                stop=self._stop,
+                stop=self._finished if follow else self._stop,
             ):
                 if (stamped := _split(line)) is None:
                     continue
