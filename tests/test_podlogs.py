@@ -14,7 +14,7 @@ import pytest
 import apiserver
 from outlast import kube
 from outlast.backends import LogLine, kubernetes, podlogs
-from outlast.errors import Absent, Refused
+from outlast.errors import Absent, Refused, Unanswered
 
 Document = dict[str, Any]
 
@@ -259,3 +259,37 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
     api.metrics["train-0"] = "outlast_done 1\n"
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kubernetes, "_AGENTS_S", 0)
+    a_stateful_set(api)
+    api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
+    api.logs["train-0"] = [at(1, "before"), at(2, "after")]
+    said: list[str] = []
+    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)
+    assert next(iter(lines)).text == "before"
+    api.well = False
+    api.cut()
+
+    def back() -> None:
+        api.until(lambda: said)
+        api.metrics["train-0"] = "outlast_done 1\n"
+        api.well = True
+
+    thread = threading.Thread(target=back)
+    thread.start()
+    assert texts(list(lines)) == ["after"]
+    thread.join()
+    assert [sentence.rpartition("; ")[2] for sentence in said] == ["trying again", "the cluster answers again"]
+    assert "is not well (HTTP 503: down)" in said[0]
+
+
+def test_the_first_request_of_following_may_fail(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    monkeypatch.setattr(kube, "_TRIES", 1)
+    api.well = False
+    with pytest.raises(Unanswered, match="HTTP 503"):
+        list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import apiserver
+from outlast import kube
+from outlast.backends import kubernetes
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -111,3 +113,25 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     code, out, _ = outlast("cancel", "train", "-n", "default")
     assert (code, out) == (0, "train is cancelled; its output stays in s3://bucket/runs/train\n")
     assert kinds(api) == []
+
+
+def test_watching_a_status_waits_for_an_api_server_that_is_away(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlast("submit", "job.yaml", "--as", "statefulset")
+    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.01)
+
+    def suspended(_: object) -> bool:
+        api.documents["statefulsets.apps", "default", "train"]["spec"]["replicas"] = 0
+        return False
+
+    api.prescribe("GET .*/statefulsets", lambda _: False, (503, "down"), (503, "down"), suspended)
+    code, out, err = outlast("status", "train", "-w")
+    assert code == 0
+    assert "its pods are not made yet" in out
+    assert "suspended" in out.splitlines()[-1]
+    assert [line.rpartition("; ")[2] for line in err.splitlines()] == ["trying again", "outlast | the cluster answers again"]
+    api.prescribe("GET .*/statefulsets", (503, "down"))
+    code, _, err = outlast("status", "train", "-w")
+    assert (code, err.count("\n")) == (1, 1)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import kube
+from outlast import kube, patience
 from outlast.backends import LogLine, observed, podlogs, pods, stored
 from outlast.contract import LEDGER, Label, Pod
 from outlast.errors import Absent, AlreadyRunning, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
@@ -139,9 +139,10 @@ class KubernetesBackend:
             return worker is None or pods.index(pod) == worker
 
         if follow:
-            while not self._all(name):
+            if not self._all(name):
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                time.sleep(2)
+                while not patience.while_away(lambda: self._all(name), say, every_s=self.look_s):
+                    time.sleep(self.look_s)
             labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
             yield from podlogs.follow(
                 self.cluster,

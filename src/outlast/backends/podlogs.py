@@ -13,7 +13,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from outlast import kube
+from outlast import kube, patience
 from outlast.backends import LogLine, pods
 from outlast.errors import Absent, Refused, Unanswered
 
@@ -74,15 +74,16 @@ def follow(
     """The lines of all `wanted` pods that there are and will be, until the job is `over` and all is said.
 
     `over` is asked every second by a thread of its own. `finished` is asked of a pod's name when the job is over: whether it has
-    said all, although it stays up. `say` is told why a worker has not begun, whenever that changes.
+    said all, although it stays up. `say` is told why a worker has not begun, whenever that changes, and
+    that the cluster does not answer; it is waited for.
     """
     stop, ended = kube.Stop(), threading.Event()
-    news: queue.Queue[LogLine | kube.Change | BaseException | None] = queue.Queue(_QUEUE)
+    news: queue.Queue[LogLine | kube.Change | str | BaseException | None] = queue.Queue(_QUEUE)
     readers: dict[str, _Reader] = {}
     threads: list[threading.Thread] = []
     said: dict[str, str] = {}
 
-    def put(item: LogLine | kube.Change | BaseException | None) -> None:
+    def put(item: LogLine | kube.Change | str | BaseException | None) -> None:
         while not stop.is_set():
             with contextlib.suppress(queue.Full):
                 news.put(item, timeout=_PAUSE_S)
@@ -101,14 +102,20 @@ def follow(
         return thread
 
     def watch() -> None:
-        for change in cluster.watch(kube.POD, labels=labels, stop=stop):
-            put(change)
+        while not stop.is_set():
+            with contextlib.suppress(Unanswered):  # its first list; later it tries again itself, and `judge` says so
+                for change in cluster.watch(kube.POD, labels=labels, stop=stop):
+                    put(change)
+            stop.wait(_PAUSE_S)
 
     def judge() -> None:
-        while not over():
-            if stop.wait(_LOOK_S):
-                return
-        for pod in cluster.list_(kube.POD, labels=labels):  # those of which the watch has not told yet
+        def last() -> Sequence[kube.Document] | None:
+            """All pods, of some of which the watch may not have told yet, when the job is over."""
+            return () if stop.is_set() else cluster.list_(kube.POD, labels=labels) if over() else None
+
+        while (found := patience.while_away(last, put, every_s=_LOOK_S)) is None:
+            stop.wait(_LOOK_S)
+        for pod in found:
             put(kube.Change("added", pod))
         ended.set()
 
@@ -124,7 +131,7 @@ def follow(
             say(f"worker {pods.index(pod)} {why}")
 
     try:
-        present = cluster.list_(kube.POD, labels=labels)
+        present = patience.while_away(lambda: cluster.list_(kube.POD, labels=labels), say, every_s=_LOOK_S)
         if not present:
             say("waiting for pods")
         for pod in present:
@@ -140,6 +147,8 @@ def follow(
             elif isinstance(item, kube.Change):
                 if item.type != "deleted":
                     look(item.document, first=False)
+            elif isinstance(item, str):
+                say(item)
             elif isinstance(item, BaseException):
                 raise item
             elif ended.is_set():
