@@ -233,6 +233,27 @@ def test_login_programs_are_run_and_their_failures_told(
             read("false")
 
 
+def test_a_user_who_acts_as_another_does_so_here(
+    api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = {"token": "t", "as": "eve", "as-uid": "7", "as-groups": ["a", "b"], "as-user-extra": {"acme.io/Team": ["x"]}}
+    asked: list[list[tuple[str, str]]] = []
+
+    def kept(handler: BaseHTTPRequestHandler) -> bool:
+        asked.append([(name, value) for name, value in handler.headers.items() if name.startswith("Impersonate")])
+        return False
+
+    api.prescribe("pods", kept, kept)
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url, **user)))
+        with contextlib.closing(kube.connect()) as cluster:
+            cluster.list_(kube.POD)
+            with pytest.raises(errors.Absent):
+                cluster.exec_("one", ["true"])
+    headers = [("User", "eve"), ("Uid", "7"), ("Group", "a"), ("Group", "b"), ("Extra-acme.io%2Fteam", "x")]
+    assert asked == [[(f"Impersonate-{name}", value) for name, value in headers]] * 2
+
+
 def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
     assert cluster.may("list", kube.POD)
     assert not cluster.may("delete", kube.POD)

@@ -140,7 +140,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         raise NoCluster(f"{error.name} is not installed; for clusters: pip install 'outlast[kubernetes]'") from error
     import httpx2
 
-    proxy = None
+    proxy, headers = None, []
     paths = kubeconfig.files(os.environ)
     try:
         if paths:
@@ -150,6 +150,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
             assert config is not None
             servers = {entry["name"]: entry["cluster"] for entry in whole["clusters"]}
             proxy = servers[config.context.cluster].get("proxy-url")
+            headers = kubeconfig.impersonated(whole, name)
         elif kubeconfig.inside(os.environ):
             if context:
                 raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
@@ -162,7 +163,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
             )
         config = config._replace(user=config.user or User())
         params = ConnectionParams(timeout=httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None), proxy=proxy)
-        arguments = params.httpx_params(config)
+        arguments = {**params.httpx_params(config), "headers": headers}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         client = httpx2.Client(**arguments, limits=limits)
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
