@@ -293,3 +293,21 @@ def test_the_first_request_of_following_may_fail(connected: Connected, monkeypat
     api.well = False
     with pytest.raises(Unanswered, match="HTTP 503"):
         list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
+
+
+def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -> None:
+    api, cluster = connected
+    a_stateful_set(api, replicas=2)
+    api.logs |= {"train-0": [at(1, "here")], "train-1": [at(1, "there")]}
+    refused = apiserver.status(500, "InternalError", 'Get "https://10.0.0.2:10250/containerLogs": connection refused')
+    api.prescribe("train-1/log", refused)
+    said: list[str] = []
+    place = kubernetes.KubernetesBackend(cluster)
+    assert texts(list(place.logs("train", say=said.append))) == ["here"]
+    (sentence,) = said
+    assert sentence.startswith(
+        "worker 1 cannot be read to its end: Pod train-1 in namespace n cannot be reached: its node does not"
+    )
+    api.prescribe("/log", refused, refused)
+    with pytest.raises(Unanswered, match="its node does not answer"):
+        list(place.logs("train"))

@@ -158,7 +158,7 @@ class KubernetesBackend:
         known = self._known(name)
         found = [pod for pod in self._pods(name) if wanted(pod)]
         if any(pods.began(pod) for pod in found):
-            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s)
+            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
         elif url := observed.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)

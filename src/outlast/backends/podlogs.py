@@ -28,14 +28,32 @@ _PAUSE_S = 0.5
 
 
 def merged(
-    cluster: kube.Cluster, found: Sequence[kube.Document], *, tail: int | None = None, since_s: float | None = None
+    cluster: kube.Cluster,
+    found: Sequence[kube.Document],
+    *,
+    tail: int | None = None,
+    since_s: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods, in the order of time; with `tail`, the last so many of the newest pod of each worker."""
+    """The lines of all pods, in the order of time; with `tail`, the last so many of the newest pod of each worker.
+
+    `say` is told of pods whose nodes do not answer; when none does, that is raised.
+    """
     begun = sorted((pod for pod in found if pods.began(pod)), key=pods.born)
     if tail is not None:
         begun = list({pods.index(pod): pod for pod in begun}.values())
-    streams = [_past(cluster, pod, tail=tail, since_s=since_s) for pod in begun]
-    for _, line in heapq.merge(*streams, key=lambda each: each[0]):
+    unread: list[Unanswered] = []
+
+    def past(pod: kube.Document) -> Iterator[tuple[tuple[str, str], LogLine]]:
+        try:
+            yield from _past(cluster, pod, tail=tail, since_s=since_s)
+        except Unanswered as error:
+            unread.append(error)
+            if len(unread) == len(begun):
+                raise
+            say(f"worker {pods.index(pod)} cannot be read to its end: {error}")
+
+    for _, line in heapq.merge(*map(past, begun), key=lambda each: each[0]):
         yield line
 
 
