@@ -311,3 +311,36 @@ def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -
     api.prescribe("/log", refused, refused)
     with pytest.raises(Unanswered, match="its node does not answer"):
         list(place.logs("train"))
+
+
+def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    monkeypatch.setattr(podlogs, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.02)
+    with pytest.raises(Absent, match="there is no namespace n in here"):
+        list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
+    api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
+    said: list[str] = []
+    job: Document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train", "namespace": "n", "labels": WORKER}}
+    job["spec"] = {"parallelism": 1, "template": {"spec": {"containers": []}}}
+
+    conditions = [{"type": "FailedCreate", "status": "True", "message": "exceeded quota"}]
+    quota = {**job, "metadata": {**job["metadata"]}, "status": {"conditions": conditions}}
+    complete = {**quota, "metadata": {**job["metadata"]}, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+
+    def happens() -> None:
+        for number, document in enumerate((job, quota, complete), 1):
+            api.until(lambda number=number: len(said) == number)
+            asked = len(api.asked)
+            api.until(lambda asked=asked: len(api.asked) > asked + 8)  # it looks again and again, and says nothing
+            api.put(document)
+
+    thread = threading.Thread(target=happens)
+    thread.start()
+    assert list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)) == []
+    thread.join()
+    assert said == [
+        "waiting for train: there is no such job in namespace n yet",
+        "waiting for pods: its pods are not made yet",
+        "waiting for pods: its pods cannot be made: exceeded quota",
+    ]

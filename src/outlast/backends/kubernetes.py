@@ -139,9 +139,11 @@ class KubernetesBackend:
             return worker is None or pods.index(pod) == worker
 
         if follow:
-            if not self._all(name):
+            if not (known := self._all(name)):
+                if not self.cluster.has_namespace():
+                    raise self._nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                while not patience.while_away(lambda: self._all(name), say, every_s=self.look_s):
+                while not (known := patience.while_away(lambda: self._all(name), say, every_s=self.look_s)):
                     time.sleep(self.look_s)
             labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
             yield from podlogs.follow(
@@ -149,6 +151,7 @@ class KubernetesBackend:
                 labels,
                 over=course.over,
                 finished=course.done.__contains__,
+                why=course.why,
                 wanted=wanted,
                 tail=tail,
                 since_s=since_s,
@@ -388,12 +391,16 @@ class KubernetesBackend:
             return found
         here = self.cluster.namespace
         if not self.cluster.has_namespace():
-            raise Absent(f"there is no namespace {here} in {self.cluster.context}; create it, or choose another with -n")
+            raise self._nowhere()
         known = ", ".join(sorted({_name(workload) for workload in self._workloads()}))
         raise NotFound(
             f"there is no job {name} in namespace {here} of {self.cluster.context}; "
             + (f"there are {known}" if known else "there is none at all; choose another with -n, or submit one")
         )
+
+    def _nowhere(self) -> Absent:
+        here, there = self.cluster.namespace, self.cluster.context
+        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
 
     def _active(self, name: str) -> tuple[Document, kube.Kind, str]:
         """The workload that stands for a job that has not ended."""
@@ -526,6 +533,7 @@ class _Course:
         self._backend, self._name = backend, name
         self._kinds: Sequence[kube.Kind] = _KINDS
         self._asked = -_AGENTS_S
+        self._workload: Document = {}
         self.done: set[str] = set()
         """Pods whose workers are done; those of a StatefulSet stay up."""
 
@@ -534,7 +542,7 @@ class _Course:
         workloads = self._backend._all(self._name, self._kinds) or self._backend._all(self._name)
         if not workloads or observed.over(workloads[0]) is not None:
             return True
-        self._kinds = [kube.kind_of(workloads[0])]
+        self._workload, self._kinds = workloads[0], [kube.kind_of(workloads[0])]
         if observed.suspended(workloads[0]):
             return not any(pods.running(pod) for pod in self._backend._pods(self._name))
         if self._kinds != [kube.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
@@ -543,6 +551,10 @@ class _Course:
         self._asked = time.monotonic()
         self.done.update(worker.pod for worker in status.workers if worker.state == "done")
         return status.state is State.SUCCEEDED
+
+    def why(self) -> str:
+        """Why it has no pods, as far as its workload says."""
+        return observed.status(self._backend._seen(self._name, [self._workload], (), ask=False)).reason
 
 
 def _workload(documents: Sequence[Document]) -> Document:

@@ -85,17 +85,18 @@ def follow(
     over: Callable[[], bool],
     wanted: Callable[[kube.Document], bool],
     finished: Callable[[str], bool] = lambda _: False,
+    why: Callable[[], str] = lambda: "they are not made yet",
     tail: int | None = None,
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
     """The lines of all `wanted` pods that there are and will be, until the job is `over` and all is said.
 
-    `over` is asked every second by a thread of its own. `finished` is asked of a pod's name when the job is over: whether it has
-    said all, although it stays up. `say` is told why a worker has not begun, whenever that changes, and
-    that the cluster does not answer; it is waited for.
+    `over` is asked every second by a thread of its own, and `why` there are no pods while there are none. `finished` is asked of
+    a pod's name when the job is over: whether it has said all, although it stays up. `say` is told what is waited for, whenever
+    that changes, and that the cluster does not answer; it is waited for.
     """
-    stop, ended = kube.Stop(), threading.Event()
+    stop, ended, there = kube.Stop(), threading.Event(), threading.Event()
     news: queue.Queue[LogLine | kube.Change | str | BaseException | None] = queue.Queue(_QUEUE)
     readers: dict[str, _Reader] = {}
     threads: list[threading.Thread] = []
@@ -127,9 +128,18 @@ def follow(
             stop.wait(_PAUSE_S)
 
     def judge() -> None:
+        waiting = ""
+
         def last() -> Sequence[kube.Document] | None:
             """All pods, of some of which the watch may not have told yet, when the job is over."""
-            return () if stop.is_set() else cluster.list_(kube.POD, labels=labels) if over() else None
+            nonlocal waiting
+            if stop.is_set():
+                return ()
+            if over():
+                return cluster.list_(kube.POD, labels=labels)
+            if not there.is_set() and waiting != (waiting := f"waiting for pods: {why()}"):
+                put(waiting)
+            return None
 
         while (found := patience.while_away(last, put, every_s=_LOOK_S)) is None:
             stop.wait(_LOOK_S)
@@ -138,6 +148,7 @@ def follow(
         ended.set()
 
     def look(pod: kube.Document, *, first: bool) -> None:
+        there.set()
         uid = pod["metadata"]["uid"]
         if uid in readers or not wanted(pod):
             return
@@ -150,8 +161,6 @@ def follow(
 
     try:
         present = patience.while_away(lambda: cluster.list_(kube.POD, labels=labels), say, every_s=_LOOK_S)
-        if not present:
-            say("waiting for pods")
         for pod in present:
             look(pod, first=True)
         run(watch)
