@@ -44,6 +44,8 @@ class ApiServer:
         self.logs: dict[str, list[str]] = {}
         self.metrics: dict[str, str] = {}
         self.page = 10_000
+        self.well = True
+        """Whether it answers with anything but 503."""
         self.lock = threading.RLock()
         self.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}})
 
@@ -113,6 +115,8 @@ class ApiServer:
             found = next(((n, a) for n, (p, a) in enumerate(self.prescribed) if re.search(p, asked)), None)
             if found is not None:
                 del self.prescribed[found[0]]
+        if not self.well:
+            return send(handler, 503, "down")
         if found is not None and found[1](handler):
             return
         length = int(handler.headers.get("Content-Length") or 0)

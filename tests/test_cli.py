@@ -23,7 +23,7 @@ import fake
 from outlast import chaos, cli
 from outlast.backends import Backend, LogLine
 from outlast.cli import live, run, show, view
-from outlast.errors import NotFound, OutlastError
+from outlast.errors import NotFound, OutlastError, Unanswered
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
 
 JOB = """\
@@ -339,6 +339,20 @@ def test_a_terminal_shows_lines_above_a_panel() -> None:
         *("last failure: too bad", "warning: disk full", "step 50"),
     ):
         assert words in shown
+
+
+def test_a_page_on_a_terminal_waits_for_a_cluster_that_is_away(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter([a_status(), Unanswered("the API server is gone"), Unanswered("gone"), a_status(state=State.SUCCEEDED)])
+
+    def look() -> JobStatus:
+        if isinstance(answer := next(answers), Unanswered):
+            raise answer
+        return answer
+
+    live.page(look, every_s=0)
+    out = capsys.readouterr().out
+    assert out.count("outlast | the API server is gone; trying again") == 1
+    assert "Succeeded" in out
 
 
 def test_a_run_on_a_terminal_ends_with_its_panel(tmp_path: Path) -> None:

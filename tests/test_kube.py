@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import json
 import socket
 import stat
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import apiserver
 from outlast import answers, errors, kube
 from outlast.answers import Asked
+from outlast.backends.kubernetes import KubernetesBackend
+from outlast.cli import inside
 
 
 @pytest.fixture
@@ -227,10 +233,91 @@ def test_login_programs_are_run_and_their_failures_told(
             read("false")
 
 
+def test_a_user_who_acts_as_another_does_so_here(
+    api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = {"token": "t", "as": "eve", "as-uid": "7", "as-groups": ["a", "b"], "as-user-extra": {"acme.io/Team": ["x"]}}
+    asked: list[list[tuple[str, str]]] = []
+
+    def kept(handler: BaseHTTPRequestHandler) -> bool:
+        asked.append([(name, value) for name, value in handler.headers.items() if name.startswith("Impersonate")])
+        return False
+
+    api.prescribe("pods", kept, kept)
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url, **user)))
+        with contextlib.closing(kube.connect()) as cluster:
+            cluster.list_(kube.POD)
+            with pytest.raises(errors.Absent):
+                cluster.exec_("one", ["true"])
+    headers = [("User", "eve"), ("Uid", "7"), ("Group", "a"), ("Group", "b"), ("Extra-acme.io%2Fteam", "x")]
+    assert asked == [[(f"Impersonate-{name}", value) for name, value in headers]] * 2
+
+
 def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
     assert cluster.may("list", kube.POD)
     assert not cluster.may("delete", kube.POD)
     assert cluster.version() == "v1.36.0"
+
+
+def test_a_port_answers_who_has_said_all_and_then_ends(
+    api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said_all, heard = threading.Event(), []
+    upload = kube._upload
+
+    def noticed(*arguments: Any) -> None:
+        upload(*arguments)
+        said_all.set()
+
+    def forwarded(handler: BaseHTTPRequestHandler) -> bool:
+        """What a node does: the port on both channels, an answer to what it is sent, and the end."""
+        key = handler.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+        handler.send_response(101)
+        for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Protocol", "v4.channel.k8s.io")):
+            handler.send_header(name, value)
+        handler.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
+        handler.end_headers()
+        for message in (b"\0\x50\0", b"\1\x50\0"):
+            handler.wfile.write(bytes([0x82, len(message)]) + message)
+        mask, message = (part := handler.rfile.read(2 + 4 + 4))[2:6], part[6:]  # channel and `ask`, masked
+        heard.append(bytes(byte ^ mask[n] for n, byte in enumerate(message)))
+        assert said_all.wait(10)
+        handler.wfile.write(bytes([0x82, 7]) + b"\0answer" + bytes([0x88, 0]))
+        handler.wfile.flush()
+        handler.rfile.read(1)
+        handler.close_connection = True
+        return True
+
+    monkeypatch.setattr(kube, "_upload", noticed)
+    api.prescribe("GET .*/pods/one/portforward", forwarded)
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(10)
+        thread = threading.Thread(target=inside._carry, args=(KubernetesBackend(cluster), "one", 80, theirs), daemon=True)
+        thread.start()
+        ours.sendall(b"ask")
+        ours.shutdown(socket.SHUT_WR)
+        assert b"".join(iter(lambda: ours.recv(100), b"")) == b"answer"
+        thread.join(10)
+    assert heard == [b"\0ask"]
+    assert not thread.is_alive()
+
+
+def test_who_asks_a_port_sees_that_the_pod_ends_the_connection(cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = threading.Thread()
+
+    def forward(pod: str, port: int, connection: socket.socket) -> None:
+        nonlocal reads
+        reads = threading.Thread(target=connection.recv, args=(1,), daemon=True)
+        reads.start()
+
+    monkeypatch.setattr(cluster, "forward", forward)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=10) as ours:
+        inside._carry(KubernetesBackend(cluster), "one", 80, server.accept()[0])
+        assert ours.recv(1) == b""
+        reads.join(10)
+    assert not reads.is_alive()
 
 
 class Watched:

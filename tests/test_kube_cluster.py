@@ -77,6 +77,7 @@ def test_ports_are_reached(cluster: kube.Cluster, pod: str) -> None:
     thread = threading.Thread(target=cluster.forward, args=(pod, 8080, theirs))
     thread.start()
     ours.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    ours.shutdown(socket.SHUT_WR)
     assert ours.recv(12) == b"HTTP/1.0 200"
     ours.close()
     thread.join(20)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import apiserver
 from outlast import kube
-from outlast.backends import LogLine, podlogs
-from outlast.errors import Absent, Refused
+from outlast.backends import LogLine, kubernetes, podlogs
+from outlast.errors import Absent, Refused, Unanswered
 
 Document = dict[str, Any]
 
@@ -66,14 +71,34 @@ class Cluster:
                 self.after_cut.pop(0)()
 
 
-def followed(cluster: Cluster, **options: Any) -> tuple[list[LogLine], list[str]]:
+def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogLine], list[str]]:
     said: list[str] = []
 
     def over() -> bool:
+        assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
     arguments = {"over": over, "wanted": lambda _: True, "say": said.append, **options}
     return list(podlogs.follow(cluster, "job=train", **arguments)), said  # type: ignore[arg-type]
+
+
+Connected = tuple[apiserver.ApiServer, kube.Cluster]
+
+
+@pytest.fixture
+def connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connected]:
+    """An API server, and what talks to it."""
+    api = apiserver.ApiServer()
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        cluster = kube.connect(namespace="n")
+        yield api, cluster
+        cluster.close()
+
+
+def served(pod: Document) -> Document:
+    """A pod of the job, as an API server has it."""
+    return {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "labels": {"job": "train"}}}
 
 
 def texts(lines: Sequence[LogLine]) -> list[str]:
@@ -102,6 +127,27 @@ def test_a_container_that_is_started_again_is_read_from_its_begin() -> None:
         lambda: cluster.pods.update(p=done),
     ]
     assert texts(followed(cluster)[0]) == ["first", "last words", "again"]
+
+
+def test_a_container_that_is_started_again_while_it_is_asked_for_says_each_line_once(connected: Connected) -> None:
+    api, cluster = connected
+    starts = [[f"{start} line {n}" for n in range(6)] for start in range(3)]
+    now = -1
+
+    def log(handler: BaseHTTPRequestHandler) -> bool:
+        """The node has started the container again when its log is asked for, and that was not to be seen before."""
+        nonlocal now
+        if "follow=true" in handler.path:
+            now = min(now + 1, 2)
+            ended = {"state": "terminated", "phase": "Succeeded"} if now == 2 else {}
+            api.put(served(a_pod("p", restarts=now, **ended)))
+        start = now - ("previous=true" in handler.path)
+        apiserver.send(handler, 200, "".join(at(10 * start + n, f"{line}\n") for n, line in enumerate(starts[start])))
+        return True
+
+    api.put(served(a_pod("p")))
+    api.prescribe("pods/p/log", *[log] * 20)
+    assert texts(followed(cluster, over=lambda: now == 2)[0]) == [line for start in starts for line in start]
 
 
 def test_new_pods_are_followed_and_waiting_is_explained() -> None:
@@ -148,3 +194,153 @@ def test_past_logs_are_merged_by_time() -> None:
     cluster.lines["p", 0] = [at(1, "p1"), at(3, "p3")]
     cluster.lines["q", 0] = [at(2, "q2"), at(3, "q3", fraction=".1")]
     assert texts(list(podlogs.merged(cluster, list(cluster.pods.values())))) == ["p1", "q2", "p3", "q3"]  # type: ignore[arg-type]
+
+
+WORKER = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
+
+
+def a_stateful_set(api: apiserver.ApiServer, *, replicas: int = 1) -> None:
+    """One whose workers run."""
+    template = {"spec": {"containers": [{"name": "worker"}]}}
+    spec = {"replicas": replicas, "template": template}
+    api.put(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"name": "train", "namespace": "n", "labels": WORKER},
+            "spec": spec,
+        }
+    )
+    for index in range(replicas):
+        pod = served(a_pod(f"train-{index}", index=index))
+        pod["metadata"]["labels"] = WORKER
+        api.put(pod)
+
+
+def goes_on(*lines: str) -> Callable[[BaseHTTPRequestHandler], bool]:
+    """The log of a container that does not end, for as long as somebody follows it."""
+
+    def answer(handler: BaseHTTPRequestHandler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.wfile.write("".join(f"{line}\n" for line in lines).encode())
+        handler.wfile.flush()
+        handler.rfile.read(1)
+        handler.close_connection = True
+        return True
+
+    return answer
+
+
+def test_following_a_stateful_set_ends_when_its_workers_are_done_although_they_stay_up(connected: Connected) -> None:
+    api, cluster = connected
+    a_stateful_set(api)
+    api.prescribe("train-0/log.*follow=true", goes_on(at(1, "trains")))
+    api.logs["train-0"] = [at(1, "trains"), at(2, "last words")]
+    api.metrics["train-0"] = "outlast_done 1\n"
+    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
+    assert texts(list(lines)) == ["trains", "last words"]
+
+
+def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    a_stateful_set(api)
+    api.prescribe("train-0/log.*follow=true", goes_on())
+    api.metrics["train-0"] = "outlast_done 0\n"
+    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
+    thread = threading.Thread(target=list, args=(lines,), daemon=True)
+    thread.start()
+    looks = "GET /apis/apps/v1/namespaces/n/statefulsets"
+    api.until(lambda: sum(path.startswith(looks) for path in api.asked) >= 5)
+    assert sum("/proxy/" in path for path in api.asked) == 1
+    assert sum("/batch/v1/namespaces/n/jobs" in path for path in api.asked) <= 3
+    monkeypatch.setattr(kubernetes, "_AGENTS_S", 0)
+    api.metrics["train-0"] = "outlast_done 1\n"
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kubernetes, "_AGENTS_S", 0)
+    a_stateful_set(api)
+    api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
+    api.logs["train-0"] = [at(1, "before"), at(2, "after")]
+    said: list[str] = []
+    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)
+    assert next(iter(lines)).text == "before"
+    api.well = False
+    api.cut()
+
+    def back() -> None:
+        api.until(lambda: said)
+        api.metrics["train-0"] = "outlast_done 1\n"
+        api.well = True
+
+    thread = threading.Thread(target=back)
+    thread.start()
+    assert texts(list(lines)) == ["after"]
+    thread.join()
+    assert [sentence.rpartition("; ")[2] for sentence in said] == ["trying again", "the cluster answers again"]
+    assert "is not well (HTTP 503: down)" in said[0]
+
+
+def test_the_first_request_of_following_may_fail(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    monkeypatch.setattr(kube, "_TRIES", 1)
+    api.well = False
+    with pytest.raises(Unanswered, match="HTTP 503"):
+        list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
+
+
+def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -> None:
+    api, cluster = connected
+    a_stateful_set(api, replicas=2)
+    api.logs |= {"train-0": [at(1, "here")], "train-1": [at(1, "there")]}
+    refused = apiserver.status(500, "InternalError", 'Get "https://10.0.0.2:10250/containerLogs": connection refused')
+    api.prescribe("train-1/log", refused)
+    said: list[str] = []
+    place = kubernetes.KubernetesBackend(cluster)
+    assert texts(list(place.logs("train", say=said.append))) == ["here"]
+    (sentence,) = said
+    assert sentence.startswith(
+        "worker 1 cannot be read to its end: Pod train-1 in namespace n cannot be reached: its node does not"
+    )
+    api.prescribe("/log", refused, refused)
+    with pytest.raises(Unanswered, match="its node does not answer"):
+        list(place.logs("train"))
+
+
+def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, cluster = connected
+    monkeypatch.setattr(podlogs, "_LOOK_S", 0.02)
+    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.02)
+    with pytest.raises(Absent, match="there is no namespace n in here"):
+        list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
+    api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
+    said: list[str] = []
+    job: Document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train", "namespace": "n", "labels": WORKER}}
+    job["spec"] = {"parallelism": 1, "template": {"spec": {"containers": []}}}
+
+    conditions = [{"type": "FailedCreate", "status": "True", "message": "exceeded quota"}]
+    quota = {**job, "metadata": {**job["metadata"]}, "status": {"conditions": conditions}}
+    complete = {**quota, "metadata": {**job["metadata"]}, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+
+    def happens() -> None:
+        for number, document in enumerate((job, quota, complete), 1):
+            api.until(lambda number=number: len(said) == number)
+            asked = len(api.asked)
+            api.until(lambda asked=asked: len(api.asked) > asked + 8)  # it looks again and again, and says nothing
+            api.put(document)
+
+    thread = threading.Thread(target=happens)
+    thread.start()
+    assert list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)) == []
+    thread.join()
+    assert said == [
+        "waiting for train: there is no such job in namespace n yet",
+        "waiting for pods: its pods are not made yet",
+        "waiting for pods: its pods cannot be made: exceeded quota",
+    ]

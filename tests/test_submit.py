@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import apiserver
+from outlast import kube
+from outlast.backends import kubernetes
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -207,3 +209,25 @@ def test_what_workers_cannot_do_yet_is_refused_before_anything_is_made(api: apis
     code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job", *by_etcd)
     assert (code, err) == (2, "Error: job.yaml: workers of this version cannot meet by etcd yet; leave rendezvous out\n")
     assert [kind for kind, _, _ in api.documents] == ["namespaces"]
+
+
+def test_watching_a_status_waits_for_an_api_server_that_is_away(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlast("submit", "job.yaml", "--as", "statefulset")
+    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.01)
+
+    def suspended(_: object) -> bool:
+        api.documents["statefulsets.apps", "default", "train"]["spec"]["replicas"] = 0
+        return False
+
+    api.prescribe("GET .*/statefulsets", lambda _: False, (503, "down"), (503, "down"), suspended)
+    code, out, err = outlast("status", "train", "-w")
+    assert code == 0
+    assert "its pods are not made yet" in out
+    assert "suspended" in out.splitlines()[-1]
+    assert [line.rpartition("; ")[2] for line in err.splitlines()] == ["trying again", "outlast | the cluster answers again"]
+    api.prescribe("GET .*/statefulsets", (503, "down"))
+    code, _, err = outlast("status", "train", "-w")
+    assert (code, err.count("\n")) == (1, 1)

@@ -82,6 +82,8 @@ def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
         return Unanswered(f"{asked.thing} does not answer on its port (HTTP {status}: {message})")
     if "failed to create typed" in message:  # 500, of what is applied
         return Refused(f"{undone}: {message.partition('): ')[2] or message}")
+    if status >= 500 and asked.verb in ("log", "exec", "portforward"):  # the server only hands these on
+        return Unanswered(f"{undone}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
     if status == 429 or status >= 500:
         return Unanswered(f"{undone}: the API server {asked.server} is not well (HTTP {status}: {message}); try again later")
     return Refused(f"{undone}: {_refused(message, details)}")

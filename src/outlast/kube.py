@@ -51,6 +51,8 @@ _MESSAGE = 2**20
 """Bytes of the longest message over a websocket; a kubelet's are 32 KiB."""
 _LAST_S = 1.0
 """How long the reader of a websocket may take to see its end."""
+_GONE_S = 30.0
+"""How long nothing may come from a pod for a connection over which nothing more is asked."""
 _TRIES = 4
 """How often a request that cannot have done anything, or may be repeated, is made."""
 _LONGEST_PAUSE_S = 30.0
@@ -138,7 +140,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         raise NoCluster(f"{error.name} is not installed; for clusters: pip install 'outlast[kubernetes]'") from error
     import httpx2
 
-    proxy = None
+    proxy, headers = None, []
     paths = kubeconfig.files(os.environ)
     try:
         if paths:
@@ -148,6 +150,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
             assert config is not None
             servers = {entry["name"]: entry["cluster"] for entry in whole["clusters"]}
             proxy = servers[config.context.cluster].get("proxy-url")
+            headers = kubeconfig.impersonated(whole, name)
         elif kubeconfig.inside(os.environ):
             if context:
                 raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
@@ -160,7 +163,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
             )
         config = config._replace(user=config.user or User())
         params = ConnectionParams(timeout=httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None), proxy=proxy)
-        arguments = params.httpx_params(config)
+        arguments = {**params.httpx_params(config), "headers": headers}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         client = httpx2.Client(**arguments, limits=limits)
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
@@ -436,9 +439,10 @@ class Cluster:
         raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
 
     def forward(self, pod: str, port: int, connection: socket.socket, *, namespace: str | None = None) -> None:
-        """Carry what comes over a connection to a port of a pod, and what it answers back, until either ends.
+        """Carry what comes over a connection to a port of a pod, and what it answers back, until the pod ends it.
 
-        Raises Unanswered with what the node says when nothing listens there.
+        Whoever asked may have said all and still read; they are taken for gone when nothing has come for a while. Raises
+        Unanswered with what the node says when nothing listens there.
         """
         asked, path = self._address("portforward", POD, pod, namespace, subresource="portforward")
         with self._websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
@@ -805,14 +809,18 @@ def _end(connection: WebSocketSession) -> None:
 
 
 def _messages(connection: WebSocketSession, asked: Asked, gone: threading.Event | None = None) -> Iterator[bytes]:
-    """What comes over a websocket, until it is closed, or who wanted it has `gone`."""
+    """What comes over a websocket, until it is closed, or nothing comes for a while and who wanted it has `gone`."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:
         try:
-            message = connection.receive_bytes()
+            message = connection.receive_bytes(timeout=None if gone is None else _GONE_S)
         except WebSocketDisconnect:
             return
+        except TimeoutError:
+            if gone is not None and gone.is_set():
+                return
+            continue
         except (WebSocketNetworkError, OSError) as error:
             if gone is not None and gone.is_set():
                 return
@@ -830,12 +838,15 @@ def _feed(connection: WebSocketSession, source: BinaryIO) -> None:
 
 
 def _upload(source: socket.socket, there: WebSocketSession, gone: threading.Event) -> None:
-    """Send what comes over a connection; say when that has `gone`, and end the websocket."""
-    with contextlib.suppress(Exception):  # either side has gone, and the other one says so
+    """Send what comes over a connection, and say when no more does. The protocol has no word for that, so the pod is not told;
+    what it still answers is read."""
+    try:
         while part := source.recv(32 * 1024):
             there.send_bytes(b"\0" + part)
-    gone.set()
-    _end(there)
+        gone.set()
+    except Exception:  # either side has gone altogether
+        gone.set()
+        _end(there)
 
 
 def _exit_code(content: bytes, asked: Asked) -> int:

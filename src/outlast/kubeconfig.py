@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from outlast.errors import NoCluster
 
@@ -89,3 +90,18 @@ def chosen(whole: Mapping[str, Any], context: str | None) -> str:
         if (named or section == "clusters") and named not in {entry["name"] for entry in whole[section]}:
             raise NoCluster(f"context {wanted} of the kubeconfig means the {key} {named}, which is not in it; correct it")
     return str(wanted)
+
+
+def impersonated(whole: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
+    """The headers that ask a server to act as somebody else than who logs in, for the user of a context.
+
+    https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
+    """
+    named = next(entry["context"].get("user") for entry in whole["contexts"] if entry["name"] == context)
+    user: Mapping[str, Any] = next((entry["user"] for entry in whole["users"] if entry["name"] == named), {})
+    headers = [("Impersonate-User", user["as"])] if user.get("as") else []
+    headers += [("Impersonate-Uid", user["as-uid"])] if user.get("as-uid") else []
+    headers += [("Impersonate-Group", group) for group in user.get("as-groups") or ()]
+    for key, values in (user.get("as-user-extra") or {}).items():
+        headers += [(f"Impersonate-Extra-{quote(key.lower(), safe='')}", value) for value in values]
+    return headers

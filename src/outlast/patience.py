@@ -1,4 +1,5 @@
-"""Trying again what may pass by itself, for a bounded time and with jitter. Used by `store`.
+"""Trying again what may pass by itself: for a bounded time and with jitter, by `store`; while somebody looks on, by what follows
+a job in a cluster.
 
 obstore repeats requests on its own where it is sure that no harm is done, for up to half of the time. We repeat what it leaves:
 writes whose answer was lost, bodies that end too early, conflicts, and all that botocore does.
@@ -16,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
-from outlast.errors import Stopped, StoreError, Unreachable
+from outlast.errors import Stopped, StoreError, Unanswered, Unreachable
 
 T = TypeVar("T")
 
@@ -50,6 +51,23 @@ def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreErro
                 raise wrong from (None if wrong is error else error)
             interruptibly(partial(time.sleep, pause))
     raise AssertionError
+
+
+def while_away(ask: Callable[[], T], say: Callable[[str], None], *, every_s: float) -> T:
+    """The answer of a cluster, asked again while it is Unanswered; that it is away, and that it is back, is said once each."""
+    away = False
+    while True:
+        try:
+            answer = ask()
+        except Unanswered as error:
+            if not away:
+                say(f"{error}; trying again")
+            away = True
+            time.sleep(every_s)
+            continue
+        if away:
+            say("the cluster answers again")
+        return answer
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import kube
+from outlast import kube, patience
 from outlast.backends import LogLine, observed, podlogs, pods, stored
 from outlast.contract import LEDGER, Label, Pod
 from outlast.errors import (
@@ -54,6 +54,8 @@ _ASK_S = 3.0
 """How long an agent may take to say how far it is."""
 _ASKED = 16
 """Agents that are asked at once."""
+_AGENTS_S = 5.0
+"""How often they are asked whether they are done while logs are followed."""
 
 
 def rendered(job: Job, source: Path, fresh: bool) -> list[Document]:
@@ -148,18 +150,29 @@ class KubernetesBackend:
             return worker is None or pods.index(pod) == worker
 
         if follow:
-            while not self._all(name):
+            if not (known := self._all(name)):
+                if not self.cluster.has_namespace():
+                    raise self._nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                time.sleep(2)
-            labels = f"{Label.JOB}={name},{_WORKER}"
+                while not (known := patience.while_away(lambda: self._all(name), say, every_s=self.look_s)):
+                    time.sleep(self.look_s)
+            labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
             yield from podlogs.follow(
-                self.cluster, labels, over=lambda: self._over(name), wanted=wanted, tail=tail, since_s=since_s, say=say
+                self.cluster,
+                labels,
+                over=course.over,
+                finished=course.done.__contains__,
+                why=course.why,
+                wanted=wanted,
+                tail=tail,
+                since_s=since_s,
+                say=say,
             )
             return
         known = self._known(name)
         found = [pod for pod in self._pods(name) if wanted(pod)]
         if any(pods.began(pod) for pod in found):
-            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s)
+            yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
         elif url := observed.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
@@ -404,12 +417,12 @@ class KubernetesBackend:
 
     # requests
 
-    def _workloads(self, name: str = "") -> List[Document]:
+    def _workloads(self, name: str = "", kinds: Sequence[kube.Kind] = _KINDS) -> List[Document]:
         """The workloads of one job, or of all."""
         found: List[Document] = []
         denied: dict[kube.Kind, Forbidden] = {}
         listed = 0
-        for kind in _KINDS:
+        for kind in kinds:
             if kind in self._unserved:
                 continue
             try:  # who may only make some of these kinds has jobs of these only
@@ -427,21 +440,25 @@ class KubernetesBackend:
             raise denied.get(kube.JOB) or next(iter(denied.values()))
         return found
 
-    def _all(self, name: str) -> List[Document]:
+    def _all(self, name: str, kinds: Sequence[kube.Kind] = _KINDS) -> List[Document]:
         """The workloads of a job, the newest first."""
-        return sorted(self._workloads(name), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
+        return sorted(self._workloads(name, kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
     def _known(self, name: str) -> List[Document]:
         if found := self._all(name):
             return found
         here = self.cluster.namespace
         if not self.cluster.has_namespace():
-            raise Absent(f"there is no namespace {here} in {self.cluster.context}; create it, or choose another with -n")
+            raise self._nowhere()
         known = ", ".join(sorted({_name(workload) for workload in self._workloads()}))
         raise NotFound(
             f"there is no job {name} in namespace {here} of {self.cluster.context}; "
             + (f"there are {known}" if known else "there is none at all; choose another with -n, or submit one")
         )
+
+    def _nowhere(self) -> Absent:
+        here, there = self.cluster.namespace, self.cluster.context
+        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
 
     def _active(self, name: str) -> tuple[Document, kube.Kind, str]:
         """The workload that stands for a job that has not ended."""
@@ -449,15 +466,6 @@ class KubernetesBackend:
         if (state := observed.over(workload)) is not None:
             raise OutlastError(f"{name} has ended ({state}); outlast submit FILE --fresh runs it again")
         return workload, kube.kind_of(workload), workload["metadata"]["name"]
-
-    def _over(self, name: str) -> bool:
-        """Whether there is nothing more to come of a job, unless somebody takes it up again."""
-        workloads = self._all(name)
-        if not workloads or observed.over(workloads[0]) is not None:
-            return True
-        return self.status(name).state in (State.SUCCEEDED, State.FAILED) or (
-            observed.suspended(workloads[0]) and not any(pods.running(pod) for pod in self._pods(name))
-        )
 
     def _pods(self, name: str) -> List[Document]:
         return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{_WORKER}")
@@ -581,6 +589,37 @@ class KubernetesBackend:
 
     def _own(self, workload: Document) -> List[Document]:
         return [pod for pod in self._pods(_name(workload)) if _of(pod, workload)]
+
+
+class _Course:
+    """Looks again and again whether a job goes on, with few requests: it stays of its kind, and agents are asked now and then."""
+
+    def __init__(self, backend: KubernetesBackend, name: str) -> None:
+        self._backend, self._name = backend, name
+        self._kinds: Sequence[kube.Kind] = _KINDS
+        self._asked = -_AGENTS_S
+        self._workload: Document = {}
+        self.done: set[str] = set()
+        """Pods whose workers are done; those of a StatefulSet stay up."""
+
+    def over(self) -> bool:
+        """Whether there is nothing more to come, unless somebody takes the job up again."""
+        workloads = self._backend._all(self._name, self._kinds) or self._backend._all(self._name)
+        if not workloads or observed.over(workloads[0]) is not None:
+            return True
+        self._workload, self._kinds = workloads[0], [kube.kind_of(workloads[0])]
+        if observed.suspended(workloads[0]):
+            return not any(pods.running(pod) for pod in self._backend._pods(self._name))
+        if self._kinds != [kube.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
+            return False
+        status = self._backend.status(self._name)
+        self._asked = time.monotonic()
+        self.done.update(worker.pod for worker in status.workers if worker.state == "done")
+        return status.state is State.SUCCEEDED
+
+    def why(self) -> str:
+        """Why it has no pods, as far as its workload says."""
+        return observed.status(self._backend._seen(self._name, [self._workload], (), ask=False)).reason
 
 
 def _workload(documents: Sequence[Document]) -> Document:

@@ -11,10 +11,9 @@ import heapq
 import queue
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
-from outlast import kube
+from outlast import kube, patience
 from outlast.backends import LogLine, pods
 from outlast.errors import Absent, Refused, Unanswered
 
@@ -29,14 +28,32 @@ _PAUSE_S = 0.5
 
 
 def merged(
-    cluster: kube.Cluster, found: Sequence[kube.Document], *, tail: int | None = None, since_s: float | None = None
+    cluster: kube.Cluster,
+    found: Sequence[kube.Document],
+    *,
+    tail: int | None = None,
+    since_s: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods, in the order of time; with `tail`, the last so many of the newest pod of each worker."""
+    """The lines of all pods, in the order of time; with `tail`, the last so many of the newest pod of each worker.
+
+    `say` is told of pods whose nodes do not answer; when none does, that is raised.
+    """
     begun = sorted((pod for pod in found if pods.began(pod)), key=pods.born)
     if tail is not None:
         begun = list({pods.index(pod): pod for pod in begun}.values())
-    streams = [_past(cluster, pod, tail=tail, since_s=since_s) for pod in begun]
-    for _, line in heapq.merge(*streams, key=lambda each: each[0]):
+    unread: list[Unanswered] = []
+
+    def past(pod: kube.Document) -> Iterator[tuple[tuple[str, str], LogLine]]:
+        try:
+            yield from _past(cluster, pod, tail=tail, since_s=since_s)
+        except Unanswered as error:
+            unread.append(error)
+            if len(unread) == len(begun):
+                raise
+            say(f"worker {pods.index(pod)} cannot be read to its end: {error}")
+
+    for _, line in heapq.merge(*map(past, begun), key=lambda each: each[0]):
         yield line
 
 
@@ -67,20 +84,25 @@ def follow(
     *,
     over: Callable[[], bool],
     wanted: Callable[[kube.Document], bool],
+    finished: Callable[[str], bool] = lambda _: False,
+    why: Callable[[], str] = lambda: "they are not made yet",
     tail: int | None = None,
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
     """The lines of all `wanted` pods that there are and will be, until the job is `over` and all is said.
 
-    `say` is told why a worker has not begun, whenever that changes.
+    `over` is asked every second by a thread of its own, and `why` there are no pods while there are none. `finished` is asked of
+    a pod's name when the job is over: whether it has said all, although it stays up. `say` is told what is waited for, whenever
+    that changes, and that the cluster does not answer; it is waited for.
     """
-    stop = kube.Stop()
-    news: queue.Queue[LogLine | kube.Change | BaseException] = queue.Queue(_QUEUE)
-    readers: dict[str, threading.Thread] = {}
+    stop, ended, there = kube.Stop(), threading.Event(), threading.Event()
+    news: queue.Queue[LogLine | kube.Change | str | BaseException | None] = queue.Queue(_QUEUE)
+    readers: dict[str, _Reader] = {}
+    threads: list[threading.Thread] = []
     said: dict[str, str] = {}
 
-    def put(item: LogLine | kube.Change | BaseException) -> None:
+    def put(item: LogLine | kube.Change | str | BaseException | None) -> None:
         while not stop.is_set():
             with contextlib.suppress(queue.Full):
                 news.put(item, timeout=_PAUSE_S)
@@ -90,6 +112,7 @@ def follow(
         def guarded() -> None:
             try:
                 work()
+                put(None)  # so that its end is noticed
             except BaseException as error:
                 put(error)
 
@@ -98,51 +121,71 @@ def follow(
         return thread
 
     def watch() -> None:
-        for change in cluster.watch(kube.POD, labels=labels, stop=stop):
-            put(change)
+        while not stop.is_set():
+            with contextlib.suppress(Unanswered):  # its first list; later it tries again itself, and `judge` says so
+                for change in cluster.watch(kube.POD, labels=labels, stop=stop):
+                    put(change)
+            stop.wait(_PAUSE_S)
+
+    def judge() -> None:
+        waiting = ""
+
+        def last() -> Sequence[kube.Document] | None:
+            """All pods, of some of which the watch may not have told yet, when the job is over."""
+            nonlocal waiting
+            if stop.is_set():
+                return ()
+            if over():
+                return cluster.list_(kube.POD, labels=labels)
+            if not there.is_set() and waiting != (waiting := f"waiting for pods: {why()}"):
+                put(waiting)
+            return None
+
+        while (found := patience.while_away(last, put, every_s=_LOOK_S)) is None:
+            stop.wait(_LOOK_S)
+        for pod in found:
+            put(kube.Change("added", pod))
+        ended.set()
 
     def look(pod: kube.Document, *, first: bool) -> None:
+        there.set()
         uid = pod["metadata"]["uid"]
         if uid in readers or not wanted(pod):
             return
         if pods.began(pod):
-            reader = _Reader(cluster, pod, put, stop, tail=tail if first else None, since_s=since_s if first else None)
-            readers[uid] = run(reader.read)
+            readers[uid] = _Reader(cluster, pod, put, stop, tail=tail if first else None, since_s=since_s if first else None)
+            threads.append(run(readers[uid].read))
         elif (why := pods.waits(pod)) and said.get(uid) != why:
             said[uid] = why
             say(f"worker {pods.index(pod)} {why}")
 
     try:
-        present = cluster.list_(kube.POD, labels=labels)
-        if not present:
-            say("waiting for pods")
+        present = patience.while_away(lambda: cluster.list_(kube.POD, labels=labels), say, every_s=_LOOK_S)
         for pod in present:
             look(pod, first=True)
         run(watch)
-        looked = time.monotonic()
-        ending = False
-        while True:
+        run(judge)
+        while not (ended.is_set() and news.empty() and not any(thread.is_alive() for thread in threads) and news.empty()):
             item: object = None
             with contextlib.suppress(queue.Empty):
-                item = news.get(timeout=_LOOK_S)
+                item = news.get(timeout=_PAUSE_S)
             if isinstance(item, LogLine):
                 yield item
             elif isinstance(item, kube.Change):
                 if item.type != "deleted":
                     look(item.document, first=False)
+            elif isinstance(item, str):
+                say(item)
             elif isinstance(item, BaseException):
                 raise item
-            if time.monotonic() - looked < _LOOK_S and not ending:
-                continue
-            looked = time.monotonic()
-            if not ending and over():
-                ending = True
-                for pod in cluster.list_(kube.POD, labels=labels):  # those of which the watch has not told yet
-                    look(pod, first=False)
-            if ending and news.empty() and not any(reader.is_alive() for reader in readers.values()) and news.empty():
-                return
+            elif ended.is_set():
+                for reader in readers.values():
+                    if finished(reader.name):
+                        reader.finish()
     finally:
         stop.set()
+        for reader in readers.values():
+            reader.finish()
 
 
 class _Reader:
@@ -160,36 +203,42 @@ class _Reader:
     ) -> None:
         self._cluster, self._put, self._stop = cluster, put, stop
         self._tail, self._since_s = tail, since_s
-        self._name, self._namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+        self._finished = kube.Stop()
+        self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pods.name(pod), pods.index(pod)
         self._starts = int(pods.container(pod).get("restartCount", 0))
         """Which of the container's starts is read."""
         self._last, self._same = "", 0
-        """When the newest line was written, and how many lines were at that moment."""
+        """When the newest line was written, and how many lines were at that moment. Kept through starts of the container: what
+        was read of one before it was known to be another is not said again."""
 
     def read(self) -> None:
         if self._starts and self._tail is None:
             self._lines(previous=True)
-            self._last, self._same = "", 0
         while not self._stop.is_set():
             self._lines(follow=True)
+            if self._finished.wait(_PAUSE_S):
+                self._lines()
+                return
             if (pod := self._look()) is None:
                 return
             starts = int(pods.container(pod).get("restartCount", 0))
-            if starts > self._starts:
-                if starts == self._starts + 1:
-                    self._lines(previous=True)  # what came after the connection was lost
-                self._starts, self._last, self._same = starts, "", 0
-            elif pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
+            if starts == self._starts + 1:
+                self._lines(previous=True)  # what came after the connection was lost
+            self._starts = starts
+            if pods.over(pod) or (not pods.running(pod) and pod["metadata"].get("deletionTimestamp")):
                 self._lines()
                 return
-            self._stop.wait(_PAUSE_S)
+
+    def finish(self) -> None:
+        """Take what has been written, and wait for no more."""
+        self._finished.set()
 
     def _look(self) -> kube.Document | None:
         """The pod as it is now; None when it is gone."""
         while not self._stop.is_set():
             try:
-                pod = self._cluster.get(kube.POD, self._name, namespace=self._namespace)
+                pod = self._cluster.get(kube.POD, self.name, namespace=self.namespace)
                 return pod if pod["metadata"]["uid"] == self._uid else None
             except Absent:
                 return None
@@ -200,10 +249,12 @@ class _Reader:
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
         """Say the lines that were not said yet."""
         skip, begin = self._same, self._last
+        if self._stop.is_set():
+            return
         try:
             for line in self._cluster.logs(
-                self._name,
-                namespace=self._namespace,
+                self.name,
+                namespace=self.namespace,
                 container=self._container,
                 follow=follow,
                 previous=previous,
@@ -211,7 +262,7 @@ class _Reader:
                 since=self._last,
                 tail=None if self._last else self._tail,
                 since_s=None if self._last else self._since_s,
-                stop=self._stop,
+                stop=self._finished if follow else self._stop,
             ):
                 if (stamped := _split(line)) is None:
                     continue

@@ -105,6 +105,9 @@ def _carry(place: KubernetesBackend, pod: str, port: int, connection: socket.soc
             place.cluster.forward(pod, port, connection)
         except OutlastError as error:
             print(f"outlast | {error}", file=sys.stderr, flush=True)
+        finally:  # the thread that reads from it still has it open: without this, nobody sees its end
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def _cluster(ctx: typer.Context, name: str, namespace: str | None, context: str | None) -> KubernetesBackend:

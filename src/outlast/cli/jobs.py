@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import units
+from outlast import patience, units
 from outlast.cli import show, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
@@ -98,8 +98,8 @@ def _watch(place: Backend, name: str, output: Output) -> None:
         live.page(lambda: place.status(name), every_s=place.look_s)
         return
     old: JobStatus | None = None
+    new = place.status(name)
     while True:
-        new = place.status(name)
         if output is Output.TABLE:
             for sentence in show.changes(old, new):
                 print(sentence, flush=True)
@@ -114,6 +114,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
             return
         old = new
         time.sleep(place.look_s)
+        new = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)
 
 
 def prefix(worker: int, *, colour: bool) -> str:

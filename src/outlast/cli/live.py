@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outlast import units
+from outlast import patience, units
 from outlast.cli import show, view
 from outlast.status import JobStatus, State
 
@@ -126,10 +126,15 @@ def _facts(facts: Sequence[str]) -> Text:
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
     """Show the page of `outlast status` again and again, until the job has ended."""
+    status = look()
     with Live(auto_refresh=False, console=Console(highlight=False)) as live:
+
+        def say(sentence: str) -> None:
+            live.console.print(f"outlast | {sentence}", markup=False, soft_wrap=True)
+
         while True:
-            status = look()
             live.update(Text(show.page(status, time.time())), refresh=True)
             if view.ended(status):
                 return
             time.sleep(every_s)
+            status = patience.while_away(look, say, every_s=every_s)

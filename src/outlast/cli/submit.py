@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast import patience
 from outlast.cli import which
 from outlast.cli.which import ContextOption, FileArgument, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotServed, OutlastError
@@ -156,11 +157,11 @@ def _follow(place: KubernetesBackend, name: str, options: str) -> int:
     try:
         for line in place.logs(name, follow=True, say=_say):
             print(jobs.prefix(line.worker, colour=colour) + line.text, flush=True)
-        status = place.status(name)
+        status = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)
         deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
         while not view.ended(status) and time.monotonic() < deadline:
             time.sleep(0.5)
-            status = place.status(name)
+            status = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)
     except KeyboardInterrupt:
         _say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
         return 0
