@@ -307,9 +307,13 @@ def test_a_port_answers_who_has_said_all_and_then_ends(
 def test_who_asks_a_port_sees_that_the_pod_ends_the_connection(cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     reads = threading.Thread()
 
+    def read(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed before we begin
+            connection.recv(1)
+
     def forward(pod: str, port: int, connection: socket.socket) -> None:
         nonlocal reads
-        reads = threading.Thread(target=connection.recv, args=(1,), daemon=True)
+        reads = threading.Thread(target=read, args=(connection,), daemon=True)
         reads.start()
 
     monkeypatch.setattr(cluster, "forward", forward)
