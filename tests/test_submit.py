@@ -135,3 +135,16 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
     api.prescribe("GET .*/statefulsets", (503, "down"))
     code, _, err = outlast("status", "train", "-w")
     assert (code, err.count("\n")) == (1, 1)
+
+
+def test_following_a_job_that_has_ended_says_how_although_its_logs_are_gone(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    words = ("submit", "job.yaml", "--as", "indexed-job", "--set", "output=/out")
+    outlast(*words)
+    job = next(document for (resource, *_), document in api.documents.items() if resource == "jobs.batch")
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    code, _, err = outlast(*words, "--follow")
+    assert code == 0
+    assert err.splitlines()[-2:] == [
+        "outlast | train has no pods now, and its output is in no store: there are no logs to be had",
+        "outlast | train: Succeeded: all workers are done",
+    ]

@@ -120,8 +120,7 @@ class KubernetesBackend:
             end = pods.end(found[-1])
             why = pods.waits(found[-1]) or (end.sentence if end else "does not run")
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
-        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in self.pods(name)}))
-        raise NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
+        raise self._unknown(name, worker, self.pods(name))
 
     def logs(
         self,
@@ -145,6 +144,12 @@ class KubernetesBackend:
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
                 while not (known := patience.while_away(lambda: self._all(name), say, every_s=self.look_s)):
                     time.sleep(self.look_s)
+        else:
+            known = self._known(name)
+        every = patience.while_away(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
+        found = [pod for pod in every if wanted(pod)]
+        began = any(pods.began(pod) for pod in found)
+        if follow and (began or observed.over(known[0]) is None):
             labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
             yield from podlogs.follow(
                 self.cluster,
@@ -157,16 +162,15 @@ class KubernetesBackend:
                 since_s=since_s,
                 say=say,
             )
-            return
-        known = self._known(name)
-        found = [pod for pod in self._pods(name) if wanted(pod)]
-        if any(pods.began(pod) for pod in found):
+        elif began:
             yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
         elif url := observed.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
         elif found:
             raise NotFound(f"worker {pods.index(found[0])} of {name} has no log yet: it {pods.waits(found[0])}; wait with -f")
+        elif every and worker is not None:
+            raise self._unknown(name, worker, every)
         else:
             raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
 
@@ -358,6 +362,10 @@ class KubernetesBackend:
         return template
 
     # requests
+
+    def _unknown(self, name: str, worker: int, found: Sequence[Document]) -> NotFound:
+        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in found}))
+        return NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
 
     def _workloads(self, name: str = "", kinds: Sequence[kube.Kind] = _KINDS) -> List[Document]:
         """The workloads of one job, or of all."""
