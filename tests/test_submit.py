@@ -148,3 +148,14 @@ def test_following_a_job_that_has_ended_says_how_although_its_logs_are_gone(api:
         "outlast | train has no pods now, and its output is in no store: there are no logs to be had",
         "outlast | train: Succeeded: all workers are done",
     ]
+
+
+def test_a_kubeconfig_that_is_named_and_does_not_exist_is_said(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    code, out, err = outlast("list")
+    assert (code, out) == (2, "")
+    assert (
+        err == f"Error: KUBECONFIG names {tmp_path}/none, which does not exist; correct it, or log in to a cluster to make one\n"
+    )
