@@ -101,6 +101,12 @@ def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outl
     assert (code, "lower-case letters" in err) == (2, True)
 
 
+@pytest.mark.parametrize("words", [("list",), ("list", "-o", "json"), ("status", "train"), ("logs", "-f", "train")])
+def test_a_namespace_that_does_not_exist_is_named(api: apiserver.ApiServer, outlast: Outlast, words: tuple[str, ...]) -> None:
+    said = "Error: there is no namespace nosuch in here; create it, or choose another with -n\n"
+    assert outlast(*words, "-n", "nosuch") == (2, "", said)
+
+
 def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
     code, out, _ = outlast("status")

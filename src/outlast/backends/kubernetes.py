@@ -105,6 +105,11 @@ class KubernetesBackend:
                     found.append(event)
         return sorted(found, key=lambda event: event["t"])
 
+    def nowhere(self) -> Absent:
+        """The error that says that its namespace does not exist."""
+        here, there = self.cluster.namespace, self.cluster.context
+        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
+
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of its workers that there are now, by index."""
         self._known(name)
@@ -140,7 +145,7 @@ class KubernetesBackend:
         if follow:
             if not (known := self._all(name)):
                 if not self.cluster.has_namespace():
-                    raise self._nowhere()
+                    raise self.nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
                 while not (known := patience.while_away(lambda: self._all(name), say, every_s=self.look_s)):
                     time.sleep(self.look_s)
@@ -399,16 +404,12 @@ class KubernetesBackend:
             return found
         here = self.cluster.namespace
         if not self.cluster.has_namespace():
-            raise self._nowhere()
+            raise self.nowhere()
         known = ", ".join(sorted({_name(workload) for workload in self._workloads()}))
         raise NotFound(
             f"there is no job {name} in namespace {here} of {self.cluster.context}; "
             + (f"there are {known}" if known else "there is none at all; choose another with -n, or submit one")
         )
-
-    def _nowhere(self) -> Absent:
-        here, there = self.cluster.namespace, self.cluster.context
-        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
 
     def _active(self, name: str) -> tuple[Document, kube.Kind, str]:
         """The workload that stands for a job that has not ended."""
