@@ -260,10 +260,49 @@ def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
     assert cluster.version() == "v1.36.0"
 
 
+def upgraded(handler: BaseHTTPRequestHandler, protocol: str) -> None:
+    """Make a websocket of a request."""
+    key = handler.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+    handler.send_response(101)
+    for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Protocol", protocol)):
+        handler.send_header(name, value)
+    handler.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
+    handler.end_headers()
+    handler.close_connection = True
+
+
+def received(handler: BaseHTTPRequestHandler) -> bytes:
+    """The next short message over a websocket."""
+    length = handler.rfile.read(2)[1] & 0x7F
+    mask, message = handler.rfile.read(4), handler.rfile.read(length)
+    return bytes(byte ^ mask[n % 4] for n, byte in enumerate(message))
+
+
+def test_a_command_with_a_terminal_learns_of_its_new_size(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    sizes: list[bytes] = []
+    size = [80, 24]
+
+    def executed(handler: BaseHTTPRequestHandler) -> bool:
+        upgraded(handler, "v5.channel.k8s.io")
+        sizes.append(received(handler))
+        size[0] = 100
+        sizes.append(received(handler))
+        status = b'\3{"status": "Success"}'
+        handler.wfile.write(bytes([0x82, len(status)]) + status + bytes([0x88, 0]))
+        handler.wfile.flush()
+        handler.rfile.read(1)
+        return True
+
+    api.prescribe("GET .*/pods/one/exec", executed)
+    assert cluster.exec_("one", ["sh"], tty=True, size=lambda: (size[0], size[1])).code == 0
+    assert sizes == [b'\4{"Width": 80, "Height": 24}', b'\4{"Width": 100, "Height": 24}']
+
+
 def test_a_port_answers_who_has_said_all_and_then_ends(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said_all, heard = threading.Event(), []
+    said_all = threading.Event()
+    heard: list[bytes] = []
     upload = kube._upload
 
     def noticed(*arguments: Any) -> None:
@@ -272,21 +311,14 @@ def test_a_port_answers_who_has_said_all_and_then_ends(
 
     def forwarded(handler: BaseHTTPRequestHandler) -> bool:
         """What a node does: the port on both channels, an answer to what it is sent, and the end."""
-        key = handler.headers["Sec-WebSocket-Key"] + "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-        handler.send_response(101)
-        for name, value in (("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Protocol", "v4.channel.k8s.io")):
-            handler.send_header(name, value)
-        handler.send_header("Sec-WebSocket-Accept", base64.b64encode(hashlib.sha1(key.encode()).digest()).decode())
-        handler.end_headers()
+        upgraded(handler, "v4.channel.k8s.io")
         for message in (b"\0\x50\0", b"\1\x50\0"):
             handler.wfile.write(bytes([0x82, len(message)]) + message)
-        mask, message = (part := handler.rfile.read(2 + 4 + 4))[2:6], part[6:]  # channel and `ask`, masked
-        heard.append(bytes(byte ^ mask[n] for n, byte in enumerate(message)))
+        heard.append(received(handler))
         assert said_all.wait(10)
         handler.wfile.write(bytes([0x82, 7]) + b"\0answer" + bytes([0x88, 0]))
         handler.wfile.flush()
         handler.rfile.read(1)
-        handler.close_connection = True
         return True
 
     monkeypatch.setattr(kube, "_upload", noticed)

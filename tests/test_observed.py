@@ -173,6 +173,10 @@ def test_a_stateful_set_is_done_when_its_agents_say_so() -> None:
     workload = {"kind": "StatefulSet", "metadata": {"name": "train"}, "spec": {"replicas": 2}}
     both = {"train-0-0": {"done": 1.0}, "train-1-0": {"done": 1.0}}
     assert said(running(0), running(1), workload=workload, metrics=both) == (State.SUCCEEDED, "all workers are done")
+    gave_up = {"train-0-0": {"done": 0.0, "failed": 1.0}, "train-1-0": {"done": 0.0, "failed": 1.0}}
+    assert said(running(0), running(1), workload=workload, metrics=gave_up)[0] is State.FAILED
+    gave_up.popitem()
+    assert said(running(0), running(1), workload=workload, metrics=gave_up)[0] is State.RUNNING
     workload = {"kind": "StatefulSet", "metadata": {"name": "t", "annotations": {observed.WISHED: "3"}}, "spec": {"replicas": 0}}
     found = observed.status(Seen("train", workload))
     assert (found.state, found.replicas) == (State.SUSPENDED, 3)

@@ -14,7 +14,8 @@ import pytest
 import apiserver
 from outlast import kube
 from outlast.backends import LogLine, kubernetes, podlogs
-from outlast.errors import Absent, Refused, Unanswered
+from outlast.contract import Env
+from outlast.errors import Absent, NotFound, Refused, Unanswered
 
 Document = dict[str, Any]
 
@@ -199,6 +200,16 @@ def test_past_logs_are_merged_by_time() -> None:
 WORKER = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
 
 
+def a_job(status: Document) -> Document:
+    """A Job, without its pods."""
+    meta = {"name": "train", "namespace": "n", "labels": WORKER}
+    spec = {"parallelism": 1, "template": {"spec": {"containers": []}}}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec, "status": status}
+
+
+COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
+
+
 def a_stateful_set(api: apiserver.ApiServer, *, replicas: int = 1) -> None:
     """One whose workers run."""
     template = {"spec": {"containers": [{"name": "worker"}]}}
@@ -321,15 +332,10 @@ def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkey
         list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
     api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
     said: list[str] = []
-    job: Document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train", "namespace": "n", "labels": WORKER}}
-    job["spec"] = {"parallelism": 1, "template": {"spec": {"containers": []}}}
-
-    conditions = [{"type": "FailedCreate", "status": "True", "message": "exceeded quota"}]
-    quota = {**job, "metadata": {**job["metadata"]}, "status": {"conditions": conditions}}
-    complete = {**quota, "metadata": {**job["metadata"]}, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    quota = {"conditions": [{"type": "FailedCreate", "status": "True", "message": "exceeded quota"}]}
 
     def happens() -> None:
-        for number, document in enumerate((job, quota, complete), 1):
+        for number, document in enumerate((a_job({}), a_job(quota), a_job(COMPLETE)), 1):
             api.until(lambda number=number: len(said) == number)
             asked = len(api.asked)
             api.until(lambda asked=asked: len(api.asked) > asked + 8)  # it looks again and again, and says nothing
@@ -344,3 +350,27 @@ def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkey
         "waiting for pods: its pods are not made yet; when it stays so, outlast why train says why",
         "waiting for pods: its pods cannot be made: exceeded quota",
     ]
+
+
+def test_a_job_that_has_ended_and_whose_pods_are_gone_is_not_followed(connected: Connected, tmp_path: Path) -> None:
+    api, cluster = connected
+    job = a_job(COMPLETE)
+    api.put(job)
+    place = kubernetes.KubernetesBackend(cluster)
+    with pytest.raises(NotFound, match="train has no pods now, and its output is in no store"):
+        list(place.logs("train", follow=True))
+    store = tmp_path / "runs" / "train"
+    (store / "logs").mkdir(parents=True)
+    (store / "logs" / "worker-0.log").write_text("a line\n")
+    env = [{"name": Env.STORE, "value": store.as_uri()}]
+    job["spec"]["template"]["spec"]["containers"] = [{"name": "worker", "env": env}]
+    said: list[str] = []
+    assert texts(list(place.logs("train", follow=True, say=said.append))) == ["a line"]
+    assert said == [f"no pod of train has a log; these lines are from {store.as_uri()}"]
+
+
+def test_a_worker_that_there_is_not_is_named_with_those_that_there_are(connected: Connected) -> None:
+    api, cluster = connected
+    a_stateful_set(api, replicas=2)
+    with pytest.raises(NotFound, match="train has no worker 5; there are 0, 1"):
+        list(kubernetes.KubernetesBackend(cluster).logs("train", worker=5))

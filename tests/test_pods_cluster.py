@@ -199,7 +199,10 @@ def stored(namespace: Namespace) -> Document:
 def test_an_evaluation_says_how_good_the_model_is_for_each_class(
     topology: str, namespace: Namespace, stored: Document, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    namespace.kubectl("exec", "s3", "--", "outlast", "data", "get", "digits", "--to", "/buckets/bucket/digits")
+    env = {**stored["env"], "AWS_ENDPOINT_URL": "http://localhost:8080", "HOME": "/tmp"}
+    words = ["env", *(f"{name}={value}" for name, value in env.items()), "sh", "-c"]
+    bring = "outlast data get digits --to /tmp/digits && outlast sync /tmp/digits s3://bucket/digits"
+    namespace.kubectl("exec", "s3", "--", *words, bring)
     recipe = {"module": "outlast.recipes.cifar10", "args": ["--epochs=1"], "data": [{"from": "s3://bucket/digits"}]}
     name = f"digits-{topology}"
     namespace.run(name, topology, **stored, **recipe, workers={"replicas": 1}, resources={"cpu": "0.5", "memory": "1200Mi"})

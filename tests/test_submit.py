@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -189,6 +190,12 @@ def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outl
     assert (code, "lower-case letters" in err) == (2, True)
 
 
+@pytest.mark.parametrize("words", [("list",), ("list", "-o", "json"), ("status",), ("status", "train"), ("logs", "-f", "train")])
+def test_a_namespace_that_does_not_exist_is_named(api: apiserver.ApiServer, outlast: Outlast, words: tuple[str, ...]) -> None:
+    said = "Error: there is no namespace nosuch in here; create it, or choose another with -n\n"
+    assert outlast(*words, "-n", "nosuch") == (2, "", said)
+
+
 def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
     code, out, _ = outlast("status")
@@ -231,3 +238,40 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
     api.prescribe("GET .*/statefulsets", (503, "down"))
     code, _, err = outlast("status", "train", "-w")
     assert (code, err.count("\n")) == (1, 1)
+
+
+def test_following_a_job_that_has_ended_says_how_although_its_logs_are_gone(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    words = ("submit", "job.yaml", "--as", "indexed-job", "--set", "output=/out")
+    outlast(*words)
+    job = next(document for (resource, *_), document in api.documents.items() if resource == "jobs.batch")
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    code, _, err = outlast(*words, "--follow")
+    assert code == 0
+    assert err.splitlines()[-2:] == [
+        "outlast | train has no pods now, and its output is in no store: there are no logs to be had",
+        "outlast | train: Succeeded: all workers are done",
+    ]
+
+
+def test_a_kubeconfig_that_is_named_and_does_not_exist_is_said(
+    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    code, out, err = outlast("list")
+    assert (code, out) == (2, "")
+    assert (
+        err == f"Error: KUBECONFIG names {tmp_path}/none, which does not exist; correct it, or log in to a cluster to make one\n"
+    )
+
+
+def test_exec_works_without_standard_input(api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch) -> None:
+    outlast("submit", "job.yaml", "--as", "statefulset")
+    template = {"labels": {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}}
+    status = {"phase": "Running", "containerStatuses": [{"name": "worker", "restartCount": 0, "state": {"running": {}}}]}
+    spec = {"containers": [{"name": "worker"}]}
+    api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train-0", **template}, "spec": spec, "status": status})
+    api.prescribe("/exec", apiserver.status(403, "Forbidden", "not here"))
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = outlast("exec", "train", "--", "true")
+    assert (code, err) == (1, "Error: Pod train-0 in namespace default cannot be reached: not here\n")
+    assert "stdin" not in api.asked[-1]

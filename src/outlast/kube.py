@@ -51,6 +51,8 @@ _MESSAGE = 2**20
 """Bytes of the longest message over a websocket; a kubelet's are 32 KiB."""
 _LAST_S = 1.0
 """How long the reader of a websocket may take to see its end."""
+_SIZE_S = 0.2
+"""How often it is looked whether a terminal has another size."""
 _GONE_S = 30.0
 """How long nothing may come from a pod for a connection over which nothing more is asked."""
 _TRIES = 4
@@ -411,7 +413,7 @@ class Cluster:
         """Run a command in a container. What it writes is given to `stdout` and `stderr`, or is in the result.
 
         `stdin` is what it reads; a file is read by a thread of its own, to its end. `size` tells the columns and lines of the
-        terminal, for `tty`.
+        terminal, for `tty`; it is asked again and again.
         """
         params: list[tuple[str, str]] = [("command", word) for word in command]
         params += [("stdout", "true")] + ([] if tty else [("stderr", "true")])
@@ -421,10 +423,7 @@ class Cluster:
         asked, path = self._address("exec", POD, pod, namespace, subresource="exec")
         kept: dict[int, list[bytes]] = {1: [], 2: []}
         sinks = {1: stdout or kept[1].append, 2: stderr or kept[2].append}
-        with self._websocket(asked, path, params, "v5.channel.k8s.io") as connection:
-            if size is not None:
-                columns, lines = size()
-                connection.send_bytes(b"\4" + json.dumps({"Width": columns, "Height": lines}).encode())
+        with self._websocket(asked, path, params, "v5.channel.k8s.io") as connection, _sized(connection, size):
             if isinstance(stdin, bytes):
                 connection.send_bytes(b"\0" + stdin)
                 connection.send_bytes(b"\xff\0")
@@ -835,6 +834,30 @@ def _feed(connection: WebSocketSession, source: BinaryIO) -> None:
         while part := os.read(source.fileno(), 32 * 1024):
             connection.send_bytes(b"\0" + part)
         connection.send_bytes(b"\xff\0")
+
+
+@contextlib.contextmanager
+def _sized(connection: WebSocketSession, size: Callable[[], tuple[int, int]] | None) -> Iterator[None]:
+    """Send the size of a terminal, and again whenever that is another."""
+    if size is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def tell() -> None:
+        old = None
+        with contextlib.suppress(Exception):  # the command has ended
+            while not ended.is_set():
+                if (new := size()) != old:
+                    connection.send_bytes(b"\4" + json.dumps({"Width": new[0], "Height": new[1]}).encode())
+                    old = new
+                ended.wait(_SIZE_S)
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _upload(source: socket.socket, there: WebSocketSession, gone: threading.Event) -> None:

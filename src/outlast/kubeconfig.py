@@ -43,11 +43,8 @@ def inside(environ: Mapping[str, str]) -> bool:
 
 
 def any_(environ: Mapping[str, str]) -> bool:
-    """Whether there is anything that says which cluster is meant."""
-    try:
-        return bool(files(environ)) or inside(environ)
-    except NoCluster:
-        return False
+    """Whether there is anything that says which cluster is meant; raises NoCluster when `$KUBECONFIG` does so wrongly."""
+    return bool(files(environ)) or inside(environ)
 
 
 def read(paths: list[Path]) -> dict[str, Any]:

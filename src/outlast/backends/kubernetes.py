@@ -116,6 +116,11 @@ class KubernetesBackend:
                     found.append(event)
         return sorted(found, key=lambda event: event["t"])
 
+    def nowhere(self) -> Absent:
+        """The error that says that its namespace does not exist."""
+        here, there = self.cluster.namespace, self.cluster.context
+        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
+
     def pods(self, name: str) -> Sequence[Document]:
         """The pods of its workers that there are now, by index."""
         self._known(name)
@@ -131,8 +136,7 @@ class KubernetesBackend:
             end = pods.end(found[-1])
             why = pods.waits(found[-1]) or (end.sentence if end else "does not run")
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
-        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in self.pods(name)}))
-        raise NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
+        raise self._unknown(name, worker, self.pods(name))
 
     def logs(
         self,
@@ -152,10 +156,16 @@ class KubernetesBackend:
         if follow:
             if not (known := self._all(name)):
                 if not self.cluster.has_namespace():
-                    raise self._nowhere()
+                    raise self.nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
                 while not (known := patience.while_away(lambda: self._all(name), say, every_s=self.look_s)):
                     time.sleep(self.look_s)
+        else:
+            known = self._known(name)
+        every = patience.while_away(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
+        found = [pod for pod in every if wanted(pod)]
+        began = any(pods.began(pod) for pod in found)
+        if follow and (began or observed.over(known[0]) is None):
             labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
             yield from podlogs.follow(
                 self.cluster,
@@ -168,16 +178,15 @@ class KubernetesBackend:
                 since_s=since_s,
                 say=say,
             )
-            return
-        known = self._known(name)
-        found = [pod for pod in self._pods(name) if wanted(pod)]
-        if any(pods.began(pod) for pod in found):
+        elif began:
             yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
         elif url := observed.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
         elif found:
             raise NotFound(f"worker {pods.index(found[0])} of {name} has no log yet: it {pods.waits(found[0])}; wait with -f")
+        elif every and worker is not None:
+            raise self._unknown(name, worker, every)
         else:
             raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
 
@@ -417,6 +426,10 @@ class KubernetesBackend:
 
     # requests
 
+    def _unknown(self, name: str, worker: int, found: Sequence[Document]) -> NotFound:
+        there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in found}))
+        return NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
+
     def _workloads(self, name: str = "", kinds: Sequence[kube.Kind] = _KINDS) -> List[Document]:
         """The workloads of one job, or of all."""
         found: List[Document] = []
@@ -449,16 +462,12 @@ class KubernetesBackend:
             return found
         here = self.cluster.namespace
         if not self.cluster.has_namespace():
-            raise self._nowhere()
+            raise self.nowhere()
         known = ", ".join(sorted({_name(workload) for workload in self._workloads()}))
         raise NotFound(
             f"there is no job {name} in namespace {here} of {self.cluster.context}; "
             + (f"there are {known}" if known else "there is none at all; choose another with -n, or submit one")
         )
-
-    def _nowhere(self) -> Absent:
-        here, there = self.cluster.namespace, self.cluster.context
-        return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
 
     def _active(self, name: str) -> tuple[Document, kube.Kind, str]:
         """The workload that stands for a job that has not ended."""
@@ -600,7 +609,7 @@ class _Course:
         self._asked = -_AGENTS_S
         self._workload: Document = {}
         self.done: set[str] = set()
-        """Pods whose workers are done; those of a StatefulSet stay up."""
+        """Pods whose workers have ended; those of a StatefulSet stay up."""
 
     def over(self) -> bool:
         """Whether there is nothing more to come, unless somebody takes the job up again."""
@@ -614,7 +623,7 @@ class _Course:
             return False
         status = self._backend.status(self._name)
         self._asked = time.monotonic()
-        self.done.update(worker.pod for worker in status.workers if worker.state == "done")
+        self.done.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
         return status.state is State.SUCCEEDED
 
     def why(self) -> str:

@@ -159,8 +159,8 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
     """The state and its sentence."""
     if (ended := over(seen.workload)) is not None:
         return ended, _ended(seen, ended)
-    if _stayed(seen, newest, wanted):
-        return State.SUCCEEDED, "all workers are done"
+    if (ended := _stayed(seen, newest, wanted)) is not None:
+        return ended, "all workers are done" if ended is State.SUCCEEDED else "workers have failed for good; their logs say why"
     if suspended(seen.workload):
         leaving = sum(not pods.over(pod) for pod in newest.values())
         queue = (seen.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
@@ -203,11 +203,14 @@ def _done(pod: Document) -> bool:
     return pods.phase(pod) == "Succeeded"
 
 
-def _stayed(seen: Seen, newest: Mapping[int, Document], wanted: int) -> bool:
-    """Whether the workers of a StatefulSet, which stay up, are all done."""
+def _stayed(seen: Seen, newest: Mapping[int, Document], wanted: int) -> State | None:
+    """How the workers of a StatefulSet, which stay up, have ended; None while not all have."""
     if seen.workload.get("kind") != "StatefulSet" or len(newest) < wanted or not newest:
-        return False
-    return all(seen.metrics.get(pod["metadata"]["name"], {}).get("done") for pod in newest.values())
+        return None
+    said = [seen.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
+    if not all(each.get("done") or each.get("failed") for each in said):
+        return None
+    return State.FAILED if any(each.get("failed") for each in said) else State.SUCCEEDED
 
 
 def _ended(seen: Seen, state: State) -> str:
@@ -249,8 +252,8 @@ def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> W
         state = "pending"
     elif said and said.get("leaving"):
         state = "leaving"
-    elif said and said.get("done"):
-        state = "done"
+    elif said and (said.get("done") or said.get("failed")):
+        state = "failed" if said.get("failed") else "done"
     else:
         state = "training" if pods.ready(pod) else "starting"
     return WorkerStatus(

@@ -47,13 +47,14 @@ def exec_(
     name, *command = words
     place = _cluster(ctx, name, namespace, context)
     pod = place.pod(name, worker)
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    # Python has none for a descriptor that is closed
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     with _raw() if terminal else contextlib.nullcontext():
         ended = place.cluster.exec_(
             pod["metadata"]["name"],
             command,
             container=pods.name(pod),
-            stdin=sys.stdin.buffer,
+            stdin=sys.stdin.buffer if sys.stdin is not None else None,
             stdout=_writer(1),
             stderr=_writer(2),
             tty=terminal,

@@ -41,16 +41,15 @@ def list_(
     """
     place = which.place(ctx, None, namespace, context)
     statuses = place.list()
+    there = which.in_cluster(place)
+    if there is not None and not statuses and not there.cluster.has_namespace():
+        raise there.nowhere()
     if output is not Output.TABLE:
         show.data([status.model_dump(mode="json") for status in statuses], output)
     elif statuses:
         print(show.jobs(statuses, time.time()))
-    elif (there := which.in_cluster(place)) is not None:
+    elif there is not None:
         cluster = there.cluster
-        if not cluster.has_namespace():
-            raise NotFound(
-                f"there is no namespace {cluster.namespace} in {cluster.context}; create it, or choose another with -n"
-            )
         print(
             f"there is no job in namespace {cluster.namespace} of {cluster.context}; make one: outlast submit FILE",
             file=sys.stderr,

@@ -14,7 +14,7 @@ import typer
 from outlast import patience
 from outlast.cli import which
 from outlast.cli.which import ContextOption, FileArgument, NamespaceOption, SetOption, TitleOption, TopologyOption
-from outlast.errors import Absent, NotServed, OutlastError
+from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
 
 if TYPE_CHECKING:
     from outlast.backends.kubernetes import KubernetesBackend
@@ -155,8 +155,11 @@ def _follow(place: KubernetesBackend, name: str, options: str) -> int:
 
     colour = sys.stdout.isatty()
     try:
-        for line in place.logs(name, follow=True, say=_say):
-            print(jobs.prefix(line.worker, colour=colour) + line.text, flush=True)
+        try:
+            for line in place.logs(name, follow=True, say=_say):
+                print(jobs.prefix(line.worker, colour=colour) + line.text, flush=True)
+        except (NotFound, StoreError) as error:  # the job has ended before, and its pods are gone
+            _say(str(error))
         status = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)
         deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
         while not view.ended(status) and time.monotonic() < deadline:

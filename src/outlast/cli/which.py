@@ -111,7 +111,10 @@ def job(place: Backend, name: str | None) -> str:
         if name is not None:
             return name  # the cluster says what is wrong with it
         none = f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE makes one"
-        return show.one_of("job", None, [status.name for status in place.list()], none=none)
+        names = [status.name for status in place.list()]
+        if not names and not there.cluster.has_namespace():
+            raise there.nowhere()
+        return show.one_of("job", None, names, none=none)
     known = [status.name for status in place.list()]
     return show.one_of("job", name, known, none="no job has been run here; start one with `outlast run FILE`, in this directory")
 

@@ -132,7 +132,8 @@ class Agent:
             self._ending.join(LAST_PUSH_S)
         if self.environ.get(contract.Env.STAY) == "1" and self.exit.code in _FINAL:
             print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
-            metrics = {"done": float(self.exit.code == contract.Exit.DONE)}
+            done = self.exit.code == contract.Exit.DONE
+            metrics = {"done": float(done), "failed": float(not done)}
             self.health = probes.Health(True, False, self.exit.reason, metrics, self._end(self.exit.code))
             self._told.wait()
             return lifecycle.Exit(contract.Exit.DONE, self.exit.reason)

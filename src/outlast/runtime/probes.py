@@ -34,6 +34,7 @@ HELP = {
     "generation": "Generation of the world this worker is in",
     "progress_age_seconds": "Seconds since the training last reported progress",
     "done": "1 when the training of this worker has ended with success and it stays up",
+    "failed": "1 when the training of this worker has ended without success and it stays up",
     "leaving": "1 while this worker is told to leave",
     "sync_age_seconds": "Seconds since all output was in the store",
     "sync_failing_seconds": "Seconds since pushing to the store began to fail, 0 while it works",
