@@ -211,7 +211,7 @@ def test_an_evaluation_says_how_good_the_model_is_for_each_class(
         cli.main(["evaluate", name, "-n", namespace.name])
     out = capfd.readouterr().out
     assert ended.value.code == 0, out
-    assert len(re.findall(r"Accuracy for class: \d +is [\d.]+ %", out)) == 10, out
+    assert len(re.findall(r"Accuracy for class: \w+ +is [\d.]+ %", out)) == 10, out
 
 
 def test_all_pods_are_lost_and_the_job_goes_on_from_its_store(namespace: Namespace, stored: Document, undisturbed: str) -> None:
