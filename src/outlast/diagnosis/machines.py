@@ -37,7 +37,7 @@ def lost(seen: Seen, now: float) -> Iterator[Cause]:
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
         what = f"{whom}, which {answers}{ago}"
-        yield Cause("node-lost", what, (evidence, *(f"taint {key}" for key in taints)), _back(group))
+        yield Cause("node-lost", what, (evidence, *dict.fromkeys(f"taint {key}" for key in taints)), _back(group))
 
 
 def _back(pods: list[Document]) -> str:
