@@ -82,6 +82,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(mach
         machine.submit(machine.job(output=str(machine.directory / "file")))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed):
     args = ("--steps=60", "--pause=0.04")
     path = machine.job(args=args)

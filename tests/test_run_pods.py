@@ -166,6 +166,7 @@ def test_who_is_done_stays_up_where_pods_are_always_started_again_and_never_trai
     assert one.log(0).count("has ended before (Succeeded:") == 1
 
 
+@pytest.mark.slow
 def test_a_changed_job_goes_on_with_the_run_and_the_one_before_it_takes_nothing_back(pods, undisturbed: Final):
     one = pods(args=LONG, workers={"replicas": 1})
     one.start(0)

@@ -137,6 +137,7 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     assert 150 in committed(f"{rclone_proxy.url}/job")
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, rclone_proxy: Proxy, monkeypatch):
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
     job = machine.job(args=ARGS, output=rclone_proxy.url)

@@ -53,6 +53,7 @@ def test_three_workers_resume_bit_identically_too(machine, undisturbed: Final):
     assert machine.final(name) == undisturbed(ARGS, 3)
 
 
+@pytest.mark.slow
 def test_all_workers_killed_at_once_come_back(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS))
     for worker in machine.at_step(name, 25).workers:

@@ -14,20 +14,24 @@ kills its child. Children die with the warm process, and the warm process with i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import gc
 import importlib
+import io
 import json
 import os
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from outlast import contract
 from outlast.rendezvous import local
@@ -191,6 +195,19 @@ def become(request: Request) -> None:
         rank.main(request.argv)
 
 
+def leave(code: int) -> NoReturn:
+    """End a training process that leaves in the middle, with all that Python does at its end but the end of the interpreter:
+    threads of torch that are still about then end the process with SIGABRT now and then, which looks like a failure.
+    multiprocessing ends its forks like this, too."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase) and not each.closed:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                each.flush()
+    os._exit(code)
+
+
 PRELOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.nn.parallel",
@@ -215,7 +232,13 @@ def main() -> None:
     """Import, listen, fork."""
     listener = local.listening(Path(sys.argv[1]))
     preload()
-    become(serve(listener))
+    request = serve(listener)
+    try:
+        become(request)
+    except SystemExit as end:
+        if request.kind == "rank" and end.code == contract.Exit.INTERRUPTED:
+            leave(contract.Exit.INTERRUPTED)
+        raise
 
 
 if __name__ == "__main__":
