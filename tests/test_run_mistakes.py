@@ -152,7 +152,7 @@ def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("OUTLAST_PROBE_PORT", str(port))
-        status = machine.run(machine.job(args=("--steps=400",)))
+        status = machine.run(machine.job(args=("--steps=400",), workers={"replicas": 1}))
     assert (status.state, status.exit_code) == (State.FAILED, 78)
     assert f"cannot serve probes on 127.0.0.1:{port}: Address already in use; free it or choose another" in status.reason
 
