@@ -14,6 +14,7 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 import fake
+import ports
 from fake_cluster import Document, FakeCluster
 from outlast import __version__, cli, doctor, kinds, kube, manifests, spec
 from outlast.doctor import Check, inside, machine
@@ -451,17 +452,19 @@ def test_an_image_of_another_version_is_told(capsys: pytest.CaptureFixture[str])
 def test_two_processes_measure_what_is_between_them(address: str) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    words = ("--address", address, "--port", port, "--timeout", "60")
+    words = ("--address", address, "--port", str(ports.free(2)), "--timeout", "60")
     first, second = run("--rank", "0", *words), run("--rank", "1", *words)
-    assert told(second)["network"].said.endswith("Gbit/s over one connection")
-    assert told(first)["all-reduce"].said.startswith("gloo of 16 MiB over two pods: ")
+    try:
+        assert told(first)["all-reduce"].said.startswith("gloo of 16 MiB over two pods: ")
+        assert told(second)["network"].said.endswith("Gbit/s over one connection")
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 def test_a_peer_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = ports.free()
     inspection.peer(1, "127.0.0.1", port, "gloo", 0.1)
     found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
     assert (found[0]["name"], found[0]["outcome"]) == ("network", "fail")

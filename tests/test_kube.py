@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import apiserver
+import ports
 from outlast import answers, errors, kube
 from outlast.answers import Asked
 from outlast.backends.kubernetes import KubernetesBackend
@@ -176,8 +177,7 @@ def test_what_may_be_repeated_is_repeated(api: apiserver.ApiServer, cluster: kub
 
 
 def test_an_api_server_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = ports.free()
     monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", f"http://127.0.0.1:{port}")))
     with pytest.raises(errors.Unanswered, match=f"127.0.0.1:{port} cannot be reached: the connection was refused"):
         kube.connect().get(kube.POD, "one")

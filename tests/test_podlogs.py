@@ -244,12 +244,13 @@ def goes_on(*lines: str) -> Callable[[BaseHTTPRequestHandler], bool]:
     return answer
 
 
-def test_following_a_stateful_set_ends_when_its_workers_are_done_although_they_stay_up(connected: Connected) -> None:
+@pytest.mark.parametrize("end", ["outlast_done 1\n", "outlast_failed 1\n"])
+def test_following_a_stateful_set_ends_with_its_workers_although_they_stay_up(connected: Connected, end: str) -> None:
     api, cluster = connected
     a_stateful_set(api)
     api.prescribe("train-0/log.*follow=true", goes_on(at(1, "trains")))
     api.logs["train-0"] = [at(1, "trains"), at(2, "last words")]
-    api.metrics["train-0"] = "outlast_done 1\n"
+    api.metrics["train-0"] = end
     lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
     assert texts(list(lines)) == ["trains", "last words"]
 

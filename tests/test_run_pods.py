@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import ports
 from outlast import contract
 from outlast.remote import run as runs
 from outlast.runtime import progress
@@ -29,8 +29,7 @@ class Pods:
 
     def __init__(self, directory: Path, file: Path) -> None:
         self.directory, self.output, self._file = directory, directory / "out", file
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = ports.free()
         self.running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, *indices: int, **more: str) -> None:

@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -20,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import ports
 from outlast import checkpoints, contract
 from outlast.runtime.ledger import Event, read
 
@@ -192,15 +192,12 @@ def started(
     With `disks`, each name is a worker with an output directory of its own below `output`; ranks of the same name are its
     processes.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     everybody = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(ports.free()),
         "OMP_NUM_THREADS": "1",
         contract.Env.OUTPUT: str(output),
         contract.Env.RUN: run,

@@ -624,7 +624,7 @@ class _Course:
         status = self._backend.status(self._name)
         self._asked = time.monotonic()
         self.done.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
-        return status.state is State.SUCCEEDED
+        return status.state in (State.SUCCEEDED, State.FAILED)
 
     def why(self) -> str:
         """Why it has no pods, as far as its workload says."""

@@ -23,18 +23,6 @@ _LINES = 40
 """Of each log."""
 _LOGS = 6
 """How many pods' logs are read; those that failed come first, the newest of them."""
-_MAY_LACK = frozenset(
-    {
-        kinds.ELASTIC_JOB,
-        kinds.VOLCANO_JOB,
-        kinds.VOLCANO_QUEUE,
-        kinds.VOLCANO_GROUP,
-        kinds.POD_GROUP,
-        kinds.WORKLOAD,
-        kinds.LOCAL_QUEUE,
-    }
-)
-"""Kinds that a cluster need not know."""
 _WORKLOADS = (kinds.ELASTIC_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
 
 
@@ -110,7 +98,8 @@ def _reader(cluster: Cluster, namespace: str, unseen: dict[str, str]) -> _Listed
         except (NotServed, Absent):
             return []
         except Forbidden as error:
-            if kind not in _MAY_LACK or cluster.serves(kind):  # rights are asked for first, also to what is not there
+            # rights are asked for before the kind: to one that the cluster lacks, too
+            if kind.group not in kinds.INSTALLED_BY or cluster.serves(kind):
                 unseen[kind.resource] = str(error)
             return []
 

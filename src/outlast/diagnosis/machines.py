@@ -14,19 +14,20 @@ _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node
 def lost(seen: Seen, now: float) -> Iterator[Cause]:
     """Nodes that do not answer, or are gone, under pods that are not done."""
     nodes = {sight.name(node): node for node in seen.nodes}
-    pods = [pod for pod in seen.pods if sight.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
-    for where, group in sight.grouped((pod["spec"]["nodeName"], pod) for pod in pods).items():
-        node = nodes.get(where)
-        whom = f"{sight.whom(group)} {sight.verb(group, 'is', 'are')} on node {where}"
+    alive = [pod for pod in seen.pods if sight.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
+    for where, group in sight.grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
+        node, unseen = nodes.get(where), "nodes" in seen.unseen
+        pods = [pod for pod in group if sight.silent(pod)] if unseen else group
+        if not pods:
+            continue
+        whom = f"{sight.whom(pods)} {sight.verb(pods, 'is', 'are')} on node {where}"
+        if unseen:
+            yield Cause("node-lost", f"{whom}, which does not answer", (), _back(pods))
+            continue
         if node is None:
-            if "nodes" in seen.unseen:
-                if silent := [pod for pod in group if sight.silent(pod)]:
-                    whom = f"{sight.whom(silent)} {sight.verb(silent, 'is', 'are')} on node {where}"
-                    yield Cause("node-lost", f"{whom}, which does not answer", (), _back(silent))
-            else:
-                names = " ".join(map(sight.name, group))
-                remedy = f"kubectl delete pod {names} --force -n {seen.namespace}: then others are made"
-                yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
+            names = " ".join(map(sight.name, pods))
+            remedy = f"kubectl delete pod {names} --force -n {seen.namespace}: then others are made"
+            yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
             continue
         ready: Document = next((each for each in node["status"].get("conditions", []) if each["type"] == "Ready"), {})
         if ready.get("status") == "True":
@@ -37,7 +38,7 @@ def lost(seen: Seen, now: float) -> Iterator[Cause]:
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
         what = f"{whom}, which {answers}{ago}"
-        yield Cause("node-lost", what, (evidence, *dict.fromkeys(f"taint {key}" for key in taints)), _back(group))
+        yield Cause("node-lost", what, (evidence, *dict.fromkeys(f"taint {key}" for key in taints)), _back(pods))
 
 
 def _back(pods: list[Document]) -> str:

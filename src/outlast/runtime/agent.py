@@ -238,7 +238,7 @@ class Agent:
         environ = self.environ
         if not environ[contract.Env.RENDEZVOUS].startswith("c10d://"):
             raise OutlastError(f"rendezvous by {environ[contract.Env.RENDEZVOUS]} is not known here; say backend: c10d")
-        word = environ[contract.Env.RUN]
+        word = self._word
         where = ownership.place(self.output, self._store)
         if environ.get(contract.Env.STAY) == "1" and runs.read(where) is None:
             others = ownership.others(environ[contract.Env.RENDEZVOUS], self.index, self.job.spec.workers.max)
