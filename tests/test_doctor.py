@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -559,16 +561,23 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
     restricted = "pod-security.kubernetes.io/enforce=restricted"
     try:
         subprocess.run(["kubectl", "label", "namespace", "why-doctor", restricted], check=True)
-        cluster = kube.connect(namespace="why-doctor")
-        assert [check for check in asked.checks(cluster) if check.outcome == "fail"] == []
-        found = {check.name: check for check in inside.checks(cluster, inside.Wanted(IMAGE, "file:///out/probe"))}
-        assert {check.name for check in found.values() if check.outcome == "pass"} >= {
-            "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
-        }  # fmt: skip
-        assert cluster.list_(kinds.POD) == []
-        absent = list(inside.checks(cluster, inside.Wanted("127.0.0.1:5056/no/image:1", network=False)))
-        assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]
-        assert threading.active_count() < 10
-        cluster.close()
+        with contextlib.closing(kube.connect(namespace="why-doctor")) as cluster:
+            look_at(cluster)
     finally:
         subprocess.run(["kubectl", "delete", "namespace", "why-doctor", "--wait=false"], check=True)
+
+
+def look_at(cluster: kube.Cluster) -> None:
+    bad = [check for check in asked.checks(cluster) if check.outcome == "fail" and check.name != "operator"]
+    assert bad == []  # whether an operator is there is the cluster's business
+    found = {
+        check.name: check
+        for check in inside.checks(cluster, inside.Wanted(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe"))
+    }
+    assert {check.name for check in found.values() if check.outcome == "pass"} >= {
+        "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
+    }  # fmt: skip
+    assert cluster.list_(kinds.POD) == []
+    absent = list(inside.checks(cluster, inside.Wanted("127.0.0.1:5056/no/image:1", network=False)))
+    assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]
+    assert threading.active_count() < 10

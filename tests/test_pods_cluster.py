@@ -7,6 +7,7 @@ The image is one that the nodes can pull, with Outlast, torch and rclone. Works 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,9 @@ from typing import Any
 
 import pytest
 
-from outlast import cli, manifests, spec
+from outlast import cli, kube, manifests, spec
+from outlast.backends.kubernetes import KubernetesBackend
+from outlast.status import State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 Document = dict[str, Any]
@@ -206,7 +209,9 @@ def test_an_evaluation_says_how_good_the_model_is_for_each_class(
     recipe = {"module": "outlast.recipes.cifar10", "args": ["--epochs=1"], "data": [{"from": "s3://bucket/digits"}]}
     name = f"digits-{topology}"
     namespace.run(name, topology, **stored, **recipe, workers={"replicas": 1}, resources={"cpu": "0.5", "memory": "1200Mi"})
-    namespace.wait(lambda: "training is done" in namespace.logs(name), lambda: namespace.logs(name))
+    with contextlib.closing(kube.connect(namespace=namespace.name)) as cluster:
+        backend = KubernetesBackend(cluster)
+        namespace.wait(lambda: backend.status(name).state is State.SUCCEEDED, lambda: namespace.logs(name))
     with pytest.raises(SystemExit) as ended:
         cli.main(["evaluate", name, "-n", namespace.name])
     out = capfd.readouterr().out
