@@ -89,6 +89,8 @@ class Env:
     """`1`: the run begins from the beginning, although another has not ended in its place."""
     POD = "OUTLAST_POD"
     """Name of the pod."""
+    MEMBER = "OUTLAST_MEMBER"
+    """Uid of the pod: by it a report on a Lease is known to be of this pod, and not of one of the same name before it."""
     OWNER = "OUTLAST_OWNER"
     """With which word this machine has taken up the run in its store; who finds another there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
@@ -137,6 +139,21 @@ class Label:
     """Before the names of arguments: `args.outlast.dev/batch: "128"` is an argument that training really has."""
 
 
+class Annotation:
+    """Annotations by which agents, pods and the operator tell each other things."""
+
+    REPORT = f"{GROUP}/report"
+    """Of a member's Lease: a `rendezvous.local.Report` as JSON."""
+    PROGRESS = f"{GROUP}/progress"
+    """Of a member's Lease: `{step, steps, committed, time}` as JSON; `steps` may be null."""
+    JOB_FILE = f"{GROUP}/job-file"
+    """Of a pod that the operator makes: the job file as pods read it."""
+
+
+LEASE_S = 30.0
+"""A member whose Lease has not been renewed for so long is taken for dead."""
+RENEW_S = 10.0
+"""How often a member renews its Lease."""
 OPERATOR = "outlast-operator"
 """The operator's Deployment, account, roles and leader lease."""
 OPERATOR_NAMESPACE = "outlast-system"
