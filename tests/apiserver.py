@@ -116,7 +116,8 @@ class ApiServer:
             if found is not None:
                 del self.prescribed[found[0]]
         if not self.well:
-            return send(handler, 503, "down")
+            _plain(503, "down")(handler)
+            return
         if found is not None and found[1](handler):
             return
         length = int(handler.headers.get("Content-Length") or 0)

@@ -181,6 +181,14 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
     )
 
 
+def load() -> None:
+    """Import what `connect` needs: for who forks before it connects. Raises ImportError."""
+    import httpx2  # noqa: F401
+    import lightkube.config.client_adapter
+    import lightkube.config.kubeconfig
+    import lightkube.core.exceptions  # noqa: F401
+
+
 def _read_refusal(answer: httpx2.Response) -> None:
     if answer.status_code != 101:
         answer.read()
@@ -235,8 +243,13 @@ class Cluster:
         params = {"fieldManager": MANAGER, "fieldValidation": "Strict", **_dry(dry_run)}
         return self._document("create", "POST", kind, "", namespace=namespace, params=params, body=document)
 
-    def apply(self, document: Document, *, dry_run: bool = False) -> Document:
-        """Make a document, or make what we say of it true (server-side apply). Unknown fields are an error."""
+    def apply(
+        self, document: Document, *, dry_run: bool = False, tries: int = _TRIES, timeout_s: float | None = None
+    ) -> Document:
+        """Make a document, or make what we say of it true (server-side apply). Unknown fields are an error.
+
+        `tries` and `timeout_s` are for who tries again by itself, with what is newer by then.
+        """
         kind, name, namespace = self._of(document)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
         return self._document(
@@ -248,6 +261,8 @@ class Cluster:
             params=params,
             body=document,
             content_type="application/apply-patch+yaml",
+            tries=tries,
+            timeout_s=timeout_s,
         )
 
     def patch(
@@ -312,6 +327,7 @@ class Cluster:
         everywhere: bool = False,
         labels: str = "",
         fields: str = "",
+        longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> Iterator[Change]:
         """First all that there is, then every change, until `stop` is set.
 
@@ -340,7 +356,7 @@ class Cluster:
                 if not begun:
                     raise
             if failures:
-                stop.wait(_pause(failures))
+                stop.wait(min(_pause(failures), longest_pause_s))
 
     def _changes(self, kind: Kind, version: str, stop: Stop, **select: Any) -> Iterator[tuple[str, Change | None]]:
         """Versions after the given one and what changed with them (None: nothing that was asked for), over one connection."""
@@ -551,12 +567,24 @@ class Cluster:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        tries: int = _TRIES,
+        timeout_s: float | None = None,
     ) -> Document:
         asked, path = self._address(verb, kind, name, namespace, subresource=subresource)
         if verb == "create":
             asked = Asked(verb, kind, body["metadata"].get("name", ""), asked.namespace, self.server)
         repeat = verb in ("get", "apply", "delete")
-        answer = self._answer(asked, method, path, params=params, body=body, content_type=content_type, repeat=repeat)
+        answer = self._answer(
+            asked,
+            method,
+            path,
+            params=params,
+            body=body,
+            content_type=content_type,
+            repeat=repeat,
+            tries=tries,
+            timeout_s=timeout_s,
+        )
         return _parsed(answer.content, asked)
 
     def _listed(
@@ -592,6 +620,7 @@ class Cluster:
         body: Any = None,
         content_type: str = "application/json",
         repeat: bool | None = None,
+        tries: int = _TRIES,
         timeout_s: float | None = None,
     ) -> httpx2.Response:
         """What the server answers; raises what it refuses.
@@ -604,7 +633,7 @@ class Cluster:
         repeat = method == "GET" if repeat is None else repeat
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": content_type}
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(1, tries + 1):
             answer = None
             try:
                 answer = self.client.request(method, path, params=params, content=content, headers=headers, timeout=timeout)
@@ -617,9 +646,9 @@ class Cluster:
                 wrong = _unreached(error, asked)
                 again = isinstance(error, httpx2.ConnectError) or (repeat and isinstance(error, httpx2.TransportError))
                 again = again and not isinstance(error, httpx2.ConnectTimeout)
-                if attempt == _TRIES or not again:
+                if attempt == tries or not again:
                     raise wrong from error
-            if attempt == _TRIES or not again:
+            if attempt == tries or not again:
                 raise wrong
             time.sleep(_pause(attempt, answer))
         raise AssertionError

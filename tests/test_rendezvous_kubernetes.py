@@ -1,0 +1,335 @@
+"""The rendezvous by way of the Kubernetes API: what a member says on its Lease, what it hears, and what outages do to both."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from outlast import contract, errors
+from outlast.rendezvous import kubernetes, local, transport
+from outlast.rendezvous.world import World
+from outlast.runtime import progress
+
+Document = dict[str, Any]
+
+
+class Operator:
+    """An API server with the ElasticJob `train`, and what the operator writes there."""
+
+    def __init__(self) -> None:
+        self.api = apiserver.ApiServer(unserved=())
+        self.job: Document = {
+            "apiVersion": contract.API_VERSION,
+            "kind": contract.KIND,
+            "metadata": {"name": "train"},
+            "spec": {},
+        }
+        self.job = self.api.put(self.job)
+
+    def say(self, **rendezvous: Any) -> None:
+        self.api.put({**self.job, "metadata": {**self.job["metadata"]}, "status": {"rendezvous": {"run": "run", **rendezvous}}})
+
+    def lease(self, id: int = 0) -> Document | None:
+        return self.api.documents.get(("leases.coordination.k8s.io", "default", f"train-worker-{id}"))
+
+    def report(self, id: int = 0) -> Document:
+        lease = self.lease(id)
+        return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT])) if lease else {}
+
+
+@pytest.fixture
+def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
+    made = Operator()
+    with apiserver.serving(made.api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
+        monkeypatch.setenv(contract.Env.NAMESPACE, "default")
+        for name in (contract.Env.OWNER, contract.Env.GENERATION):
+            monkeypatch.delenv(name, raising=False)
+        yield made
+
+
+@pytest.fixture
+def member(operator: Operator, tmp_path: Path) -> Iterator[Callable[..., transport.Client]]:
+    """Makes members of the run, which go at the end."""
+    made: list[transport.Client] = []
+
+    def make(id: int = 0) -> transport.Client:
+        made.append(transport.client("kubernetes://train", run="run", id=id, state=tmp_path, processes=2))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def a_world(generation: int = 1, *members: int) -> Document:
+    return {"generation": generation, "members": list(members or (0,)), "address": "10.0.0.1:5", "reason": "all here", "at": 5.0}
+
+
+def until(condition: Callable[[], object], within_s: float = 5) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator, member) -> None:
+    member(3).report("waiting", address="10.0.0.7:4711")
+    until(lambda: operator.lease(3))
+    lease = operator.lease(3)
+    assert lease is not None
+    meta, spec = lease["metadata"], lease["spec"]
+    assert meta["labels"] == {
+        "outlast.dev/job": "train",
+        "outlast.dev/worker": "3",
+        "app.kubernetes.io/managed-by": "outlast",
+    }
+    reference = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "train", "controller": False}
+    assert meta["ownerReferences"] == [{**reference, "uid": operator.job["metadata"]["uid"]}]
+    assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("uid-of-the-pod", 30)
+    written = datetime.strptime(spec["renewTime"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    assert abs((datetime.now(UTC) - written).total_seconds()) < 5
+    said = operator.report(3)
+    assert local.Report(**said) == local.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
+    assert contract.Annotation.PROGRESS not in meta["annotations"]
+
+
+def test_what_the_operator_says_is_heard(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.say(world=a_world(4, 1, 0))
+    until(lambda: client.world)
+    assert client.world == World(4, (1, 0), "10.0.0.1:5", "all here", 5.0)
+    operator.say(
+        world=a_world(4, 1, 0), called={"generation": 5, "reason": "lost", "planned": True, "deadline": 7.0, "since 0.9": "x"}
+    )
+    until(lambda: client.called)
+    assert client.called == local.Called(5, "lost", True, 7.0)
+    operator.say(world=a_world(5), called=None, closed={"reason": "all done", "code": 0})
+    until(lambda: client.closed)
+    assert (client.world, client.called, client.closed) == (
+        World(5, (0,), "10.0.0.1:5", "all here", 5.0),
+        None,
+        local.Closed("all done", 0),
+    )
+
+
+def test_a_world_from_before_the_first_report_is_not_ours(operator: Operator, member) -> None:
+    operator.say(world=a_world(4))
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    assert client.world is None
+    operator.say(world=a_world(5))
+    until(lambda: client.world)
+
+
+@pytest.mark.parametrize(
+    ("said", "generation"),
+    [
+        ({}, 7),
+        ({"world": a_world(3)}, 7),
+        ({"world": a_world(7)}, 0),
+        ({"world": a_world(3), "called": {"generation": 8, "reason": "", "planned": False, "deadline": 0.0}}, 0),
+        ({"world": a_world(3), "called": {"generation": 7, "reason": "", "planned": False, "deadline": 0.0}}, 7),
+    ],
+)
+def test_an_operator_that_knows_less_than_the_output_is_told_the_newest_generation(
+    operator: Operator, member, monkeypatch: pytest.MonkeyPatch, said: Document, generation: int
+) -> None:
+    monkeypatch.setenv(contract.Env.GENERATION, "7")
+    if said:
+        operator.say(**said)
+    client = member()
+    client.report("waiting", generation=0)
+    until(operator.lease)
+    assert operator.report()["generation"] == generation
+    client.report("training", generation=9)
+    until(lambda: operator.report()["generation"] == 9)
+
+
+def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
+    writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
+    writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=9, steps=60, committed=5))
+    writers[0].write(progress.Progress(generation=2, rank=2, phase="train", step=10, steps=60, committed=0))
+    client = member()
+    client.report("training", generation=2)
+
+    def said() -> Document:
+        lease = operator.lease()
+        return json.loads(lease["metadata"]["annotations"][contract.Annotation.PROGRESS]) if lease else {}
+
+    until(said)
+    first, renewed = said(), operator.lease()["spec"]["renewTime"]
+    assert (first["step"], first["steps"], first["committed"]) == (10, 60, 5)
+    writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10))
+    until(lambda: said()["step"] == 11)
+    assert said()["committed"] == 10
+    assert said()["time"] > first["time"]
+    assert operator.lease()["spec"]["renewTime"] > renewed
+    for writer in writers:
+        writer.close()
+
+
+def test_a_plain_script_says_no_progress(operator: Operator, member, tmp_path: Path) -> None:
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=1, rank=0, phase="started"))
+    writer.close()
+    member().report("training", generation=1)
+    until(operator.lease)
+    assert list(operator.lease()["metadata"]["annotations"]) == [contract.Annotation.REPORT]
+
+
+def test_an_outage_loses_nothing_and_is_said_once(operator: Operator, member, capfd: pytest.CaptureFixture[str]) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.say(world=a_world(1))
+    until(lambda: client.world)
+    client.report("training", generation=1)
+    until(lambda: operator.report()["standing"] == "training")
+    operator.api.well = False
+    operator.api.cut()
+    client.report("waiting", failed=True, failure={"code": 1})
+    operator.api.until(lambda: sum(asked.startswith("PATCH") for asked in operator.api.asked) >= 4)
+    assert client.world == World(1, (0,), "10.0.0.1:5", "all here", 5.0)
+    operator.say(world=a_world(2))
+    operator.api.well = True
+    back = time.monotonic()
+    until(lambda: operator.report()["failure"] == {"code": 1})
+    until(lambda: client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0))
+    assert time.monotonic() - back < 2.5
+    client.close()
+    away, again = capfd.readouterr().out.splitlines()
+    assert "the operator does not hear this worker; it goes on as it was and tries again: Lease train-worker-0 in" in away
+    assert again == "outlast | the operator hears this worker again"
+
+
+def test_nothing_is_lost_when_the_server_is_away_before_the_first_word(operator: Operator, member) -> None:
+    operator.api.well = False
+    client = member()
+    client.report("waiting")
+    operator.api.until(lambda: len(operator.api.asked) > 1)
+    assert client.closed is None
+    operator.api.well = True
+    until(operator.lease)
+
+
+def test_a_refusal_is_said_and_tried_again(operator: Operator, member, capfd: pytest.CaptureFixture[str]) -> None:
+    text = 'leases.coordination.k8s.io "train-worker-0" is forbidden: User "w" cannot patch resource "leases" in API group ' + (
+        '"coordination.k8s.io" in the namespace "default"'
+    )
+    operator.api.prescribe("PATCH", *[apiserver.status(403, "Forbidden", text)] * 2)
+    member().report("waiting")
+    until(operator.lease)
+    said = "the operator does not hear this worker; it goes on as it was and tries again: w may not patch leases.coordination"
+    assert capfd.readouterr().out.count(said) == 1
+
+
+def test_a_login_that_has_expired_is_renewed_without_a_word(operator: Operator, member, capfd) -> None:
+    client = member()
+    operator.api.prescribe("PATCH", apiserver.status(401, "Unauthorized", "Unauthorized"))
+    client.report("waiting")
+    until(operator.lease)
+    client.close()
+    assert capfd.readouterr().out == ""
+
+
+def test_a_worker_of_another_run_is_left_over(operator: Operator, member, tmp_path: Path) -> None:
+    operator.say(run="another", world=a_world(4), closed={"reason": "done", "code": 0})
+    client = member()
+    client.report("waiting")
+    until(lambda: client.closed)
+    assert (client.closed, client.world) == (local.Closed("run run is over", contract.Exit.FAILED), None)
+    assert not (tmp_path / contract.END).exists()
+
+
+def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: Operator, member, monkeypatch) -> None:
+    monkeypatch.setenv(contract.Env.OWNER, "the-word")
+    operator.say(run="the-word")
+    member().report("waiting")
+    until(operator.lease)
+    assert operator.report()["run"] == "the-word"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_end_of_the_job_document_is_an_interruption(operator: Operator, member, tmp_path: Path, before: bool) -> None:
+    client = member()
+    if not before:
+        client.report("waiting")
+        until(operator.lease)
+    operator.api.remove("elasticjobs.outlast.dev", "train")
+    if before:
+        client.report("waiting")
+    until(lambda: client.closed)
+    assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    assert operator.lease() is None
+    assert not (tmp_path / contract.END).exists()
+
+
+@pytest.mark.parametrize(("code", "noted"), [(0, True), (79, True), (75, False)])
+def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Operator, member, tmp_path, code, noted) -> None:
+    operator.say(closed={"reason": "it is so", "code": code})
+    client = member()
+    client.report("waiting")
+    until(lambda: client.closed)
+    assert client.closed == local.Closed("it is so", code)
+    assert (tmp_path / contract.END).exists() == noted
+    if noted:
+        assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code}
+
+
+def test_who_goes_says_its_last_word_first_and_ends_its_threads(operator: Operator, member) -> None:
+    before = set(threading.enumerate())
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    client.report("leaving")
+    client.close()
+    assert operator.report()["standing"] == "leaving"
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("outlast-")]
+
+
+def test_who_goes_waits_for_no_server_that_is_away(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.api.well = False
+    client.report("leaving")
+    operator.api.until(lambda: sum(asked.startswith("PATCH") for asked in operator.api.asked) >= 3)
+    begun = time.monotonic()
+    client.close()
+    assert time.monotonic() - begun < 0.9
+
+
+def test_words_that_make_no_sense_are_said_and_passed_over(operator: Operator, member, capfd) -> None:
+    operator.say(closed={"because": "I say so"})
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    assert client.closed is None
+    assert "what the operator says makes no sense: Closed.__init__() missing" in capfd.readouterr().out
+    operator.say(closed={"reason": "done", "code": 0})
+    until(lambda: client.closed)
+
+
+def test_a_pod_that_does_not_know_its_uid_says_so(member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(contract.Env.MEMBER)
+    with pytest.raises(errors.OutlastError, match=r"OUTLAST_MEMBER is not set; set it to the uid of this pod"):
+        member()
+
+
+def test_names_too_long_for_a_host_are_cut() -> None:
+    assert kubernetes.name("j" * 52, 999) == f"{'j' * 52}-worker-999"
+    assert kubernetes.name("j" * 52, 1000) == f"{'j' * 52}-w-e14e4f10"
