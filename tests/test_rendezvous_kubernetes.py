@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import contract, errors
+from outlast import contract, errors, kube
 from outlast.rendezvous import kubernetes, local, transport
 from outlast.rendezvous.world import World
 from outlast.runtime import progress
@@ -333,3 +335,129 @@ def test_a_pod_that_does_not_know_its_uid_says_so(member, monkeypatch: pytest.Mo
 def test_names_too_long_for_a_host_are_cut() -> None:
     assert kubernetes.name("j" * 52, 999) == f"{'j' * 52}-worker-999"
     assert kubernetes.name("j" * 52, 1000) == f"{'j' * 52}-w-e14e4f10"
+
+
+RBAC = "rbac.authorization.k8s.io/v1"
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[kube.Cluster, kube.Cluster]]:
+    """A namespace of its own with the ElasticJob `train`; its clients: who may do anything, and worker 0, whose account may write
+    to its own Lease and read its own job, each by its name."""
+    namespace = f"rendezvous-{secrets.token_hex(3)}"
+    admin = kube.connect(namespace=namespace)
+    named = {"name": "worker", "namespace": namespace}
+    rules = [
+        {
+            "apiGroups": [kube.LEASE.group],
+            "resources": ["leases"],
+            "verbs": ["create", "patch"],
+            "resourceNames": ["train-worker-0"],
+        },
+        {
+            "apiGroups": [contract.GROUP],
+            "resources": ["elasticjobs"],
+            "verbs": ["get", "list", "watch"],
+            "resourceNames": ["train"],
+        },
+    ]
+    subject = {"kind": "ServiceAccount", "name": "worker", "namespace": namespace}
+    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "spec": {"image": "none:0", "script": "train.py"}}
+    admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    try:
+        for document in (
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": named},
+            {"apiVersion": RBAC, "kind": "Role", "metadata": named, "rules": rules},
+            {
+                "apiVersion": RBAC,
+                "kind": "RoleBinding",
+                "metadata": named,
+                "subjects": [subject],
+                "roleRef": {"apiGroup": kube.ROLE.group, "kind": "Role", "name": "worker"},
+            },
+            {**job, "metadata": {"name": "train", "namespace": namespace}},
+            {**job, "metadata": {"name": "other", "namespace": namespace}},
+        ):
+            admin.create(document)
+        command = ["kubectl", "-n", namespace, "create", "token", "worker"]
+        token = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        command = ["kubectl", "config", "view", "--raw", "--minify", "--flatten", "-o", "json"]
+        config = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        config["users"][0]["user"] = {"token": token}
+        file = tmp_path / "worker.kubeconfig"
+        file.write_text(json.dumps(config))
+        monkeypatch.setenv("KUBECONFIG", str(file))
+        monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
+        monkeypatch.setenv(contract.Env.NAMESPACE, namespace)
+        worker = kube.connect(namespace=namespace)
+        deadline = time.monotonic() + 10
+        while not worker.may("patch", kube.LEASE, name="train-worker-0"):  # the authorizer hears of roles a moment later
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield admin, worker
+        worker.close()
+    finally:
+        admin.delete(kube.NAMESPACE, namespace)
+        admin.close()
+
+
+@pytest.mark.cluster
+def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_path: Path, capfd) -> None:
+    admin, _ = account
+    client = transport.client("kubernetes://train", run="run", id=0, state=tmp_path, processes=1)
+    begun = time.monotonic()
+    client.report("waiting", address="10.0.0.7:4711")
+
+    def reported() -> Document:
+        found = admin.list_(kube.LEASE)
+        return json.loads(found[0]["metadata"]["annotations"][contract.Annotation.REPORT]) if found else {}
+
+    until(reported)
+    first_s = time.monotonic() - begun
+    lease = admin.get(kube.LEASE, "train-worker-0")
+    assert lease["spec"]["holderIdentity"] == "uid-of-the-pod"
+    assert lease["metadata"]["ownerReferences"][0]["uid"] == admin.get(kube.ELASTIC_JOB, "train")["metadata"]["uid"]
+    begun = time.monotonic()
+    client.report("training", generation=1)
+    until(lambda: reported()["standing"] == "training")
+    report_s = time.monotonic() - begun
+    begun = time.monotonic()
+    change = {"status": {"rendezvous": {"run": "run", "world": a_world(2)}}}
+    admin.patch(kube.ELASTIC_JOB, "train", change, subresource="status")
+    until(lambda: client.world)
+    heard_s = time.monotonic() - begun
+    assert client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0)
+    admin.delete(kube.ELASTIC_JOB, "train")
+    until(lambda: client.closed)
+    assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    client.close()
+    assert capfd.readouterr().out == ""
+    until(lambda: not admin.list_(kube.LEASE), 60)
+    print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
+
+
+@pytest.mark.cluster
+def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
+    _, worker = account
+    named = {"name": "train-worker-0"}
+    lease = {"apiVersion": kube.LEASE.api_version, "kind": kube.LEASE.kind, "metadata": named, "spec": {}}
+    other = {**lease, "metadata": {"name": "train-worker-1"}}
+    worker.apply(lease)
+    for refused in (
+        lambda: worker.create(other),
+        lambda: worker.create({**lease, "metadata": {"generateName": "train-worker-"}}),
+        lambda: worker.apply(other),
+        lambda: worker.apply({**other, "metadata": {"name": "outlast-operator", "namespace": "kube-system"}}),
+        lambda: worker.get(kube.LEASE, "train-worker-0"),
+        lambda: worker.list_(kube.LEASE),
+        lambda: worker.delete(kube.LEASE, "train-worker-0"),
+        lambda: worker.list_(kube.ELASTIC_JOB),
+        lambda: worker.list_(kube.ELASTIC_JOB, fields="metadata.name=other"),
+        lambda: worker.get(kube.ELASTIC_JOB, "other"),
+        lambda: worker.patch(kube.ELASTIC_JOB, "train", {"metadata": {"labels": {"a": "b"}}}),
+        lambda: worker.patch(kube.ELASTIC_JOB, "train", {"status": {"run": "mine"}}, subresource="status"),
+        lambda: worker.list_(kube.POD),
+        lambda: worker.list_(kube.SECRET),
+    ):
+        with pytest.raises(errors.Forbidden):
+            refused()
