@@ -119,11 +119,15 @@ def all_steps(pods: Pods) -> None:
     assert sorted(set(steps)) == list(range(1, 61))
 
 
-def test_a_worker_that_is_killed_comes_back_as_another_pod_and_training_goes_on_to_its_end(operated):
+def test_training_outlasts_the_api_server_and_a_worker_that_is_killed_and_comes_back_as_another_pod(operated):
     with operated() as operator:
         pods = operator.pods
         operator.start(0, 1)
-        pods.wait(lambda: pods.step() >= 25, "step 25", 20)
+        pods.wait(lambda: pods.step() >= 5, "step 5", 20)
+        operator.api.well = False
+        operator.api.cut()
+        pods.wait(lambda: pods.step() >= 25, "step 25 without an API server", 20)
+        operator.api.well = True
         operator.stop(1, lambda: pods.kill(1))
         operator.start(1)
         assert pods.codes(30) == {0: 0, 1: 0}
