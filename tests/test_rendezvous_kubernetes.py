@@ -115,15 +115,20 @@ def test_what_the_operator_says_is_heard(operator: Operator, member) -> None:
     operator.say(
         world=a_world(4, 1, 0), called={"generation": 5, "reason": "lost", "planned": True, "deadline": 7.0, "since 0.9": "x"}
     )
-    until(lambda: client.called)
-    assert client.called == local.Called(5, "lost", True, 7.0)
+    until(lambda: client.called == local.Called(5, "lost", True, 7.0))
     operator.say(world=a_world(5), called=None, closed={"reason": "all done", "code": 0})
     until(lambda: client.closed)
-    assert (client.world, client.called, client.closed) == (
-        World(5, (0,), "10.0.0.1:5", "all here", 5.0),
-        None,
-        local.Closed("all done", 0),
-    )
+    assert (client.world, client.closed) == (World(5, (0,), "10.0.0.1:5", "all here", 5.0), local.Closed("all done", 0))
+
+
+def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.say(world=a_world(4, 0, 1))
+    until(lambda: client.world)
+    operator.say(world=a_world(6, 1, 2))
+    until(lambda: client.called == local.Called(6, "all here", False, 5.0))
 
 
 def test_a_world_from_before_the_first_report_is_not_ours(operator: Operator, member) -> None:
@@ -226,6 +231,17 @@ def test_nothing_is_lost_when_the_server_is_away_before_the_first_word(operator:
     assert client.closed is None
     operator.api.well = True
     until(operator.lease)
+
+
+def test_a_server_that_does_not_answer_is_asked_again(operator: Operator, member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "ANSWER_S", 0.2)
+    frozen = threading.Event()
+    client = member()
+    operator.api.prescribe("PATCH", lambda handler: frozen.wait(20))
+    client.report("waiting")
+    client.report("training", generation=1)
+    until(lambda: operator.report().get("standing") == "training")
+    frozen.set()
 
 
 def test_a_refusal_is_said_and_tried_again(operator: Operator, member, capfd: pytest.CaptureFixture[str]) -> None:

@@ -183,6 +183,8 @@ class Client:
             if run != self._of:
                 self._end(Closed(f"run {self._of} is over", contract.Exit.FAILED))
                 return
+            if world and (called is None or called.generation < world.generation):
+                called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we heard that
             self.called = called
             if world and world.generation > self._before:
                 self.world = world
