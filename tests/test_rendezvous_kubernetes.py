@@ -308,6 +308,51 @@ def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Opera
         assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code}
 
 
+def test_a_pod_that_was_replaced_ends_and_leaves_the_lease_to_its_successor(
+    operator: Operator, member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
+    old = member()
+    old.report("training", generation=1)
+    until(operator.lease)
+    monkeypatch.setenv(contract.Env.MEMBER, "uid-of-its-successor")
+    new = member()
+    new.report("waiting")
+    until(lambda: old.closed)
+    reason = "pod uid-of-its-successor is worker 0 now, in the place of this one"
+    assert old.closed == local.Closed(reason, contract.Exit.INTERRUPTED)
+    old.report("training", generation=1)
+    renewed = operator.lease()["spec"]["renewTime"]
+    until(lambda: operator.lease()["spec"]["renewTime"] > renewed)
+    assert (operator.lease()["spec"]["holderIdentity"], operator.report()["standing"]) == ("uid-of-its-successor", "waiting")
+    assert new.closed is None
+    assert not (tmp_path / contract.END).exists()
+
+
+def test_an_answer_that_was_lost_does_no_harm(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    # The server has done it, and the answer does not come: the next version is not the one that we know.
+    operator.api.put(
+        {**operator.lease(), "metadata": {**operator.lease()["metadata"], "annotations": {"outlast.dev/report": "{}"}}}
+    )
+    client.report("training", generation=1)
+    until(lambda: operator.report().get("standing") == "training")
+    client.report("done", generation=1)
+    until(lambda: operator.report()["standing"] == "done")
+    assert client.closed is None
+
+
+def test_a_lease_that_somebody_deletes_is_made_again(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.api.remove("leases.coordination.k8s.io", "train-worker-0")
+    client.report("training", generation=1)
+    until(lambda: operator.report().get("standing") == "training")
+
+
 def test_who_goes_says_its_last_word_first_and_ends_its_threads(operator: Operator, member) -> None:
     before = set(threading.enumerate())
     client = member()
@@ -450,6 +495,24 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
     assert capfd.readouterr().out == ""
     until(lambda: not admin.list_(kube.LEASE), 60)
     print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
+
+
+@pytest.mark.cluster
+def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin, _ = account
+    monkeypatch.setattr(kubernetes, "RENEW_S", 0.1)
+    made = []
+    for uid in ("old", "new"):
+        monkeypatch.setenv(contract.Env.MEMBER, uid)
+        made.append(transport.client("kubernetes://train", run="run", id=0, state=tmp_path, processes=1))
+        made[-1].report("waiting")
+        until(lambda uid=uid: [lease for lease in admin.list_(kube.LEASE) if lease["spec"]["holderIdentity"] == uid])
+    old, new = made
+    until(lambda: old.closed)
+    assert old.closed == local.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
+    assert new.closed is None
+    for client in made:
+        client.close()
 
 
 @pytest.mark.cluster

@@ -4,7 +4,8 @@
     member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
     operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
 
-A report is whole, the newest wins, and writing it twice does no harm. While the API server or the operator is away, what was
+A report is whole, the newest wins, and writing it twice does no harm. The pod that began last has the Lease: one on a node that
+was lost, and comes back, sees that another has written there, and ends. While the API server or the operator is away, what was
 heard last stays true and training goes on; nothing of it is raised here. Docs: docs/decisions/0013-the-operator.md.
 
 Used by `transport`. Nothing connects before the first report: the process that makes a client may be a fork.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import contract, files, kube
-from outlast.errors import Absent, ClusterError, Unauthorized
+from outlast.errors import Absent, ClusterError, Conflict, Superseded, Unauthorized
 from outlast.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.local import Called, Closed, Report
 from outlast.rendezvous.world import World
@@ -62,7 +63,10 @@ class Client:
         """A reference to the ElasticJob, once it has been seen; nothing is reported before."""
         self._before = 0
         """The generation that was there before us: we are in none of its world, even if that names us."""
+        self._version = ""
+        """Of our Lease, as we have written it last."""
         self._gone = False
+        """The job was deleted, or we were replaced: nothing is reported any more."""
         self._reachable = True
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -219,7 +223,10 @@ class Client:
             cluster = None
             try:
                 cluster = self._connected()
-                cluster.apply(lease, tries=1, timeout_s=ANSWER_S)
+                self._renew(cluster, lease)
+            except Superseded as problem:
+                self._end(Closed(str(problem), contract.Exit.INTERRUPTED), gone=True)
+                return
             except ClusterError as problem:
                 failures += 1
                 if isinstance(problem, Unauthorized):
@@ -238,6 +245,22 @@ class Client:
                 failures, self._taken, self._reachable = 0, number, True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self._gone, RENEW_S)
+
+    def _renew(self, cluster: kube.Cluster, lease: dict[str, Any]) -> None:
+        """Write the Lease: the first time whoever had it, then only if nobody else has written there. Raises Superseded."""
+        meta = lease["metadata"]
+        while True:
+            known = {"resourceVersion": self._version} if self._version else {}
+            try:
+                said = cluster.apply({**lease, "metadata": {**meta, **known}}, tries=1, timeout_s=ANSWER_S)
+                self._version = said["metadata"]["resourceVersion"]
+                return
+            except Conflict:
+                there = cluster.patch(LEASE, meta["name"], {})  # what is not changed by this is shown, without a right to read
+                holder = there["spec"].get("holderIdentity")
+                if holder != self._member:
+                    raise Superseded(f"pod {holder} is worker {self._id} now, in the place of this one") from None
+                self._version = there["metadata"]["resourceVersion"]  # it was we who wrote it, and the answer was lost
 
     def _lease(self) -> dict[str, Any]:
         report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._floor)
