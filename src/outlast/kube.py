@@ -244,7 +244,7 @@ class Cluster:
         return self._document("create", "POST", kind, "", namespace=namespace, params=params, body=document)
 
     def apply(
-        self, document: Document, *, dry_run: bool = False, tries: int = _TRIES, timeout_s: float | None = None
+        self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
         """Make a document, or make what we say of it true (server-side apply). Unknown fields are an error.
 
@@ -567,7 +567,7 @@ class Cluster:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
-        tries: int = _TRIES,
+        tries: int | None = None,
         timeout_s: float | None = None,
     ) -> Document:
         asked, path = self._address(verb, kind, name, namespace, subresource=subresource)
@@ -620,7 +620,7 @@ class Cluster:
         body: Any = None,
         content_type: str = "application/json",
         repeat: bool | None = None,
-        tries: int = _TRIES,
+        tries: int | None = None,
         timeout_s: float | None = None,
     ) -> httpx2.Response:
         """What the server answers; raises what it refuses.
@@ -631,6 +631,7 @@ class Cluster:
 
         timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else httpx2.Timeout(timeout_s)
         repeat = method == "GET" if repeat is None else repeat
+        tries = tries or _TRIES
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": content_type}
         for attempt in range(1, tries + 1):
