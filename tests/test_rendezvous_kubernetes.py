@@ -492,7 +492,7 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
     until(lambda: client.closed)
     assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
     client.close()
-    assert capfd.readouterr().out == ""
+    assert capfd.readouterr().out == "outlast | the job was deleted\n"
     until(lambda: not admin.list_(kube.LEASE), 60)
     print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
 

@@ -66,7 +66,7 @@ class Client:
         self._version = ""
         """Of our Lease, as we have written it last."""
         self._gone = False
-        """The job was deleted, or we were replaced: nothing is reported any more."""
+        """The run, the job or our place in it is no longer ours: nothing is reported any more."""
         self._reachable = True
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -114,7 +114,7 @@ class Client:
         try:
             target()
         except Exception as bug:  # nobody would ever speak for this worker, or listen, again
-            self._end(Closed(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED))
+            self._leave(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
             raise
 
     # The connection
@@ -159,7 +159,7 @@ class Client:
                         raise Absent(f"ElasticJob {self._job} does not exist any more")
                     self._hear(change.document)
             except Absent:
-                self._end(Closed("the job was deleted", contract.Exit.INTERRUPTED), gone=True)
+                self._leave("the job was deleted", contract.Exit.INTERRUPTED)
                 return
             except ClusterError as problem:
                 failures += 1
@@ -185,7 +185,7 @@ class Client:
                 known = max(self._before, called.generation - 1 if called and run == self._of else 0)
                 self._floor = self._floor if self._floor > known else 0  # it knows by itself
             if run != self._of:
-                self._end(Closed(f"run {self._of} is over", contract.Exit.FAILED))
+                self._leave(f"run {self._of} is over", contract.Exit.FAILED)
                 return
             if world and (called is None or called.generation < world.generation):
                 called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we heard that
@@ -195,21 +195,25 @@ class Client:
             self._changed.notify_all()
         if closed and not self.closed:
             if closed.code != contract.Exit.INTERRUPTED:
-                self._note_end(closed)
-            self._end(closed)
-
-    def _end(self, closed: Closed, *, gone: bool = False) -> None:
-        with self._changed:
-            self._gone = self._gone or gone
-            self.closed = self.closed or closed
-            self._changed.notify_all()
+                self._note_end(closed)  # before anybody acts on it
+            with self._changed:
+                self.closed = closed
+                self._changed.notify_all()
 
     def _note_end(self, closed: Closed) -> None:
-        """Before anybody acts on it."""
         try:
             files.replace(self._state / contract.END, json.dumps(dataclasses.asdict(closed)))
         except OSError as problem:
             print(f"outlast | how the run has ended cannot be noted in {self._state}: {problem}", flush=True)
+
+    def _leave(self, reason: str, code: int) -> None:
+        """There is no further world for this member, and nobody to report to; the run may go on without it."""
+        with self._changed:
+            self._gone = True
+            if not self.closed:
+                print(f"outlast | {reason}", flush=True)
+                self.closed = Closed(reason, code)
+            self._changed.notify_all()
 
     # What this member says
 
@@ -225,7 +229,7 @@ class Client:
                 cluster = self._connected()
                 self._renew(cluster, lease)
             except Superseded as problem:
-                self._end(Closed(str(problem), contract.Exit.INTERRUPTED), gone=True)
+                self._leave(str(problem), contract.Exit.INTERRUPTED)
                 return
             except ClusterError as problem:
                 failures += 1
