@@ -156,7 +156,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         elif kubeconfig.inside(os.environ):
             if context:
                 raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
-            config = KubeConfig.from_service_account().get()
+            config = KubeConfig.from_service_account(kubeconfig.ACCOUNT).get()
             assert config is not None
         else:
             raise NoCluster(
@@ -164,7 +164,9 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
                 "or run it on this machine: outlast run FILE"
             )
         config = config._replace(user=config.user or User())
-        params = ConnectionParams(timeout=httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None), proxy=proxy)
+        # What a pod's $HTTPS_PROXY is for lies outside the cluster, its API server does not.
+        timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None)
+        params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
         arguments = {**params.httpx_params(config), "headers": headers}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         client = httpx2.Client(**arguments, limits=limits)
