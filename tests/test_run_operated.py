@@ -20,7 +20,7 @@ from outlast.rendezvous.world import Standing
 from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"
-ARGS = ("--steps=60", "--pause=0.04")
+ARGS = ("--steps=100", "--pause=0.04")
 STARTS_AGAIN = world.Patience(recovery=20)
 """Whoever was killed is waited for: a new pod takes longer than the second that survivors wait by themselves."""
 
@@ -114,45 +114,59 @@ def operated(machine) -> Iterator[Callable[..., Any]]:
 
 def all_steps(pods: Pods) -> None:
     """Every step was trained, and nothing after the last."""
-    assert pods.final()["step"] == 60
+    assert pods.final()["step"] == 100
     steps = [json.loads(line)["step"] for line in (pods.output / contract.METRICS).read_text().splitlines()]
-    assert sorted(set(steps)) == list(range(1, 61))
+    assert sorted(set(steps)) == list(range(1, 101))
 
 
 def test_training_outlasts_the_api_server_and_a_worker_that_is_killed_and_comes_back_as_another_pod(operated):
     with operated() as operator:
         pods = operator.pods
         operator.start(0, 1)
-        pods.wait(lambda: pods.step() >= 5, "step 5", 20)
+        pods.wait(lambda: pods.step() >= 5, "step 5")
         operator.api.well = False
         operator.api.cut()
-        pods.wait(lambda: pods.step() >= 25, "step 25 without an API server", 20)
+        pods.wait(lambda: pods.step() >= 25, "step 25 without an API server")
         operator.api.well = True
         operator.stop(1, lambda: pods.kill(1))
         operator.start(1)
-        assert pods.codes(30) == {0: 0, 1: 0}
+        assert pods.codes() == {0: 0, 1: 0}
         assert [each.members for each in operator.worlds] == [(0, 1), (0, 1)]
         all_steps(pods)
         record = pods.record()
         assert (record.state, record.exit_code, record.reason) == ("Succeeded", 0, "workers 0 and 1 are done")
         operator.start(1)
-        assert pods.running[1].wait(10) == 0
+        assert pods.running[1].wait(30) == 0
         assert "has ended before (Succeeded: workers 0 and 1 are done); nothing is left to do" in pods.log(1)
+
+
+def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoever_is_there(operated):
+    with operated() as operator:
+        pods = operator.pods
+        operator.start(0, 1)
+        pods.wait(lambda: pods.step() >= 5, "step 5")
+        operator.stop(0, lambda: pods.kill(0))  # rank 0
+        operator.closed = local.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
+        assert pods.codes() == {1: contract.Exit.GIVEN_UP}
+        record = pods.record()
+        assert (record.state, record.reason, record.exit_code) == ("Failed", "restarts.limit is used up", contract.Exit.GIVEN_UP)
+        assert pods.log(1).count("outlast | restarts.limit is used up\n") == 1
+        assert pods.log(1).endswith("outlast | worker 1: the job is given up (exit 79)\n")
 
 
 def test_pods_that_are_told_to_go_save_and_an_operator_that_knows_nothing_goes_on_beyond_them(operated):
     with operated() as operator:
         pods = operator.pods
         operator.start(0, 1)
-        pods.wait(lambda: pods.step() >= 25, "step 25", 20)
+        pods.wait(lambda: pods.step() >= 25, "step 25")
         for id in (0, 1):
             pods.running[id].terminate()
-        assert pods.codes(20) == {0: contract.Exit.INTERRUPTED, 1: contract.Exit.INTERRUPTED}
+        assert pods.codes() == {0: contract.Exit.INTERRUPTED, 1: contract.Exit.INTERRUPTED}
         assert {(0, "leaving"), (1, "leaving")} <= operator.standings
         assert pods.record().state == "Running"
         generation = operator.worlds[-1].generation
     with operated() as operator:
         operator.start(0, 1)
-        assert pods.codes(30) == {0: 0, 1: 0}
+        assert pods.codes() == {0: 0, 1: 0}
         assert [each.generation > generation for each in operator.worlds] == [True]
     all_steps(pods)
