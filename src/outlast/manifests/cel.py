@@ -4,6 +4,9 @@
 
 A rule says what must hold, its message the same sentence as `spec`. The API server estimates what a rule may cost and refuses
 expensive ones, so the lists that rules go through are bounded (`BOUNDS`).
+
+What a job is cannot change while it is there (`FIXED`): pods of before and after would train together. How many workers it has,
+how long it may take and what happens at its end can.
 https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """
 
@@ -38,6 +41,15 @@ def _rule(holds: str, message: str, *, at: str = "") -> Rule:
     return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
 
 
+def _fixed(name: str, *, within: str = "") -> Rule:
+    """A field that cannot change; `within`: the part of the specification that it is in."""
+    new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
+    has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
+    holds = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
+    remedy = "delete the job and apply it under the same name: it goes on from its checkpoint"
+    return _rule(holds, f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}", at=f".{within or name}")
+
+
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
     """No two items of a list that have this field have the same."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
@@ -69,6 +81,35 @@ _HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
 """Whether data is of the machine that a job is submitted from; then a volume may be at its place."""
 _DATA_TO = "(has(x.to) ? x.to : '/data')"
 
+FIXED = (
+    "image",
+    "module",
+    "script",
+    "args",
+    "code",
+    "data",
+    "models",
+    "output",
+    "processesPerWorker",
+    "resources",
+    "rendezvous",
+    "checkpoint",
+    "sync",
+    "interruption",
+    "hang",
+    "environment",
+    "env",
+    "volumes",
+    "nodeSelector",
+    "tolerations",
+    "secrets",
+    "tracking",
+    "template",
+)
+"""Fields of the specification that cannot change."""
+FIXED_SCHEDULING = ("queue", "gang", "spot")
+"""Those of `scheduling`: the priority of pods that are still to be made can change."""
+
 RULES: dict[str, list[Rule]] = {
     "Workers": [
         _rule(
@@ -82,7 +123,7 @@ RULES: dict[str, list[Rule]] = {
             at=".min",
         ),
         _rule(
-            "!has(self.min) || self.replicas >= self.min",
+            "!has(self.min) || self.replicas == 0 || self.replicas >= self.min",
             "workers.replicas is below workers.min; raise replicas or lower min",
             at=".replicas",
         ),
@@ -97,8 +138,13 @@ RULES: dict[str, list[Rule]] = {
             at=".min",
         ),
         _rule(
-            "has(self.sizes) ? self.replicas in self.sizes : "
-            "!has(self.step) || !has(self.min) || (self.replicas - self.min) % self.step == 0",
+            "!has(self.sizes) || !has(self.max) || self.sizes.exists(x, x <= self.max)",
+            "workers.max is below all of workers.sizes; raise max or add a size",
+            at=".max",
+        ),
+        _rule(
+            "self.replicas == 0 || (has(self.sizes) ? self.replicas in self.sizes : "
+            "!has(self.step) || !has(self.min) || (self.replicas - self.min) % self.step == 0)",
             "workers.replicas is not an allowed number of workers; see sizes or step",
             at=".replicas",
         ),
@@ -179,5 +225,7 @@ RULES: dict[str, list[Rule]] = {
             _DATA_TO.replace("x.", "y."),
             "data is where a model is; choose another place",
         ),
+        *(_fixed(name) for name in FIXED),
+        *(_fixed(name, within="scheduling") for name in FIXED_SCHEDULING),
     ],
 }
