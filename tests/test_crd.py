@@ -16,7 +16,7 @@ from kubernetes_validate import utils as schemas
 
 from outlast import contract, spec
 from outlast.errors import InvalidJob
-from outlast.manifests import cel, crd, install, rbac
+from outlast.manifests import cel, crd, disruption, install, labels, rbac
 from outlast.manifests.request import Document
 from outlast.status import Failure, JobStatus, State
 
@@ -495,10 +495,71 @@ def test_nobody_may_do_everything() -> None:
     assert rules
     for _, rule in rules:
         assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
-        assert not set(rule["resources"]) & {"secrets", "roles", "rolebindings", "clusterroles", "clusterrolebindings"}
+        assert not set(rule["resources"]) & {"secrets", "clusterroles", "clusterrolebindings"}
         assert not set(rule["verbs"]) & {"escalate", "bind", "impersonate"}
-    workers = [rule for name, rule in rules if name == rbac.WORKER]
-    assert not any(set(rule["resources"]) & {"pods", "services"} for rule in workers)
+
+
+OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a", "uid": "u", "controller": True}
+
+
+def test_workers_may_say_that_they_are_there_and_read_their_job() -> None:
+    account, role, binding = rbac.members("a", "team", 2, {"x": "y"}, OWNER)
+    meta = {"name": "a-worker", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
+    assert [account["metadata"], role["metadata"], binding["metadata"]] == [meta] * 3
+    assert account["automountServiceAccountToken"] is False
+    assert role["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "verbs": ["create", "patch"],
+            "resourceNames": ["a-worker-0", "a-worker-1"],
+        },
+        {
+            "apiGroups": ["outlast.dev"],
+            "resources": ["elasticjobs"],
+            "verbs": ["get", "list", "watch"],
+            "resourceNames": ["a"],
+        },
+    ]
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "a-worker"}
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "a-worker", "namespace": "team"}]
+
+
+def test_the_operator_may_do_what_it_lets_workers_do() -> None:
+    """Else the API server would refuse the role: https://kubernetes.io/docs/reference/access-authn-authz/rbac/#privilege-escalation-prevention-and-bootstrapping"""
+    (held,) = [each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and "rules" in each]
+    given = rbac.members("a", "team", 1, {}, OWNER)[1]["rules"]
+    assert triples(given) <= triples(held)
+
+
+def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+@pytest.mark.parametrize("version", MINORS)
+def test_kubernetes_takes_what_is_made_for_a_job(version: str) -> None:
+    budget = disruption.budget("a", "team", 2, {}, OWNER)
+    for document in [*rbac.members("a", "team", 2, {}, OWNER), budget]:
+        schemas.validate(document, version, strict=True)
+
+
+def test_a_drain_leaves_a_job_its_fewest_workers_and_waits_for_none_that_is_not_ready() -> None:
+    assert disruption.budget("a", "team", 2, {"x": "y"}, OWNER) == {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "a", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]},
+        "spec": {
+            "minAvailable": 2,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": labels.selector("a")},
+        },
+    }
 
 
 def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:

@@ -36,7 +36,7 @@ TEXT_BOUNDS = {
 """The most characters of texts in those lists."""
 
 
-def _rule(holds: str, message: str, *, at: str = "") -> Rule:
+def rule(holds: str, message: str, *, at: str = "") -> Rule:
     """A rule. Its message is a text: those made from values are estimated too dear by the API server."""
     return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
 
@@ -47,21 +47,21 @@ def _fixed(name: str, *, within: str = "") -> Rule:
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     holds = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
     remedy = "delete the job and apply it under the same name: it goes on from its checkpoint"
-    return _rule(holds, f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}", at=f".{within or name}")
+    return rule(holds, f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}", at=f".{within or name}")
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
     """No two items of a list that have this field have the same."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
-    return _rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
+    return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
 def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:
     """No item of one list is where an item of another is; x is of the left, y of the right list. `but`: unless this holds."""
     meet = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
     unless = f"!({but}) && " if but else ""
-    return _rule(
+    return rule(
         f"!has(self.{left}) || !has(self.{right}) || !self.{left}.exists(x, {unless}self.{right}.exists(y, {meet}))",
         sentence,
         at=f".{right}",
@@ -70,7 +70,7 @@ def _apart(left: str, left_place: str, right: str, right_place: str, sentence: s
 
 def _elsewhere(lists: str) -> Rule:
     """No item of a list is over a place of Outlast or of the system."""
-    return _rule(
+    return rule(
         f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
         f"{lists} has a place (to) of Outlast or of the system; choose another, e.g. /mnt/data",
         at=f".{lists}",
@@ -112,37 +112,37 @@ FIXED_SCHEDULING = ("queue", "gang", "spot")
 
 RULES: dict[str, list[Rule]] = {
     "Workers": [
-        _rule(
+        rule(
             "!has(self.sizes) || !has(self.step) || self.step == 1",
             "workers.step and workers.sizes are both given; keep one",
             at=".step",
         ),
-        _rule(
+        rule(
             "!has(self.min) || !has(self.max) || self.min <= self.max",
             "workers.min is above workers.max; swap them or raise max",
             at=".min",
         ),
-        _rule(
+        rule(
             "!has(self.min) || self.replicas == 0 || self.replicas >= self.min",
             "workers.replicas is below workers.min; raise replicas or lower min",
             at=".replicas",
         ),
-        _rule(
+        rule(
             "!has(self.max) || self.replicas <= self.max",
             "workers.replicas is above workers.max; lower replicas or raise max",
             at=".replicas",
         ),
-        _rule(
+        rule(
             "!has(self.sizes) || !has(self.min) || self.min in self.sizes",
             "workers.min is not one of workers.sizes; add it or raise min",
             at=".min",
         ),
-        _rule(
+        rule(
             "!has(self.sizes) || !has(self.max) || self.sizes.exists(x, x <= self.max)",
             "workers.max is below all of workers.sizes; raise max or add a size",
             at=".max",
         ),
-        _rule(
+        rule(
             "self.replicas == 0 || (has(self.sizes) ? self.replicas in self.sizes : "
             "!has(self.step) || !has(self.min) || (self.replicas - self.min) % self.step == 0)",
             "workers.replicas is not an allowed number of workers; see sizes or step",
@@ -150,49 +150,49 @@ RULES: dict[str, list[Rule]] = {
         ),
     ],
     "Rendezvous": [
-        _rule(
+        rule(
             "!has(self.backend) || self.backend != 'etcd' || has(self.endpoint)",
             "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379",
             at=".backend",
         ),
-        _rule(
+        rule(
             "!has(self.endpoint) || (has(self.backend) && self.backend != 'auto')",
             "rendezvous.endpoint has no use with backend auto; say backend: etcd or c10d",
             at=".endpoint",
         ),
     ],
     "Environment": [
-        _rule(
+        rule(
             "!has(self.requirements) || !has(self.conda)",
             "environment.requirements and environment.conda are both given; keep one",
             at=".conda",
         )
     ],
     "Spec": [
-        _rule("!has(self.script) || !has(self.module)", "script and module are both given; keep one", at=".module"),
-        _rule(
+        rule("!has(self.script) || !has(self.module)", "script and module are both given; keep one", at=".module"),
+        rule(
             "has(self.script) || has(self.module)",
             "there is nothing to run; give script (a file in code) or module",
         ),
-        _rule(
+        rule(
             "!has(self.processesPerWorker) || type(self.processesPerWorker) != int || !has(self.resources) || "
             "!has(self.resources.gpu) || self.resources.gpu == 0 || int(self.processesPerWorker) <= self.resources.gpu || "
             f"(has(self.resources.accelerator) && self.resources.accelerator in {list(spec.MANY_CORES)})",
             "processesPerWorker is above resources.gpu; each process needs a GPU of its own",
             at=".processesPerWorker",
         ),
-        _rule(
+        rule(
             "!has(self.activeDeadlineSeconds) || !has(self.startupDeadlineSeconds) || "
             "self.startupDeadlineSeconds <= self.activeDeadlineSeconds",
             "startupDeadlineSeconds is above activeDeadlineSeconds; lower it or raise the other",
             at=".startupDeadlineSeconds",
         ),
-        _rule(
+        rule(
             f"!has(self.data) || self.data.all(x, self.data.exists_one(y, {_DATA_TO.replace('x.', 'y.')} == {_DATA_TO}))",
             "two entries of data have the same place (to); choose another for one of them",
             at=".data",
         ),
-        _rule(
+        rule(
             f"!has(self.data) || !self.data.exists(x, self.data.exists(y, "
             f"{_DATA_TO.replace('x.', 'y.')}.startsWith({_DATA_TO} + '/')))",
             "an entry of data is inside another one (to); choose places beside each other",
