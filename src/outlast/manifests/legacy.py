@@ -1,8 +1,8 @@
 """ElasticJobs of `elastic.pytorch.org/v1alpha1`: their definition, and the pods and the Service that are made for one.
 
 The archived controller of torchelastic had them; their documents work here unchanged. A pod's container runs plain `torchrun`.
-Where workers meet is told to it by variables that torchrun reads (`PET_*`), and what the user has set stays. Worker 0 hosts torch's
-store, and no etcd is needed. `controller.legacy` decides about them.
+Where workers meet is told to it by variables that torchrun reads (`PET_*`), and what the user has set stays. Worker 0 hosts the
+store of torch, and no etcd is needed. `controller.legacy` decides about them.
 
 https://github.com/pytorch/elastic/tree/master/kubernetes
 """
