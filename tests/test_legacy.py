@@ -369,6 +369,24 @@ def test_a_worker_that_is_lost_when_others_are_done_is_not_made_again() -> None:
     assert cluster.status["state"] == "Succeeded"
 
 
+def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:
+    cluster = running()
+    cluster.scale(4)
+    cluster.look()
+    cluster.end(0, 0)
+    cluster.end(1, 0)
+    cluster.kubelet()
+    for index, began in ((2, -5.0), (3, 1.0)):
+        state = {"running": {"startedAt": text(cluster.now + began)}}
+        cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"] = [{"name": "elasticjob-worker", "state": state}]
+    (deletion,) = cluster.look().deletes
+    assert (deletion.name, deletion.reason) == ("cifar-worker-3", "others are done: there is nothing left to train")
+    assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
+    cluster.end(2, 0)
+    cluster.settle()
+    assert cluster.status["state"] == "Succeeded"
+
+
 def test_a_worker_that_comes_when_the_training_is_over_does_not_fail_it() -> None:
     cluster = running()
     cluster.end(0, 0)

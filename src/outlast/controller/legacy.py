@@ -123,12 +123,20 @@ class _Sight:
         """Pods that have failed and are still there, of those that are wanted. A worker that was started when another was done
         found the training closed: that is no failure."""
         found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if _phase(pod) == "Failed"]
-        return [each for each in found if each.index < self.wanted and not _leaves(each.pod) and not self._late(each)]
+        return [each for each in found if each.index < self.wanted and not _leaves(each.pod) and not self._late(each.pod)]
 
-    def _late(self, failure: _Failure) -> bool:
-        ends = [_terminated(pod, self.job).get("finishedAt") for pod in self.succeeded.values()]
-        began = _terminated(failure.pod, self.job).get("startedAt")
-        return bool(began and any(end and _seconds(end) <= _seconds(began) for end in ends))
+    @cached_property
+    def late(self) -> list[Document]:
+        """Pods that have nothing to do any more: others were done before they began."""
+        return [pod for pod in self.own.values() if self.succeeded and not _over(pod) and self._late(pod)]
+
+    def _late(self, pod: Document) -> bool:
+        ends = [_terminated(each, self.job).get("finishedAt") for each in self.succeeded.values()]
+        state = _container(pod, self.job).get("state") or {}
+        began = (state.get("terminated") or state.get("running") or {}).get("startedAt")
+        if not began:
+            return _phase(pod) == "Pending"
+        return any(end and _seconds(end) <= _seconds(began) for end in ends)
 
     @cached_property
     def stale(self) -> dict[int, Document]:
@@ -221,6 +229,8 @@ def _go_on(sight: _Sight) -> Plan:
     for index, pod in sorted(sight.own.items(), reverse=True):
         if index >= sight.wanted and _phase(pod) != "Succeeded":
             delete(pod, f"{sight.wanted} workers are wanted")
+    for pod in sight.late:
+        delete(pod, "others are done: there is nothing left to train", grace_s=0)
     for pod in sight.stale.values():
         said = legacy.nnodes(sight.job)
         delete(
@@ -295,7 +305,9 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
     whole = len(here) == sight.wanted or before in ("Running", "Suspended")
     if not sight.wanted:
         state, message = "Suspended", f"ElasticJob {name} is suspended: 0 workers are wanted."
-    elif sight.failures and not sight.succeeded:
+    elif sight.succeeded:
+        state, message = "Running", f"ElasticJob {name} is running."
+    elif sight.failures:
         state, message = "Restarting", f"ElasticJob {name} is restarting because {len(sight.failures)} Worker replica(s) failed."
     elif len(running) >= sight.wanted or (len(running) >= legacy.sizes(sight.job)[0] and whole):
         state, message = "Running", f"ElasticJob {name} is running."
