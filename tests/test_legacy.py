@@ -80,6 +80,7 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
         "PET_RDZV_CONF": "last_call_timeout=5,join_timeout=600,read_timeout=300,keep_alive_interval=1,keep_alive_max_attempt=5,"
         "is_host=false",
         "PET_MAX_RESTARTS": "100",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == ("cifar-worker-1", "cifar-rdzv")
     assert (pod["spec"]["containers"][0]["command"], pod["spec"]["containers"][0]["args"][1]) == (["torchrun"], "a.py")

@@ -190,6 +190,8 @@ def _env(job: Mapping[str, Any], index: int, own: list[Document]) -> list[Docume
         "PET_RDZV_ID": f"{meta['name']}-{meta['uid'][:8]}",
         "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items()),
         "PET_MAX_RESTARTS": str(MAX_RESTARTS),
+        # With a shared store a newcomer waits for ever for an address that rank 0 says in its first world only (torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     return [*own, *({"name": name, "value": value} for name, value in told.items() if name not in there)]
 
