@@ -473,6 +473,33 @@ def test_a_worker_that_was_deleted_is_made_again() -> None:
     assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1], "Running", 0)
 
 
+@pytest.mark.parametrize("how", ["gone", "goes", "evicted", "killed", "made again"])
+def test_workers_that_fail_since_worker_0_is_lost_are_made_again(how: str) -> None:
+    """It hosts the store of all: their torchrun ends with 1, which is no fault of theirs."""
+    cluster = running(a_job(3))
+    host = cluster.pods["cifar-worker-0"]
+    match how:
+        case "gone":
+            del cluster.pods["cifar-worker-0"]
+        case "goes":
+            host["metadata"]["deletionTimestamp"] = text(cluster.now + 30)
+        case "evicted":
+            cluster.end(0, None, reason="Evicted")
+        case "killed":
+            cluster.end(0, 137)
+        case "made again":
+            host["metadata"] |= {"uid": "new", "creationTimestamp": text(cluster.now)}
+    cluster.end(1, 1)
+    (deletion,) = [each for each in cluster.decide().deletes if each.name == "cifar-worker-1"]
+    assert deletion.reason == "failed with exit code 1 since worker 0, where workers meet, was lost; it is started again"
+    cluster.settle()
+    assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
+    assert cluster.status["restarts"] == (how == "killed")
+    cluster.end(1, 1, began=cluster.now + 1)
+    cluster.settle()
+    assert cluster.status["state"] == "Failed"
+
+
 def test_with_the_policy_never_any_failure_fails_the_job() -> None:
     cluster = running(a_job(policy="Never"))
     cluster.end(0, 137)

@@ -11,6 +11,7 @@ Pods are deleted in one look and made anew in a later one, when they are gone: t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -123,7 +124,25 @@ class _Sight:
         """Pods that have failed and are still there, of those that are wanted. A worker that was started when another was done
         found the training closed: that is no failure."""
         found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if _phase(pod) == "Failed"]
-        return [each for each in found if each.index < self.wanted and not _leaves(each.pod) and not self._late(each.pod)]
+        found = [each for each in found if each.index < self.wanted and not _leaves(each.pod) and not self._late(each.pod)]
+        return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
+
+    def _met_elsewhere(self, failure: _Failure) -> bool:
+        """Whether the worker 0 that it met the others at is no more: torchrun ends with 1 then, whatever the script does."""
+        if failure.index == 0 or failure.code != 1:
+            return False
+        host = self.own.get(0)
+        if host is None or _leaves(host):
+            return True
+        if _phase(host) == "Failed":
+            how = _failure(0, host, self.job)
+            return how.disrupted or how.code in RETRYABLE
+        began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
+        return _seconds(host["metadata"]["creationTimestamp"]) > _seconds(began)
+
+    def _echo(self, failure: _Failure) -> _Failure:
+        sentence = f"{failure.sentence} since worker 0, where workers meet, was lost"
+        return dataclasses.replace(failure, disrupted=True, sentence=sentence)
 
     @cached_property
     def late(self) -> list[Document]:
