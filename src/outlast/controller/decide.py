@@ -307,7 +307,7 @@ def lost_workers(look: Look) -> None:
         if pod.node_lost is None or pod.ended or pod.uid in look.deletes:
             continue
         gone = pod.node_lost == float("-inf")
-        quiet = max(pod.node_lost, pod.born, _quiet_since(look, pod))
+        quiet = max(pod.node_lost, pod.born, _heard(look, look.seen.told.get(pod.index)))
         if not gone and (end := look.until(quiet, look.seen.limits.lost_s)) is not None:
             look.again(end)
             continue
@@ -600,13 +600,13 @@ def _judged(look: Look, pod: Pod) -> None:
 
 def _silent_at(look: Look, told: Told) -> float | None:
     """When a member is dead if nothing more is heard of it; None when it is."""
-    return look.until(max(told.beat, look.seen.since), look.seen.limits.silence_s)
+    return look.until(_heard(look, told), look.seen.limits.silence_s)
 
 
-def _quiet_since(look: Look, pod: Pod) -> float:
-    """Since when nothing is heard of a pod's worker."""
-    told = look.seen.told.get(pod.index)
-    return max(told.beat, look.seen.since) if told is not None else look.seen.since
+def _heard(look: Look, told: Told | None) -> float:
+    """When a member was heard of last, or could have been. What comes from the future, as our clock went back, says nothing."""
+    late = told is None or told.beat > look.now + look.seen.limits.silence_s
+    return look.seen.since if late or told is None else max(told.beat, look.seen.since)
 
 
 def _stuck(pod: Pod) -> bool:

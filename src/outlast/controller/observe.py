@@ -31,6 +31,10 @@ LEAVING = (
 """Taints of nodes that will soon be gone."""
 
 
+HEARD = "heard"
+"""Key of a Lease under which a cache says when, by its own clock, the Lease was renewed last: clocks of nodes differ."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How long the operator waits for what cannot be known, in seconds."""
@@ -254,7 +258,7 @@ def _told(lease: Document, run: str, pods: Sequence[Pod]) -> list[tuple[int, Tol
             float(report["since"]),
             bool(report["failed"]),
         )
-        beat = memory.seconds(fields.get("renewTime")) or 0.0
+        beat = lease.get(HEARD) or memory.seconds(fields.get("renewTime")) or 0.0
         holder, said = fields.get("holderIdentity"), report.get("run")
         step, committed = progress.get("step"), int(progress.get("committed") or 0)
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or nobody's: it says nothing
