@@ -29,6 +29,11 @@ def fit(name: str, longest: int = LONGEST) -> str:
     return f"{name[: longest - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
 
 
+def worker(job: str, index: int) -> str:
+    """The pod of a worker that the operator makes, and its Lease."""
+    return f"{job}-worker-{index}"
+
+
 @dataclass(frozen=True)
 class Names:
     """The names of one job's documents."""

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from outlast import spec, units
-from outlast.contract import Pod
+from outlast.contract import Annotation, Pod
 from outlast.manifests import resources
 from outlast.manifests.request import Document, Request, wrong
 
@@ -150,7 +150,11 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
     """Place, name and source of what every worker has: nothing of the image can be written to."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
-    yield Pod.CONFIG, "config", {"configMap": {"name": request.names.config}}
+    carried = [
+        {"path": PurePosixPath(Pod.JOB_FILE).name, "fieldRef": {"fieldPath": f"metadata.annotations['{Annotation.JOB_FILE}']"}}
+    ]
+    config = {"downwardAPI": {"items": carried}} if request.carried else {"configMap": {"name": request.names.config}}
+    yield Pod.CONFIG, "config", config
     if digits := checksum(request.spec.code):
         yield Pod.SHIPPED, "archive", {"configMap": {"name": request.names.code(digits)}}
     yield "/dev/shm", "shm", {"emptyDir": {"medium": "Memory", **limit}}

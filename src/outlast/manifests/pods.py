@@ -10,13 +10,14 @@ The agent itself ends what hangs, with stacks in the log; the liveness probe is 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
 
 from outlast import contract, spec
-from outlast.contract import Label, Pod
-from outlast.manifests import gang, labels, overlay, places, resources, scheduling, variables
+from outlast.contract import Annotation, Label, Pod
+from outlast.manifests import gang, labels, names, overlay, places, resources, scheduling, variables
 from outlast.manifests.request import Document, Request, wrong
 
 START_S = 120
@@ -67,10 +68,13 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int) -> Document:
-    """The pod of one worker, for an operator that makes each by itself."""
+    """The pod of one worker, for an operator that makes each by itself. It carries its job file, see `Request.carried`."""
+    request = dataclasses.replace(request, carried=True)
     made = template(request, worker)
-    meta = labels.metadata(request, f"{request.job.metadata.name}-worker-{index}")
+    meta = labels.metadata(request, names.worker(request.job.metadata.name, index))
     meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
+    file = {Annotation.JOB_FILE: places.config(request)["job.yaml"]}
+    meta["annotations"] = {**made["metadata"].pop("annotations", {}), **file}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, **made["metadata"]}, "spec": made["spec"]}
 
 
@@ -135,6 +139,7 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
         "livenessProbe": probe("/healthz", every=10, tries=6),
         "readinessProbe": probe("/readyz", every=5, tries=1),
         "securityContext": places.confined(),
+        "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
         "volumeMounts": mounts,
     }
 

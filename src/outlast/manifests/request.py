@@ -29,6 +29,8 @@ class Request:
     """The archive of code that comes in a ConfigMap, if the job says so; empty when that ConfigMap is made by somebody else."""
     fresh: bool = False
     """Whether it begins from the beginning; see `contract.Env.FRESH`."""
+    carried: bool = False
+    """Whether each pod carries the job file in an annotation of its own, and no ConfigMap is made."""
 
     @property
     def spec(self) -> spec.Spec:

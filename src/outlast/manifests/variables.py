@@ -66,6 +66,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.CHECKPOINT_KEEP: plain(str(fields.checkpoint.keep)),
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
+        **({Env.MEMBER: of_field("metadata.uid")} if request.carried else {}),
         **({Env.STAY: plain("1")} if stay else {}),
         **({Env.FRESH: plain("1")} if request.fresh else {}),
     }
