@@ -2,6 +2,7 @@
 
     load(path)   the job in a file, its relative paths made absolute
     parse(text)  the job in a text
+    of(document) the job in a document of an API server
     dump(job)    YAML that parses back to an equal job
     schema()     JSON schema, for editors
 
@@ -611,6 +612,11 @@ def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
 def parse(text: str, *, source: str = "job.yaml") -> Job:
     """The job in a text; raises InvalidJob with every mistake in it. Relative paths stay as they are."""
     return mistakes.validated(Job, _document(text, source), source=source)
+
+
+def of(fields: dict[str, Any], *, source: str = "job") -> Job:
+    """The job in a document as an API server has it; raises InvalidJob with every mistake in it."""
+    return mistakes.validated(Job, document.Document(fields, {}), source=source)
 
 
 def dump(job: Job) -> str:

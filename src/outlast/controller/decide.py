@@ -1,0 +1,684 @@
+"""What is to be done about a job: an ordered table of rules, as a pure function of one look.
+
+    plan = decide(seen)
+
+Each rule is named after a situation and says its sentence: it is the status, the Event and the log line. The first that says
+something is what people read; all may add to what is done. Who trains together is not decided here but by
+`rendezvous.world.decide`, whether a failure may be tried again by `restarts.judge`, as on one machine.
+
+What stays true: never more pods than are wanted that are not on their way out, never two of one index, no failure judged twice,
+nothing deleted before the status tells why. A job that is settled gives a plan with nothing in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from outlast import contract, kinds, restarts, spec
+from outlast.controller import made, memory
+from outlast.controller.memory import Account, Blame
+from outlast.controller.observe import Pod, Seen, Told
+from outlast.controller.plan import Deletion, Document, Note, Plan
+from outlast.errors import InvalidJob
+from outlast.rendezvous import world
+from outlast.rendezvous.world import Call, Standing
+from outlast.status import Failure, State
+
+SETTLE_S = 1.0
+"""Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
+CAUSE_S = 0.5
+"""How long the echoes of a failure wait for its cause."""
+PROGRESS_S = 30.0
+"""How often steps are written while nothing else is."""
+LEAVE_S = 60.0
+"""How long workers may take to push the rest and end, once the job has."""
+AVOID = 2
+"""A node on which so many counted failures happened within the window gets no more pods of this job."""
+_LONGEST_PAUSE_S = 60.0
+_FINAL = (State.SUCCEEDED, State.FAILED)
+_SECONDS_LEFT = re.compile(r" \(\d+ s left\)")
+
+
+def decide(seen: Seen) -> Plan:
+    """The plan for one look."""
+    if seen.document["metadata"].get("deletionTimestamp"):
+        return _orphans(seen)
+    look = Look(seen)
+    for rule in RULES:
+        rule(look)
+        if look.over:
+            break
+    return look.plan()
+
+
+class Look:
+    """One look while the rules go over it: what is known, what has been said, what is to be done."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen, self.now = seen, seen.now
+        self.memory = dataclasses.replace(seen.memory, run=seen.run)
+        self.over = False
+        """Whether no further rule is asked."""
+        self.deletes: dict[str, Deletion] = {}
+        """By uid."""
+        self.creates: list[Document] = []
+        self.setup: tuple[Document, ...] = ()
+        self.apply: tuple[Document, ...] = ()
+        self.remove: Deletion | None = None
+        self.notes: list[Note] = []
+        self.said = False
+        self._times: list[float] = []
+
+    @property
+    def fields(self) -> spec.Spec:
+        assert self.seen.job is not None, "the rule `unreadable` comes before all that ask for fields"
+        return self.seen.job.spec
+
+    @property
+    def wanted(self) -> int:
+        """How many workers the user wants now."""
+        return 0 if self.fields.suspend else self.fields.workers.replicas
+
+    @property
+    def alive(self) -> list[Pod]:
+        """Pods that train, or will, as far as this plan does not end them."""
+        return [pod for pod in self.seen.pods if pod.alive and pod.uid not in self.deletes]
+
+    @property
+    def patience(self) -> world.Patience:
+        return dataclasses.replace(world.Patience(), leave=self.fields.interruption.grace.total_seconds())
+
+    @property
+    def policy(self) -> restarts.Policy:
+        return restarts.Policy(self.fields.restarts.limit, self.fields.restarts.window)
+
+    @property
+    def committed(self) -> int:
+        """The newest committed step that anybody knows of."""
+        return max([self.memory.progress.committed, *(told.committed for told in self.seen.told.values())])
+
+    @property
+    def step(self) -> int:
+        """The newest step that anybody has done in the world that is there."""
+        ranks = self.memory.world.members if self.memory.world else ()
+        steps = [told.step for id, told in self.seen.told.items() if id in ranks and told.step is not None]
+        return max(steps, default=self.memory.progress.step)
+
+    def know(self, **fields: Any) -> None:
+        """Remember."""
+        self.memory = dataclasses.replace(self.memory, **fields)
+
+    def say(self, state: State, reason: str, what: str, *, note: bool = False, warning: bool = False) -> None:
+        """What people read: only the first counts. `what` is the condition's reason; `note` makes an Event even if the state
+        stays as it was."""
+        if self.said:
+            return
+        self.said = True
+        before = self.seen.memory
+        reason = _SECONDS_LEFT.sub("", reason)
+        conditions = self.memory.conditions
+        if not conditions:
+            conditions = memory.conditioned(
+                (), "Created", "JobCreated", "the operator has taken it up", self.seen.generation, self.now
+            )
+        type_ = "Queued" if state is State.PENDING and what == "Queued" else _CONDITION[state]
+        if type_:
+            conditions = memory.conditioned(conditions, type_, what, reason, self.seen.generation, self.now)
+        self.know(state=state, reason=reason, conditions=conditions)
+        if note or before.state is not state:
+            self.notes.append(Note("Warning" if warning or state is State.FAILED else "Normal", what, reason))
+
+    def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
+        self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
+
+    def again(self, when: float | None) -> None:
+        """Look again at this time."""
+        if when is not None:
+            self._times.append(when)
+
+    def finish(self, state: State, reason: str, code: int, what: str) -> None:
+        """The job has come to its end."""
+        self.trained_until_now()
+        self.know(finished=self.now, closed=(reason, code))
+        self.said = False  # nothing is more important
+        self.say(state, reason, what, note=True)
+        self.over = True
+
+    def trained_until_now(self) -> None:
+        """Close the account of the world that trains."""
+        account = self.memory.account
+        if account.since is not None:
+            trained = account.trained_s + max(0.0, self.now - account.since)
+            self.know(account=Account(trained, account.executed + max(0, self.step - account.first)))
+
+    def plan(self) -> Plan:
+        """What has come together; the status only if it differs, or if it is time to tell how far training is."""
+        if self.seen.job is not None:
+            _tell_progress(self)
+        status = self.status()
+        changed = status != (self.seen.document.get("status") or {})
+        self._times = [when for when in self._times if when > self.now]
+        return Plan(
+            setup=self.setup,
+            apply=self.apply,
+            status=status if changed else None,
+            deletes=tuple(self.deletes.values()),
+            creates=tuple(self.creates),
+            remove=self.remove,
+            notes=tuple(self.notes) if changed else (),
+            look_again=min(self._times, default=None),
+        )
+
+    def status(self) -> Document:
+        if self.seen.job is None:
+            sizes, grace, where = (0, 0), 0.0, ""
+        else:
+            workers = self.fields.workers
+            sizes, grace = (workers.min, workers.max), self.patience.leave
+            where = made.checkpoints(self.seen.job)
+        members = self.memory.world.members if self.memory.world and self.memory.called is None else ()
+        there = {pod.index for pod in self.alive}
+        inside = [id for id in members if id in there]
+        return memory.write(
+            self.memory,
+            job=self.seen.name,
+            pods=len(self.alive) + len(self.creates),
+            inside=len(inside) if self.memory.closed is None else 0,
+            sizes=sizes,
+            checkpoint=where,
+            now=self.now,
+            leave_s=grace,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------------- the end
+
+
+def finished(look: Look) -> None:
+    """The job is over: its pods go as `cleanPodPolicy` says, and after its time the job itself."""
+    known = look.memory
+    if known.state not in _FINAL or known.finished is None:
+        return
+    look.over = True
+    policy = look.fields.clean_pod_policy if look.seen.job else "Running"
+    for pod in look.seen.pods:
+        if pod.leaves:
+            _force(look, pod)
+        elif policy == "All" and pod.ended:
+            look.delete(pod, "the job is over, cleanPodPolicy is All")
+        elif policy != "None" and pod.alive:
+            # Its agent has been told, and pushes what is left; the last line of its log is worth a moment.
+            if look.now >= known.finished + LEAVE_S:
+                look.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
+            look.again(known.finished + LEAVE_S)
+    ttl = look.fields.ttl_seconds_after_finished if look.seen.job else None
+    if ttl is not None:
+        if look.now >= known.finished + ttl:
+            look.remove = Deletion(
+                look.seen.name, look.seen.uid, f"ttlSecondsAfterFinished ({ttl}) has passed", kind=kinds.ELASTIC_JOB
+            )
+        look.again(known.finished + ttl)
+
+
+def unreadable(look: Look) -> None:
+    """The API server has let something through that makes no sense; it may be mended while nothing runs."""
+    if look.seen.job is not None:
+        return
+    look.over = True
+    look.say(State.PENDING, f"the job cannot be understood: {look.seen.problem}", "InvalidJob", warning=True)
+    look.know(observed=look.seen.generation)
+
+
+def unmakeable(look: Look) -> None:
+    """No pod can be made of it."""
+    try:
+        setup = made.setup(look.seen)
+    except InvalidJob as error:
+        look.over = True
+        look.say(State.PENDING, f"no pods can be made: {error}", "InvalidJob", warning=True)
+        look.know(observed=look.seen.generation)
+        return
+    if look.memory.observed == look.seen.generation and look.memory.started is not None:
+        return
+    if look.memory.started is None:
+        look.setup = setup
+        look.know(started=look.now, formed=False)
+    else:
+        look.apply = made.changed(look.seen)
+    look.know(observed=look.seen.generation)
+
+
+def too_late(look: Look) -> None:
+    """A deadline has passed."""
+    started = look.memory.started
+    if started is None or look.fields.suspend:
+        return
+    whole, first = look.fields.active_deadline_seconds, look.fields.startup_deadline_seconds
+    if whole is not None:
+        if look.now >= started + whole:
+            return look.finish(
+                State.FAILED, f"the job has run for activeDeadlineSeconds ({whole:g})", contract.Exit.GIVEN_UP, "DeadlineExceeded"
+            )
+        look.again(started + whole)
+    if first is not None and not look.memory.formed:
+        if look.now >= started + first:
+            pending = next((f": worker {pod.index} {pod.waits}" for pod in look.alive if pod.waits), "")
+            sentence = f"no world was formed within startupDeadlineSeconds ({first:g}){pending}"
+            return look.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, "StartupDeadlineExceeded")
+        look.again(started + first)
+
+
+# --------------------------------------------------------------------------------------------------------------- pods that end
+
+
+def workers_done(look: Look) -> None:
+    """All that are wanted have ended with success although nobody has said that it is over: an earlier run was complete."""
+    done = {pod.index for pod in look.seen.pods if pod.succeeded}
+    if look.wanted and done and len(done) >= look.wanted and not look.alive:
+        look.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, "JobSucceeded")
+
+
+def ended_workers(look: Look) -> None:
+    """Pods that have failed go, and are made anew; what is to be learned from them is learned once."""
+    for pod in look.seen.pods:
+        end = pod.ended
+        if end is None or pod.succeeded:
+            continue
+        if pod.uid not in look.memory.judged_pods:
+            if end.counted:
+                _judge(look, _pods_failure(look, pod, end.code, end.sentence, end.time), raised=None, node=pod.node)
+                if look.over:
+                    return
+            elif look.wanted:
+                look.know(interruptions=look.memory.interruptions + 1)
+                look.notes.append(Note("Normal", "WorkerInterrupted", f"worker {pod.index} {end.sentence}; it is made anew"))
+            _judged(look, pod)
+        look.delete(pod, f"it has ended: {end.sentence}", grace_s=0)
+
+
+def lost_workers(look: Look) -> None:
+    """Pods on nodes that do not answer, or are gone: they are deleted whatever their node says."""
+    for pod in look.seen.pods:
+        if pod.node_lost is None or pod.ended or pod.uid in look.deletes:
+            continue
+        gone = pod.node_lost == float("-inf")
+        end = look.now if gone else max(pod.node_lost, pod.born, _quiet_since(look, pod)) + look.seen.limits.lost_s
+        if look.now < end:
+            look.again(end)
+            continue
+        how = "is gone" if gone else f"has not answered for {look.seen.limits.lost_s:g} s"
+        sentence = f"worker {pod.index} was lost: its node {pod.node} {how}"
+        if not pod.leaves and pod.uid not in look.memory.judged_pods:
+            look.know(interruptions=look.memory.interruptions + 1)
+            look.notes.append(Note("Warning", "NodeLost", sentence))
+            _judged(look, pod)
+        look.delete(pod, sentence, grace_s=0)
+
+
+def silent_workers(look: Look) -> None:
+    """A worker whose node is well and which says nothing any more is stopped, or hangs as a whole."""
+    for pod in look.alive:
+        told = look.seen.told.get(pod.index)
+        if told is None or pod.node_lost is not None or told.member.standing is Standing.DONE:
+            continue
+        end = _silent_at(look, told)
+        if look.now < end:
+            look.again(end)
+            continue
+        sentence = f"has said nothing for {look.seen.limits.silence_s:g} s"
+        if pod.uid not in look.memory.judged_pods:
+            _judge(look, _pods_failure(look, pod, 137, sentence, look.now), raised=None, node=pod.node)
+            if look.over:
+                return
+            _judged(look, pod)
+        look.delete(pod, f"worker {pod.index} {sentence}", grace_s=5)
+
+
+def leaving_nodes(look: Look) -> None:
+    """A node has been told that it will be gone: its workers save and leave while there is time."""
+    for pod in look.alive:
+        if pod.node_leaves:
+            sentence = f"worker {pod.index} leaves: its node {pod.node} is going away ({pod.node_leaves})"
+            look.notes.append(Note("Normal", "NodeLeaving", sentence))
+            look.know(interruptions=look.memory.interruptions + 1)
+            _judged(look, pod)
+            look.delete(pod, sentence)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the world
+
+
+def world_decided(look: Look) -> None:
+    """Who trains together, and what agents are told of it."""
+    state = _state(look)
+    wanted = world.Wanted(look.wanted, look.fields.workers.allowed(), frozenset(_expected(look)))
+    pending = _failures(look)
+    echoes = [failure for echo, failure in pending if echo]
+    if pending and len(echoes) == len(pending) and not _explained(look) and look.now < echoes[0].time + CAUSE_S:
+        look.again(echoes[0].time + CAUSE_S)
+        return  # whoever died is still ending; a call now would stop it before it could say why
+    for _ in range(4):
+        decision = world.decide(state, wanted, look.patience, look.now)
+        if isinstance(decision, world.World) and pending:
+            _judge_processes(look, pending)
+            if look.over:
+                return
+            pending = []
+        state = state.after(decision)
+        match decision:
+            case world.Call():
+                _called(look, decision)
+            case world.World():
+                _formed(look, decision)
+            case world.Closed(reason, True):
+                return look.finish(State.SUCCEEDED, reason, contract.Exit.DONE, "JobSucceeded")
+            case world.Closed(reason):
+                return _suspended(look, reason)
+            case world.Wait(reason, again):
+                _waits(look, state, reason)
+                look.again(again)
+                break
+    if pending:
+        first = min(failure.time for _, failure in pending)
+        if look.now >= first + SETTLE_S:
+            _judge_processes(look, pending)
+        look.again(first + SETTLE_S)
+
+
+def _state(look: Look) -> world.State:
+    """What `world.decide` goes by."""
+    known = look.memory
+    members = {}
+    for id, told in look.seen.told.items():
+        done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
+        pod = next((pod for pod in look.seen.pods if pod.index == id), None)
+        cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
+        gone = pod is None or pod.ended or cut or _silent_at(look, told) <= look.now
+        if done or not gone:
+            members[id] = told.member
+    return world.State(members, known.world, known.called)
+
+
+def _called(look: Look, call: Call) -> None:
+    look.trained_until_now()
+    look.know(called=call)
+    state = State.RESIZING if call.planned else State.RESTARTING
+    look.say(state, call.reason, "Resizing" if call.planned else _why(call.reason), note=True, warning=not call.planned)
+
+
+def _formed(look: Look, new: world.World) -> None:
+    look.know(world=new, called=None, closed=None, formed=True)
+    look.know(account=dataclasses.replace(look.memory.account, since=look.now, first=look.committed))
+    look.said = False  # what has led to it is over
+    look.say(State.RUNNING, new.reason, "Training", note=True)
+
+
+def _waits(look: Look, state: world.State, reason: str) -> None:
+    """Nothing is to be decided; say how it stands, and what pods wait for if that is why."""
+    if state.world is not None and state.called is None:
+        if look.memory.state is not State.RUNNING:
+            look.say(State.RUNNING, reason, "Training")
+        return
+    if look.wanted == 0:
+        return look.say(State.SUSPENDED, reason, "Suspending")
+    blocked = next((f"worker {pod.index} {pod.waits}" for pod in look.alive if _stuck(pod)), "")
+    before = look.memory.state
+    going = before in (State.RESIZING, State.RESTARTING)
+    if going and not blocked:
+        return  # why it changes is said already
+    state_now = before if going and before else State.PENDING
+    look.say(state_now, f"{reason}; {blocked}" if blocked else reason, "WorkersPending" if blocked else "WaitingForWorkers")
+
+
+def _suspended(look: Look, reason: str) -> None:
+    """Nobody trains any more: the pods go, and whoever comes later begins a world after this one."""
+    for pod in look.alive:
+        look.delete(pod, reason)
+    look.trained_until_now()
+    if look.memory.closed is None:
+        look.know(closed=(reason, contract.Exit.INTERRUPTED.value))
+    if not look.seen.pods:
+        generation = look.memory.generation
+        if look.memory.world is not None:
+            look.know(world=None, called=Call(generation + 1, "the run goes on", False, look.now))
+    look.say(State.SUSPENDED, reason if look.seen.pods else "suspended", "Suspended")
+
+
+def resumed(look: Look) -> None:
+    """It was suspended, and is wanted again: deadlines begin anew, and agents hear of no end."""
+    if look.memory.state is State.SUSPENDED and look.wanted and look.memory.closed is not None:
+        if any(not pod.ended for pod in look.seen.pods):  # they have been told that it is over
+            for pod in look.alive:
+                look.delete(pod, "it leaves, as the job was suspended")
+            look.over = True
+            return look.say(State.SUSPENDED, "resumed; the workers that still leave are waited for", "Resuming")
+        generation = look.memory.generation
+        call = Call(generation + 1, "the run goes on", False, look.now) if look.memory.world else look.memory.called
+        look.know(closed=None, world=None, called=call, started=look.now, formed=False)
+
+
+# ----------------------------------------------------------------------------------------------------------------- its workers
+
+
+def surplus_workers(look: Look) -> None:
+    """Pods beyond what is wanted go as soon as no world needs them."""
+    known = look.memory
+    inside = known.world.members if known.world else ()
+    keep = [pod.index for pod in _by_worth(look)][: look.wanted]
+    for pod in look.alive:
+        if pod.index in keep:
+            continue
+        if pod.index in inside and known.closed is None:
+            continue  # the world is called together without it first
+        if known.called is not None and known.world is not None and pod.index in known.called.leaving:
+            continue
+        look.delete(pod, f"{look.wanted} workers are wanted, and worker {pod.index} is in no world")
+
+
+def missing_workers(look: Look) -> None:
+    """Pods are made for indices that have none, the smallest first; those that still go keep their name until they have."""
+    alive = look.alive
+    lacking = look.wanted - len(alive) - sum(pod.succeeded for pod in look.seen.pods)
+    if lacking <= 0 or look.memory.closed is not None:
+        return
+    pause = _pause_until(look)
+    if look.now < pause:
+        return look.again(pause)
+    gone = {uid for uid, deletion in look.deletes.items() if deletion.grace_s == 0}
+    taken = {pod.index for pod in (*look.seen.pods, *look.seen.others) if pod.uid not in gone}
+    free = [index for index in range(look.wanted) if index not in taken][:lacking]
+    generation = look.memory.generation + (look.memory.called is None)
+    avoided = _avoided(look)
+    for index in free:
+        look.creates.append(made.pod(look.seen, index, generation, avoided))
+
+
+def _by_worth(look: Look) -> list[Pod]:
+    """The pods that are alive, first those that are to be kept: in the order of the world, then by index."""
+    order = {id: rank for rank, id in enumerate(look.memory.world.members)} if look.memory.world else {}
+    return sorted(look.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
+
+
+def _expected(look: Look) -> Iterable[int]:
+    """Indices that are to be members: of pods that are kept, or will be made."""
+    kept = [pod.index for pod in _by_worth(look)][: look.wanted]
+    return [*kept, *[index for index in range(look.wanted) if index not in kept][: look.wanted - len(kept)]]
+
+
+def _pause_until(look: Look) -> float:
+    """When the next pod may be made: at once after the first failure, ever later while failures follow each other."""
+    recent = [blame.record.time for blame in look.memory.blames if blame.record.committed_step >= look.committed]
+    if len(recent) < 2:
+        return look.now
+    return max(recent) + min(_LONGEST_PAUSE_S, 2.0 ** (len(recent) - 1))
+
+
+def _avoided(look: Look) -> tuple[str, ...]:
+    """Nodes on which failures keep happening, as long as that is not all of them."""
+    window = look.policy.window.total_seconds()
+    counts: dict[str, int] = {}
+    for blame in look.memory.blames:
+        if blame.node and look.now - blame.record.time < window:
+            counts[blame.node] = counts.get(blame.node, 0) + 1
+    bad = tuple(sorted(node for node, count in counts.items() if count >= AVOID))
+    return bad if len(bad) < len(look.seen.nodes) else ()
+
+
+# ------------------------------------------------------------------------------------------------------------------- failures
+
+
+def _failures(look: Look) -> list[tuple[bool, Failure]]:
+    """What members say has failed in the world that is there, each with whether it only echoes another; not yet judged."""
+    known = look.memory
+    if known.world is None or known.judged >= known.world.generation:
+        return []
+    found = []
+    for id, told in look.seen.told.items():
+        if told.member.failed and told.failure and told.member.generation == known.world.generation:
+            said = {key: told.failure.get(key) for key in ("rank", "code", "reason", "traceback", "time", "step")}
+            failure = Failure.model_validate({**said, "worker": id, "generation": told.member.generation})
+            found.append((bool(told.failure.get("echo")), failure))
+    return sorted(found, key=lambda each: each[1].time)
+
+
+def _explained(look: Look) -> bool:
+    """Whether a member of the world is gone, or is another by now: what the others say is its echo."""
+    known = look.memory.world
+    here = {pod.index for pod in look.alive}
+    members = {id for id, told in look.seen.told.items() if known and told.member.generation >= known.generation}
+    return known is not None and not set(known.members) <= here & members
+
+
+def _judge_processes(look: Look, pending: list[tuple[bool, Failure]]) -> None:
+    """Judge the failures of one generation by the first of them that is no echo."""
+    echo, failure = min(pending, key=lambda each: (each[0], not contract.killed(each[1].code), each[1].time))
+    generation = failure.generation
+    if not (echo and _explained(look)):
+        node = next((pod.node for pod in look.seen.pods if pod.index == failure.worker), "")
+        _judge(look, failure, raised=None if echo else failure.step, node=node)
+    look.know(judged=max(look.memory.judged, generation))
+
+
+def _pods_failure(look: Look, pod: Pod, code: int, sentence: str, when: float) -> Failure:
+    generation = look.memory.world.generation if look.memory.world else 0
+    return Failure(
+        worker=pod.index, code=code, reason=f"worker {pod.index} {sentence}", generation=generation, time=when or look.now
+    )
+
+
+def _judge(look: Look, failure: Failure, *, raised: int | None, node: str) -> None:
+    """Count a failure, and end the job if that was one too many."""
+    known = look.memory
+    judged = failure.model_copy(update={"step": raised})
+    verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy)
+    counted = isinstance(verdict, restarts.Stop) or verdict.counted
+    pod = next((pod for pod in look.seen.pods if pod.index == failure.worker), None)
+    words = pod.last_words if pod is not None else ""
+    told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
+    kept = {**told.model_dump(exclude_none=True), "node": node, **({"logTail": words} if words else {})}
+    look.know(failure=kept)
+    if isinstance(verdict, restarts.Stop):
+        what = "WrongConfiguration" if failure.code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"
+        what = "NoProgress" if "times in a row" in verdict.reason else what
+        code = contract.Exit.MISCONFIGURED if failure.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
+        return look.finish(State.FAILED, verdict.reason, code, what)
+    nodes = {blame.record: blame.node for blame in known.blames}
+    blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
+    look.know(blames=blames, restarts=known.restarts + counted)
+    look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
+
+
+def _judged(look: Look, pod: Pod) -> None:
+    """Remember that this pod's end has been judged, and forget those that are gone."""
+    there = {each.uid for each in look.seen.pods}
+    look.know(judged_pods=tuple([uid for uid in look.memory.judged_pods if uid in there] + [pod.uid]))
+
+
+def _silent_at(look: Look, told: Told) -> float:
+    """When a member is dead, if nothing more is heard of it."""
+    return max(told.beat, look.seen.since) + look.seen.limits.silence_s
+
+
+def _quiet_since(look: Look, pod: Pod) -> float:
+    """Since when nothing is heard of a pod's worker."""
+    told = look.seen.told.get(pod.index)
+    return max(told.beat, look.seen.since) if told is not None else look.seen.since
+
+
+def _stuck(pod: Pod) -> bool:
+    """Whether a pod waits for something that people should know of."""
+    return bool(pod.waits) and not pod.waits.startswith(("waits to be scheduled", "is being started"))
+
+
+def _force(look: Look, pod: Pod) -> None:
+    """Delete a pod that goes and is on a node that does not answer, at once."""
+    if pod.node_lost is None:
+        return
+    end = pod.node_lost + look.seen.limits.lost_s
+    if look.now >= end:
+        look.delete(pod, f"its node {pod.node} does not answer", grace_s=0)
+    else:
+        look.again(end)
+
+
+def _orphans(seen: Seen) -> Plan:
+    """The job is being deleted, and its pods with it; only those on lost nodes need more."""
+    look = Look(seen)
+    for pod in seen.pods:
+        _force(look, pod)
+    return Plan(deletes=tuple(look.deletes.values()), look_again=min(look._times, default=None))
+
+
+# ------------------------------------------------------------------------------------------------------------------- progress
+
+
+def _tell_progress(look: Look) -> None:
+    """How far training is: with everything else that is written, else every PROGRESS_S."""
+    known = look.memory.progress
+    step, committed = look.step, look.committed
+    steps = next((told.steps for told in look.seen.told.values() if told.steps is not None), known.steps)
+    if (step, steps, committed) == (known.step, known.steps, known.committed):
+        return
+    due = known.time + PROGRESS_S
+    anew = dataclasses.replace(look.memory, progress=look.seen.memory.progress) != look.seen.memory
+    if look.now < due and not anew:
+        return look.again(due)
+    rate = known.rate
+    if known.time and look.now > known.time and step > known.step:
+        rate = round((step - known.step) / (look.now - known.time), 3)
+    look.know(progress=memory.Progress(step, steps, committed, rate, look.now))
+
+
+def _why(reason: str) -> str:
+    """The CamelCase reason of an unplanned call."""
+    return "WorkerLost" if reason.startswith("lost") else "WorkerFailed"
+
+
+_CONDITION = {
+    State.PENDING: "",
+    State.RUNNING: "Running",
+    State.RESIZING: "Resizing",
+    State.RESTARTING: "Restarting",
+    State.SUSPENDED: "Suspended",
+    State.SUCCEEDED: "Succeeded",
+    State.FAILED: "Failed",
+}
+RULES: tuple[Callable[[Look], None], ...] = (
+    finished,
+    unreadable,
+    unmakeable,
+    resumed,
+    workers_done,
+    too_late,
+    ended_workers,
+    lost_workers,
+    silent_workers,
+    leaving_nodes,
+    world_decided,
+    surplus_workers,
+    missing_workers,
+)
+"""In this order. What pods have come to is learned before the world is decided, and pods are made last."""

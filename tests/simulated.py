@@ -1,0 +1,411 @@
+"""A cluster in memory in which everything moves: an API server, kubelets, and the agents of one job, on a clock of its own.
+
+The operator under test is `look`: it sees what there is, decides and acts, or is killed after any of its writes. Agents do as the
+real ones (`rendezvous.handler`, `runtime.lifecycle`): report, take up worlds, save when called as planned, leave when told.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+from outlast import kinds
+from outlast.contract import RENEW_S, Annotation, Label
+from outlast.controller import memory, observe
+from outlast.controller.decide import decide
+from outlast.controller.plan import Plan
+from outlast.kinds import Kind, kind_of
+
+Document = dict[str, Any]
+BEGAN = 1_000_000.0
+STEP_S = 1.0
+SAVE_S = 0.5
+EVERY = 20
+"""Steps between checkpoints, unless a test says otherwise."""
+
+
+class Killed(Exception):
+    """The operator died in the middle."""
+
+
+@dataclasses.dataclass
+class Agent:
+    """The worker in one pod."""
+
+    index: int
+    uid: str
+    standing: str = "waiting"
+    generation: int = 0
+    since: float = 0.0
+    failed: bool = False
+    failure: Document | None = None
+    told_to_leave: bool = False
+    saving_until: float | None = None
+    frozen: bool = False
+    trained: float = 0.0
+    """Seconds in this world."""
+    begins: float = 0.0
+    beat: float = 0.0
+    reported: str = ""
+
+
+class Cluster:
+    """Everything there is. Time passes by `pass_`."""
+
+    def __init__(self, workers: Document, *, steps: int = 400, nodes: int = 6, **fields: Any) -> None:
+        self.now = BEGAN
+        self.since = BEGAN
+        self.steps = steps
+        self.every = EVERY
+        self.committed = 0
+        self.step = 0
+        self.documents: dict[tuple[str, str], Document] = {}
+        self.agents: dict[str, Agent] = {}
+        self.writes: list[str] = []
+        self.made: dict[str, int] = {}
+        """How many pods of each name have been made."""
+        self.uids = 0
+        self.most = 0
+        """The most pods that were alive at one time, since this was set to 0."""
+        self.done_steps: list[tuple[int, int]] = []
+        """(generation, step) of every step that was done."""
+        self.reached = True
+        """Whether agents reach the API server."""
+        for n in range(nodes):
+            self.put(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Node",
+                    "metadata": {"name": f"node-{n}"},
+                    "spec": {},
+                    "status": ready(True, self.now),
+                }
+            )
+        self.put(
+            {
+                "apiVersion": "outlast.dev/v1alpha1",
+                "kind": "ElasticJob",
+                "metadata": {"name": "train", "namespace": "team", "generation": 1},
+                "spec": {"image": "i", "module": "m", "workers": workers, **fields},
+            }
+        )
+
+    # documents
+
+    def put(self, document: Document) -> Document:
+        key = (document["kind"], document["metadata"]["name"])
+        if key not in self.documents:
+            self.uids += 1
+            document["metadata"].setdefault("uid", f"{self.uids:08x}-uid")
+        self.documents[key] = document
+        return document
+
+    def all(self, kind: str) -> list[Document]:
+        return [document for (name, _), document in self.documents.items() if name == kind]
+
+    @property
+    def job(self) -> Document:
+        return self.documents["ElasticJob", "train"]
+
+    @property
+    def status(self) -> Document:
+        return self.job.get("status") or {}
+
+    @property
+    def pods(self) -> list[Document]:
+        return self.all("Pod")
+
+    def alive(self) -> list[Document]:
+        return [
+            pod
+            for pod in self.pods
+            if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
+        ]
+
+    def change(self, **workers: Any) -> None:
+        """Change what the user wants."""
+        spec = self.job["spec"]
+        for key in ("suspend",):
+            if key in workers:
+                spec[key] = workers.pop(key)
+        spec["workers"] = {**spec["workers"], **workers}
+        self.job["metadata"]["generation"] += 1
+
+    # the operator
+
+    def look(self, *, dies_after: int | None = None) -> Plan:
+        """One pass of the operator; it dies after so many writes."""
+        documents = copy.deepcopy(self.documents)
+        pods = [d for (kind, _), d in documents.items() if kind == "Pod"]
+        leases = [d for (kind, _), d in documents.items() if kind == "Lease"]
+        nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}
+        plan = decide(observe.observe(documents["ElasticJob", "train"], pods, leases, nodes, self.now, self.since))
+        left = [dies_after if dies_after is not None else 10**6]
+
+        def write(what: str) -> None:
+            if left[0] == 0:
+                raise Killed(what)
+            left[0] -= 1
+            self.writes.append(what)
+
+        for document in (*plan.setup, *plan.apply):
+            if (document["kind"], document["metadata"]["name"]) not in self.documents or document in plan.apply:
+                write(f"set up {document['kind']}")
+                self.put(copy.deepcopy(document))
+        if plan.status is not None:
+            write(f"status {plan.status['state']}: {plan.status['reason']}")
+            self.job["status"] = copy.deepcopy(dict(plan.status))
+        for deletion in plan.deletes:
+            write(f"delete {deletion.name}: {deletion.reason}")
+            self.delete(deletion.kind, deletion.name, deletion.uid, deletion.grace_s)
+        for pod in plan.creates:
+            write(f"create {pod['metadata']['name']}")
+            self.create(copy.deepcopy(pod))
+        if plan.remove:
+            write("remove the job")
+            self.documents.clear()
+        return plan
+
+    def create(self, pod: Document) -> None:
+        name = pod["metadata"]["name"]
+        assert ("Pod", name) not in self.documents, f"{name} is there"
+        self.made[name] = self.made.get(name, 0) + 1
+        pod["metadata"]["creationTimestamp"] = memory.text(self.now)
+        pod["status"] = {"phase": "Pending"}
+        well = [n["metadata"]["name"] for n in self.all("Node") if not n["spec"].get("taints")]
+        busy = [p["spec"].get("nodeName") for p in self.pods]
+        free = sorted(well, key=lambda node: (busy.count(node), node))
+        if free:
+            pod["spec"]["nodeName"] = free[0]
+        self.put(pod)
+        self.most = max(self.most, len(self.alive()))
+
+    def delete(self, kind: Kind, name: str, uid: str, grace_s: int | None = None) -> None:
+        """As the API server does it; who asks for another uid gets a conflict, which is nothing to worry about."""
+        pod = self.documents.get((kind.kind, name))
+        if pod is None or pod["metadata"]["uid"] != uid:
+            return
+        if grace_s == 0 or (pod["status"]["phase"] in ("Succeeded", "Failed")) or "nodeName" not in pod["spec"]:
+            self.gone(pod)
+            return
+        pod["metadata"].setdefault("deletionTimestamp", memory.text(self.now + (30 if grace_s is None else grace_s)))
+        agent = self.agents.get(uid)
+        if agent is None:
+            if self.answers(pod):
+                self.gone(pod)
+        else:
+            agent.told_to_leave = True
+
+    def gone(self, pod: Document) -> None:
+        self.documents.pop(("Pod", pod["metadata"]["name"]), None)
+        self.agents.pop(pod["metadata"]["uid"], None)
+
+    def answers(self, pod: Document) -> bool:
+        """Whether the pod's node does."""
+        node = self.documents.get(("Node", pod["spec"].get("nodeName", "")))
+        return node is not None and node["status"]["conditions"][0]["status"] == "True"
+
+    # what happens to pods
+
+    def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
+        """Its container ends."""
+        phase = "Succeeded" if code == 0 else "Failed"
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": memory.text(self.now)}}
+        pod["status"] = {"phase": phase, "containerStatuses": [{"name": "worker", "state": state}]}
+        if disrupted:
+            pod["status"]["conditions"] = [
+                {"type": "DisruptionTarget", "status": "True", "reason": disrupted, "lastTransitionTime": memory.text(self.now)}
+            ]
+        self.agents.pop(pod["metadata"]["uid"], None)
+        if "deletionTimestamp" in pod["metadata"]:
+            self.gone(pod)
+
+    def lose(self, node: str) -> None:
+        """A node is no more to be reached; its pods are as they were, as far as anybody knows."""
+        self.documents["Node", node]["status"] = ready(False, self.now)
+        self.documents["Node", node]["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
+        for pod in self.pods:
+            if pod["spec"].get("nodeName") == node:
+                self.agents.pop(pod["metadata"]["uid"], None)
+
+    def agent_of(self, index: int) -> Agent | None:
+        return next((agent for agent in self.agents.values() if agent.index == index), None)
+
+    def fail(self, index: int, *, code: int = 1) -> None:
+        """A training process of a worker fails; those of the others fail by it."""
+        agent = self.agent_of(index)
+        if agent is None or agent.standing != "training":
+            return
+        generation = agent.generation
+        for other in self.agents.values():
+            if other.standing == "training" and other.generation == generation:
+                self.drop(other, echo=other is not agent, code=code)
+
+    def drop(self, agent: Agent, *, echo: bool, code: int = 1) -> None:
+        said = f"rank {agent.index} on worker {agent.index} failed"
+        failure = {
+            "rank": agent.index, "code": code, "reason": said, "traceback": "", "time": self.now, "echo": echo,
+            "step": self.step if not echo and code == 1 else None, "committed": self.committed,
+        }  # fmt: skip
+        agent.standing, agent.failed, agent.failure, agent.since = "waiting", True, failure, self.now
+        agent.saving_until = None
+
+    # time
+
+    def pass_(self, seconds: float = STEP_S) -> None:
+        """Let time pass: kubelets start pods, agents live."""
+        self.now += seconds
+        for pod in list(self.pods):
+            uid = pod["metadata"]["uid"]
+            if (until := memory.seconds(pod["metadata"].get("deletionTimestamp"))) and self.now > until and self.answers(pod):
+                self.gone(pod)
+                continue
+            if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"] and self.answers(pod):
+                pod["status"] = {
+                    "phase": "Running",
+                    "containerStatuses": [{"name": "worker", "ready": False, "state": {"running": {}}}],
+                }
+                index = int(pod["metadata"]["labels"][Label.WORKER])
+                self.agents[uid] = Agent(index, uid, since=self.now, begins=self.now + 1)
+        for agent in list(self.agents.values()):
+            if not agent.frozen:
+                self.live(agent)
+        self.train(seconds)
+        for agent in self.agents.values():
+            if not agent.frozen and self.reached:
+                self.report(agent)
+
+    def live(self, agent: Agent) -> None:
+        pod = next(pod for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
+        told = self.status.get("rendezvous") or {} if self.reached else {}
+        if told.get("run") and told["run"] != f"train-{self.job['metadata']['uid'][:8]}":
+            return
+        if closed := told.get("closed"):
+            self.end(pod, closed["code"])
+            return
+        world, called = told.get("world"), told.get("called")
+        if agent.told_to_leave and agent.standing in ("waiting", "done"):
+            self.end(pod, 75)
+            return
+        if agent.told_to_leave and agent.standing == "training":
+            agent.standing, agent.since = "leaving", self.now
+        if agent.standing in ("training", "leaving") and called and called["generation"] > agent.generation:
+            if not called["planned"]:
+                agent.saving_until = None
+                self.stops(agent, pod)
+            elif agent.saving_until is None:
+                agent.saving_until = self.now + SAVE_S
+            elif self.now >= agent.saving_until:
+                agent.saving_until = None
+                self.committed = max(self.committed, self.step)
+                self.stops(agent, pod)
+        if agent.standing == "done" and called and not called["planned"] and called["generation"] > agent.generation:
+            agent.standing, agent.since = "waiting", self.now
+        if (
+            agent.standing == "waiting"
+            and self.now >= agent.begins
+            and world
+            and world["generation"] > agent.generation
+            and agent.index in world["members"]
+        ):
+            agent.standing, agent.generation, agent.since = "training", world["generation"], self.now
+            agent.failed, agent.failure, agent.trained = False, None, 0.0
+            if not any(
+                a.standing == "training" and a.generation == agent.generation and a is not agent for a in self.agents.values()
+            ):
+                self.step = self.committed
+
+    def stops(self, agent: Agent, pod: Document) -> None:
+        if agent.standing == "leaving":
+            self.end(pod, 75)
+        else:
+            agent.standing, agent.since = "waiting", self.now
+
+    def train(self, seconds: float) -> None:
+        """Every world whose members all train makes its steps."""
+        world = (self.status.get("rendezvous") or {}).get("world")
+        inside = [
+            a for a in self.agents.values() if world and a.index in world["members"] and a.generation == world["generation"]
+        ]
+        if not world or len(inside) < len(world["members"]) or any(a.standing not in ("training", "leaving") for a in inside):
+            for agent in inside:  # whose peers are gone fails by it, sooner or later
+                lost = len(inside) < len(world["members"]) if world else False
+                if lost and agent.standing == "training" and not agent.frozen:
+                    self.drop(agent, echo=True)
+            return
+        if any(a.frozen for a in inside):
+            return
+        for _ in range(round(seconds / STEP_S)):
+            if self.step < self.steps and not any(a.saving_until for a in inside):
+                self.step += 1
+                self.done_steps.append((world["generation"], self.step))
+                if self.step % self.every == 0:
+                    self.committed = self.step
+        if self.step >= self.steps:
+            for agent in inside:
+                agent.standing, agent.since = "done", self.now
+
+    def report(self, agent: Agent) -> None:
+        if self.now < agent.begins:
+            return
+        said = {
+            "run": f"train-{self.job['metadata']['uid'][:8]}", "id": agent.index, "standing": agent.standing,
+            "generation": agent.generation, "since": agent.since, "address": f"10.0.0.{agent.index}:1",
+            "failed": agent.failed, "failure": agent.failure,
+        }  # fmt: skip
+        text = json.dumps(said)
+        if text == agent.reported and self.now - agent.beat < RENEW_S:
+            return
+        agent.reported, agent.beat = text, self.now
+        progress = {"step": self.step, "steps": self.steps, "committed": self.committed, "time": self.now}
+        self.put(
+            {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {
+                    "name": f"train-worker-{agent.index}",
+                    "labels": {Label.JOB: "train", Label.WORKER: str(agent.index)},
+                    "annotations": {Annotation.REPORT: text, Annotation.PROGRESS: json.dumps(progress)},
+                },
+                "spec": {"holderIdentity": agent.uid, "renewTime": memory.text(self.now)},
+            }
+        )
+
+    # running
+
+    def run(self, seconds: float, *, every: float = STEP_S) -> None:
+        """Let time pass with a living operator."""
+        end = self.now + seconds
+        while self.now < end:
+            self.pass_(every)
+            self.look()
+
+    def until(self, condition: Any, seconds: float = 300.0) -> None:
+        """Let time pass until something is so."""
+        end = self.now + seconds
+        while not condition(self):
+            assert self.now < end, (self.status, self.writes[-20:])
+            self.pass_()
+            self.look()
+
+
+def ready(well: bool, now: float) -> Document:
+    return {"conditions": [{"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": memory.text(now)}]}
+
+
+def trains(workers: int) -> Any:
+    """Whether so many workers train, and there are no others."""
+
+    def so(cluster: Cluster) -> bool:
+        return (
+            len(cluster.status.get("world") or ()) == workers
+            and len(cluster.pods) == workers
+            and cluster.status.get("state") == "Running"
+        )
+
+    return so
+
+
+assert kind_of({"apiVersion": "v1", "kind": "Pod"}) is kinds.POD

@@ -1,0 +1,151 @@
+"""Whatever happens to pods, nodes, agents, wishes and the operator itself: the job settles, and trains every step to the last."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from outlast import kinds
+from simulated import Cluster, Killed, trains
+
+MOST = 4
+WORKER = st.integers(0, MOST - 1)
+
+
+class Chaos(RuleBasedStateMachine):
+    """Things go wrong, in any order, and the operator dies after any of its writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 0
+
+    @initialize(replicas=st.integers(1, MOST))
+    def begin(self, replicas: int) -> None:
+        self.cluster = Cluster({"replicas": replicas, "min": 1, "max": MOST}, steps=2000, restarts={"limit": 1000})
+        self.wanted = replicas
+
+    def pod(self, index: int) -> dict[str, Any] | None:
+        return self.cluster.documents.get(("Pod", f"train-worker-{index}"))
+
+    @rule(seconds=st.integers(1, 40))
+    def time_passes(self, seconds: int) -> None:
+        self.cluster.run(seconds)
+
+    @rule(seconds=st.integers(1, 20))
+    def nobody_decides(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.cluster.pass_()
+
+    @rule(writes=st.integers(0, 6), times=st.integers(1, 5))
+    def the_operator_dies(self, writes: int, times: int) -> None:
+        for _ in range(times):
+            self.cluster.pass_()
+            try:
+                self.cluster.look(dies_after=writes)
+            except Killed:
+                self.cluster.since = self.cluster.now
+
+    @rule()
+    def it_is_looked_at_twice(self) -> None:
+        self.cluster.look()
+        before = len(self.cluster.writes)
+        self.cluster.look()
+        assert len(self.cluster.writes) == before, self.cluster.writes[before:]
+
+    @rule(index=WORKER, code=st.sampled_from([1, 137, 139]))
+    def a_process_fails(self, index: int, code: int) -> None:
+        self.failures += 1
+        self.cluster.fail(index, code=code)
+
+    @rule(index=WORKER, code=st.sampled_from([1, 75, 137, 143]))
+    def a_container_ends(self, index: int, code: int) -> None:
+        if (pod := self.pod(index)) and pod["status"]["phase"] == "Running":
+            self.failures += 1
+            self.cluster.end(pod, code)
+
+    @rule(index=WORKER)
+    def a_pod_is_evicted(self, index: int) -> None:
+        if (pod := self.pod(index)) and pod["status"]["phase"] == "Running":
+            self.failures += 1  # what the others say of it may be heard first
+            self.cluster.end(pod, 143, disrupted="EvictionByEvictionAPI")
+
+    @rule(index=WORKER, grace=st.sampled_from([None, 0]))
+    def a_pod_is_deleted(self, index: int, grace: int | None) -> None:
+        if pod := self.pod(index):
+            self.failures += grace == 0
+            self.cluster.delete(kinds.POD, pod["metadata"]["name"], pod["metadata"]["uid"], grace)
+
+    @rule(index=WORKER)
+    def a_worker_stands_still(self, index: int) -> None:
+        if agent := self.cluster.agent_of(index):
+            self.failures += 2
+            agent.frozen = True
+
+    @rule(node=st.integers(0, 5))
+    def a_node_is_lost(self, node: int) -> None:
+        well = [n for n in self.cluster.all("Node") if not n["spec"].get("taints")]
+        if len(well) > 2 and any(n["metadata"]["name"] == f"node-{node}" for n in well):
+            self.failures += 2
+            self.cluster.lose(f"node-{node}")
+
+    @rule(replicas=st.integers(1, MOST))
+    def another_number_is_wanted(self, replicas: int) -> None:
+        self.wanted = replicas
+        self.cluster.change(replicas=replicas)
+
+    @rule(suspend=st.booleans())
+    def it_is_suspended_or_resumed(self, suspend: bool) -> None:
+        self.cluster.change(suspend=suspend)
+
+    @rule(seconds=st.integers(20, 90))
+    def the_api_server_is_away(self, seconds: int) -> None:
+        self.cluster.reached = False
+        for _ in range(seconds):
+            self.cluster.pass_()
+        self.cluster.reached, self.cluster.since = True, self.cluster.now
+
+    @rule(seconds=st.sampled_from([-3600, -5, 5, 3600]))
+    def the_clock_jumps(self, seconds: int) -> None:
+        self.cluster.now += seconds
+        self.cluster.since = self.cluster.now
+
+    @invariant()
+    def there_are_never_too_many(self) -> None:
+        if hasattr(self, "cluster"):
+            assert self.cluster.most <= MOST
+            assert self.cluster.status.get("restarts", 0) <= self.failures
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cluster") or not self.cluster.documents:
+            return
+        cluster = self.cluster
+        cluster.change(suspend=False)
+
+        def settled(c: Cluster) -> bool:
+            ended = c.status.get("state") in ("Succeeded", "Failed")
+            return ended or (trains(self.wanted)(c) and not any(agent.frozen for agent in c.agents.values()))
+
+        cluster.until(settled, 4500)
+        if cluster.status["state"] == "Running":
+            cluster.run(45)
+            made = dict(cluster.made)
+            before = len(cluster.writes)
+            cluster.run(60)
+            assert cluster.made == made
+            assert len(cluster.writes) - before <= 3, cluster.writes[before:]
+            cluster.until(lambda c: c.status["state"] == "Succeeded", 5000)
+        assert cluster.status["state"] == "Succeeded", cluster.status["reason"]
+        steps = {step for _, step in cluster.done_steps}
+        assert steps == set(range(1, cluster.steps + 1))
+
+
+def test_every_situation_settles() -> None:
+    examples = int(os.environ.get("OUTLAST_TEST_EXAMPLES", "25"))
+    run_state_machine_as_test(
+        Chaos,
+        settings=settings(max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)),
+    )
