@@ -28,6 +28,10 @@ def test_a_command_loads_what_it_needs_and_no_torch() -> None:
     assert not loaded("from outlast import backends\nbackends.find().list()") & (TORCH | PEOPLE | STORES)
 
 
+def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
+    assert not loaded("import outlast.controller.process, outlast.controller.deciders") & (TORCH | PEOPLE | STORES)
+
+
 @pytest.mark.parametrize("process", ["backends.launcher", "runtime.agent"])
 def test_what_runs_beside_the_training_is_light(process: str) -> None:
     assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.backends.local"})

@@ -52,7 +52,7 @@ TOLD_S = 5.0
 """When members tell of their progress, the job is looked at within so long, once for all of them."""
 FIND_S = 300.0
 """How often it is looked which other systems the cluster has."""
-STOP_S = 8.0
+STOP_S = 6.0
 """How long the looks that have begun may take after SIGTERM; the kubelet waits longer."""
 
 _GROUPS = (WORKLOAD, VOLCANO_GROUP, POD_GROUP)

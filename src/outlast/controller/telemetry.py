@@ -138,6 +138,11 @@ class Telemetry:
         with self._guard:
             return {f"{dict(labels)['verb']} {dict(labels)['kind']}": int(n) for labels, n in self._writes.values.items()}
 
+    def looks(self) -> int:
+        """How many looks there were so far."""
+        with self._guard:
+            return sum(self._looks.counts)
+
     def text(self, *, leads: bool) -> str:
         """Everything, as Prometheus reads it."""
         with self._guard:
