@@ -52,6 +52,7 @@ class _Held(NamedTuple):
     """A document, as small as can be: Python's dictionaries take five times as much."""
 
     body: bytes
+    """Without its version."""
     uid: str
     version: int
     means: int
@@ -158,7 +159,7 @@ class Shelf:
     def of(self, job: Place) -> list[Document]:
         """The documents of a job, by name."""
         found = [self.effective(place) for place in sorted(self.jobs.get(job, ()))]
-        return [json.loads(each.body) for each in found if each is not None]
+        return [_read(each) for each in found if each is not None]
 
     def _reach(self, version: int) -> None:
         """Lists come in no order; only what a standing watch says tells how far it is."""
@@ -200,7 +201,7 @@ class Cache:
         with self._guard:
             shelf = self._shelves[kind]
             for each in shelf.heard(version, now):
-                self._tell(kind, json.loads(each.body))
+                self._tell(kind, _read(each))
 
     def put(self, kind: Kind, document: Document) -> None:
         """A watch says that a document is there."""
@@ -217,7 +218,7 @@ class Cache:
             place = _place(document)
             old = self._shelves[kind].held.get(place)
             if self._shelves[kind].remove(document):
-                self._tell(kind, json.loads(old.body) if old else document)
+                self._tell(kind, _read(old) if old else document)
 
     # what we write
 
@@ -242,7 +243,7 @@ class Cache:
             job = self._shelves[key.kind].effective(place)
             since = max(shelf.since if shelf.listening else now for shelf in self._shelves.values())
             pods, leases = self._shelves[POD].of(place), self._shelves[LEASE].of(place)
-            return Looked(json.loads(job.body) if job else None, pods, leases, self._nodes, since)
+            return Looked(_read(job) if job else None, pods, leases, self._nodes, since)
 
     def listening(self, kinds: Iterable[Kind] | None = None) -> bool:
         """Whether all watches stand: while one does not, nothing is known of what happens."""
@@ -314,34 +315,42 @@ def trimmed(kind: Kind, document: Document) -> Document:
     return made
 
 
-def _means(kind: Kind, document: Document) -> int:
-    """A hash of what has to be looked at at once when it is another. A Lease is renewed all the time, and reports progress."""
-    meta = {name: value for name, value in document["metadata"].items() if name != "resourceVersion"}
-    if kind == LEASE:
-        annotations = {k: v for k, v in (meta.get("annotations") or {}).items() if k != Annotation.PROGRESS}
-        spec = {name: value for name, value in (document.get("spec") or {}).items() if name != "renewTime"}
-        return hash(json.dumps({**document, "metadata": {**meta, "annotations": annotations}, "spec": spec}, sort_keys=True))
-    if kind == NODE:
-        # Taints, readiness and being there are what jobs are looked at for.
-        spec = document.get("spec") or {}
-        ready = [(c["type"], c["status"]) for c in (document.get("status") or {}).get("conditions") or () if c["type"] == "Ready"]
-        labels = meta.get("labels")
-        means = [meta.get("uid"), labels, meta.get("deletionTimestamp"), spec.get("taints"), spec.get("unschedulable"), ready]
-        return hash(json.dumps(means, sort_keys=True))
-    return hash(json.dumps({**document, "metadata": meta}, sort_keys=True))
-
-
 def _held(kind: Kind, document: Document) -> _Held:
-    meta = document["metadata"]
+    meta = dict(document["metadata"])
+    version = int(meta.pop("resourceVersion"))
+    body = _written({**document, "metadata": meta})
     return _Held(
-        json.dumps(document, separators=(",", ":")).encode(),
+        body,
         meta["uid"],
-        int(meta["resourceVersion"]),
-        _means(kind, document),
+        version,
+        hash(_means(kind, document, body)),
         hash((meta.get("annotations") or {}).get(Annotation.PROGRESS)) if kind == LEASE else 0,
         (meta.get("labels") or {}).get(Label.JOB, ""),
         (document.get("spec") or {}).get("nodeName", "") if kind == POD else "",
     )
+
+
+def _means(kind: Kind, document: Document, body: bytes) -> bytes:
+    """What has to be looked at at once when it is another. A Lease is renewed all the time, and reports progress; of a node,
+    taints, readiness and being there are what jobs are looked at for."""
+    meta, spec = document["metadata"], document.get("spec") or {}
+    if kind == LEASE:
+        report = (meta.get("annotations") or {}).get(Annotation.REPORT)
+        return _written([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
+    if kind == NODE:
+        ready = [(c["type"], c["status"]) for c in (document.get("status") or {}).get("conditions") or () if c["type"] == "Ready"]
+        return _written([meta.get("labels"), meta.get("deletionTimestamp"), spec.get("taints"), spec.get("unschedulable"), ready])
+    return body
+
+
+def _written(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _read(held: _Held) -> Document:
+    found: Document = json.loads(held.body)
+    found["metadata"]["resourceVersion"] = str(held.version)
+    return found
 
 
 def _place(document: Document) -> Place:

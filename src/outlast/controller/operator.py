@@ -44,6 +44,8 @@ Orphans = Callable[[Sequence[Document], Mapping[str, Document], float], Plan]
 
 LONGEST_PAUSE_S = 60.0
 """Between two tries of what fails."""
+WATCH_S = 10.0
+"""The same between two tries of a watch: a definition that is installed now should not be noticed a minute later."""
 STUCK_S = 300.0
 """A look that takes so long never ends: the process is to be started again."""
 BUSY = 10
@@ -134,7 +136,7 @@ class Operator:
                 if not self.leadership.lost:
                     log.error("%s ended by itself; this process ends, to be started again", ", ".join(broken))
                 break
-            stop.wait(0.2 if workers[0].ident is not None else 0.02)
+            stop.wait(0.5 if workers[0].ident is not None else 0.02)
         asked = stop.is_set()
         self.turns.close()
         until = time.monotonic() + (STOP_S if asked and self.leadership.holds() else 0.0)
@@ -204,7 +206,7 @@ class Operator:
                 self.telemetry.failed()
                 log.warning("%s cannot be watched: %s", kind.resource, error)
             failures += 1
-            stop.wait(self._pause(failures))
+            stop.wait(min(WATCH_S, self._pause(failures)))
 
     def _find(self, stop: kube.Stop) -> None:
         """Look now and then which other systems the cluster has."""
@@ -279,7 +281,7 @@ class Operator:
         else:
             pause = min(LONGEST_PAUSE_S, 2.0 ** (busy - BUSY))
             log.warning("%d looks in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
-            self.turns.later(key, now + pause)
+            self.turns.rest(key, now + pause)  # our own writes come back as changes; they must not keep us busy
 
     def _gone(self, key: Key, looked: Looked, now: float) -> None:
         """There is no such job any more. What it owned goes by itself, but for pods on a node that nobody hears of."""

@@ -24,14 +24,19 @@ class Turns(Generic[K]):
         self._begun: set[K] = set()
         self._again: set[K] = set()
         self._later: dict[K, float] = {}
+        self._rests: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._count = 0
         self._closed = False
-        self._news = threading.Condition()
+        self._news = threading.Condition()  # of a lock that its holder may take again
 
     def add(self, name: K) -> None:
         """It has to be looked at."""
         with self._news:
+            if (until := self._rests.get(name)) is not None:
+                if until > self._clock():
+                    return self.later(name, until)
+                del self._rests[name]
             if name in self._begun:
                 self._again.add(name)
             elif name not in self._waiting:
@@ -46,6 +51,13 @@ class Turns(Generic[K]):
                 self._count += 1
                 heapq.heappush(self._heap, (when, self._count, name))
                 self._news.notify()
+
+    def rest(self, name: K, until: float) -> None:
+        """It has a turn at this time, and none before, whatever changes."""
+        with self._news:
+            self._rests[name] = until
+            self._again.discard(name)
+            self.later(name, until)
 
     def take(self) -> K | None:
         """Wait for the next turn; None when there will be none. Each is given back by `done`."""
