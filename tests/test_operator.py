@@ -589,7 +589,8 @@ def test_whatever_write_fails_or_is_lost_on_its_way_the_end_is_the_same(world: W
     world.apply("a", "b")
     world.start()
     world.settled(["a", "b"])
-    assert sum("POST" in each for each in world.writes()) <= 5
+    # 4, the one that is done without an answer (it is noted twice), and perhaps that again before the watch brings it
+    assert sum("POST" in each for each in world.writes()) <= 6
 
 
 def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_pod(world: World) -> None:
@@ -598,7 +599,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
     for _ in range(6):
         operator = world.start(me="a")
         written = len(world.writes())
-        world.api.until(lambda written=written: len(world.writes()) > written or world.pods() == ["x"])
+        world.api.until(lambda written=written: len(world.writes()) > written)
         operator.leadership._renewed = float("-inf")  # from here on it may write nothing, as if it had been killed
         *_, thread, codes = world.running[-1]
         thread.join(15)
@@ -608,7 +609,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
     world.start(me="a")
     world.settled(["a", "b"])
     posted = [each for each in world.writes() if each.startswith("POST")]
-    assert len(posted) <= 4 + 6 * 8  # those that were taken, at most one a worker and life
+    assert len(posted) <= 4 + 6 * 2  # what a life had on its way when it ended, one for each job, may be asked for again
 
 
 def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
@@ -643,6 +644,7 @@ def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World,
     with caplog.at_level(logging.INFO, "outlast"):
         operator = world.start()
         world.api.until(lambda: "waiting for elasticjobs.outlast.dev" in caplog.text)
+        world.api.until(lambda: operator.cache.unsynced() == [ELASTIC_JOB])
         assert get(operator, "/readyz") == (503, "waiting until all is known of elasticjobs.outlast.dev\n")
         assert get(operator, "/healthz")[0] == 200
         world.api.unserved = ()
