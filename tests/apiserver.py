@@ -118,7 +118,8 @@ class ApiServer:
             if found is not None:
                 del self.prescribed[found[0]]
         if not self.well:
-            return send(handler, 503, "down")
+            _plain(503, "down")(handler)
+            return
         if found is not None and found[1](handler):
             return
         length = int(handler.headers.get("Content-Length") or 0)
@@ -181,6 +182,9 @@ class ApiServer:
                     self.remove(*key[::2], key[1])
                     send(handler, 200, {"kind": "Status", "status": "Success"})
                 case "PATCH":
+                    version = body["metadata"].get("resourceVersion") if isinstance(body, dict) and "metadata" in body else None
+                    if old is not None and version not in (None, old["metadata"]["resourceVersion"]):
+                        return send(handler, *status(409, "Conflict", "the object has been modified"))
                     new = _merged(json.loads(json.dumps(old or {})), body)
                     send(
                         handler,

@@ -137,7 +137,7 @@ class Cluster:
 
     def look(self, *, dies_after: int | None = None) -> Plan:
         """One pass of the operator; it dies after so many writes."""
-        documents = copy.deepcopy(self.documents)
+        documents = dict(self.documents)
         pods = [d for (kind, _), d in documents.items() if kind == "Pod"]
         leases = [d for (kind, _), d in documents.items() if kind == "Lease"]
         nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}

@@ -150,6 +150,8 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
 
     with pytest.raises(OutlastError, match=r"3 .*max"):
         backend.scale("job", 3)
+    with pytest.raises(OutlastError, match="0 workers train nothing; outlast suspend job"):
+        backend.scale("job", 0)
     backend.scale("job", 1)
     place.wait(lambda s: s.replicas == 1 and s.state is State.RUNNING and len(s.world) == 1)
 

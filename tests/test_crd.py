@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from kubernetes_validate import utils as schemas
 
 from outlast import contract, spec
 from outlast.errors import InvalidJob
-from outlast.manifests import cel, crd, install, rbac
+from outlast.manifests import cel, crd, disruption, install, labels, rbac
 from outlast.manifests.request import Document
+from outlast.status import Failure, JobStatus, State
 
 ROOT = Path(__file__).parents[1]
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
@@ -78,7 +80,7 @@ def test_every_field_of_the_spec_is_explained() -> None:
 def test_every_field_of_the_job_file_is_in_the_schema() -> None:
     named = spec.schema()["$defs"]
     fields = {name: set(model["properties"]) for name, model in named.items() if name not in ("Metadata",)}
-    known = [set(part["properties"]) for _, part in parts(SPEC) if "properties" in part]
+    known = [set(part["properties"]) for place, part in parts(SPEC) if "properties" in part and not place.startswith(".template")]
     assert sorted(map(sorted, known)) == sorted(map(sorted, fields.values()))
 
 
@@ -103,7 +105,11 @@ def test_it_can_be_scaled_and_looked_at() -> None:
         assert path in PARTS or path == ".metadata.creationTimestamp"
     assert (PARTS[".spec.workers"]["default"], PARTS[".spec.workers.replicas"]["default"]) == ({}, 1)
     names = crd.definition()["spec"]["names"]
-    assert (names["shortNames"], names["plural"], "all" in names["categories"]) == (["ej"], "elasticjobs", True)
+    assert (names["shortNames"], names["plural"]) == (["ej", "ejob"], "elasticjobs")
+    assert names["categories"] == ["all", "training"]
+    columns = [(each["name"], each.get("priority", 0)) for each in version["additionalPrinterColumns"]]
+    shown = ["State", "Workers", "Step", "Progress", "Restarts", "Goodput", "Age"]
+    assert columns == [*((name, 0) for name in shown), ("Reason", 1)]
 
 
 # What it takes and refuses
@@ -135,7 +141,7 @@ def test_a_job_file_that_is_right_is_taken(file: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"workers": {"replicas": 0}},
+        {"workers": {"replicas": -1}},
         {"workers": {"replicas": "2"}},
         {"resources": {"gpu": -1}},
         {"resources": {"memory": "16 apples"}},
@@ -212,6 +218,9 @@ BROKEN: list[Document] = [
     {"module": "m", "workers": {"replicas": 2, "min": 1, "sizes": [2, 4]}},
     {"module": "m", "workers": {"replicas": 2, "sizes": [2, 4], "step": 2}},
     {"module": "m", "workers": {"replicas": 4, "min": 1, "max": 7, "step": 2}},
+    {"module": "m", "workers": {"replicas": 0, "min": 9, "max": 2}},
+    {"module": "m", "workers": {"replicas": 0, "max": 2, "sizes": [4, 8]}},
+    {"module": "m", "workers": {"replicas": 0, "min": 2, "sizes": [4, 8]}},
     {"module": "m", "rendezvous": {"backend": "etcd"}},
     {"module": "m", "rendezvous": {"endpoint": "etcd:2379"}},
     {"module": "m", "rendezvous": {"backend": "auto", "endpoint": "etcd:2379"}},
@@ -238,6 +247,10 @@ WHOLE: list[Document] = [
     {"script": "a.py", "workers": {"replicas": 2, "sizes": [1, 2, 4], "min": 1, "max": 4}},
     {"module": "m", "workers": {"replicas": 5, "min": 1, "max": 7, "step": 2}},
     {"module": "m", "workers": {"replicas": 2, "step": 1, "sizes": [2]}},
+    {"module": "m", "workers": {"replicas": 0}},
+    {"module": "m", "workers": {"replicas": 0, "min": 2}},
+    {"module": "m", "workers": {"replicas": 0, "min": 2, "max": 7, "step": 2}},
+    {"module": "m", "workers": {"replicas": 0, "sizes": [2, 4]}},
     {"module": "m", "rendezvous": {"backend": "c10d", "endpoint": "store:29400"}},
     {"module": "m", "rendezvous": {"backend": "c10d"}},
     {"module": "m", "processesPerWorker": 4, "resources": {"gpu": 4}},
@@ -278,20 +291,171 @@ def words(sentence: str) -> set[str]:
     return set(re.findall(r"[\w.]*\w\.\w+", sentence.partition(";")[0]))
 
 
-def broken_rules(document: Document) -> Iterator[str]:
-    """The rules that a document breaks, and what the API server says then; evaluated by another implementation of CEL."""
+def broken_rules(document: Document, before: Document | None = None) -> Iterator[str]:
+    """The rules that a document breaks, and what the API server says then; evaluated by another implementation of CEL.
+
+    Those about changes are asked only when there was a document `before`.
+    """
+    new, old = specified(document), specified(before or document)
+    for place, _, rule in rules():
+        part, was = ((each if place == ".spec" else each.get(place.rpartition(".")[2])) for each in (new, old))
+        change = "oldSelf" in rule["rule"]
+        asked = part is not None and (not change or (before is not None and was is not None))
+        if asked and not program(rule["rule"])({"self": part, "oldSelf": was} if change else {"self": part}):
+            yield rule["message"]
+
+
+@functools.cache
+def program(expression: str) -> Callable[[Document], bool]:
     import celpy
 
     environment = celpy.Environment()
+    compiled = environment.program(environment.compile(expression))
+    return lambda values: bool(compiled.evaluate({name: celpy.json_to_cel(value) for name, value in values.items()}))
 
-    def value(expression: str, part: Any) -> Any:
-        return environment.program(environment.compile(expression)).evaluate({"self": celpy.json_to_cel(part)})
 
-    fields = {**document["spec"], "workers": {"replicas": 1, **document["spec"].get("workers", {})}}
-    for place, _, rule in rules():
-        part = fields if place == ".spec" else fields.get(place.rpartition(".")[2])
-        if part is not None and not value(rule["rule"], part):
-            yield rule["message"]
+def specified(document: Document) -> Document:
+    """The specification with what the API server fills in."""
+    return {**document["spec"], "workers": {"replicas": 1, **document["spec"].get("workers", {})}}
+
+
+# Changes
+
+BEFORE: Document = {
+    "module": "m",
+    "image": "example.com/a:1",
+    "args": ["--epochs=1"],
+    "data": [{"from": "s3://b/c"}],
+    "workers": {"replicas": 2, "min": 1, "max": 4},
+    "resources": {"cpu": 1},
+    "scheduling": {"queue": "a", "priorityClassName": "low"},
+    "env": {"A": "1"},
+    "template": {"spec": {"hostNetwork": True}},
+}
+REMEDY = "delete the job and apply it under the same name: it goes on from its checkpoint"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"workers": {"replicas": 0, "min": 1, "max": 4}},
+        {"workers": {"replicas": 4, "sizes": [2, 4]}},
+        {"workers": {"replicas": 3, "min": 1, "max": 9, "step": 2}},
+        {"suspend": True},
+        {"activeDeadlineSeconds": 60},
+        {"startupDeadlineSeconds": 60},
+        {"ttlSecondsAfterFinished": 60},
+        {"cleanPodPolicy": "All"},
+        {"restarts": {"limit": 1}},
+        {"scheduling": {"queue": "a", "priorityClassName": "high"}},
+    ],
+    ids=str,
+)
+def test_what_may_change_while_a_job_runs(fields: Document) -> None:
+    before, after = {**HEAD, "spec": BEFORE}, {**HEAD, "spec": {**BEFORE, **fields}}
+    assert list(broken_rules(after, before)) == []
+    assert list(broken_rules(before, after)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("image", "example.com/a:2"),
+        ("args", ["--epochs=2"]),
+        ("args", ["--epochs=1", "--batch=2"]),
+        ("code", "s3://b/code.zip"),
+        ("data", [{"from": "s3://b/d"}]),
+        ("models", [{"from": "s3://b/d", "name": "a"}]),
+        ("output", "s3://b/out"),
+        ("processesPerWorker", 2),
+        ("resources", {"cpu": 2}),
+        ("rendezvous", {"backend": "c10d"}),
+        ("checkpoint", {"every": "1m"}),
+        ("sync", {"every": "1m"}),
+        ("interruption", {"grace": "1m"}),
+        ("hang", {"limit": "1m"}),
+        ("environment", {"requirements": "a.txt"}),
+        ("env", {"A": "2"}),
+        ("env", {"A": "1", "B": "2"}),
+        ("volumes", [{"claim": "a", "to": "/a"}]),
+        ("nodeSelector", {"a": "b"}),
+        ("tolerations", [{"operator": "Exists"}]),
+        ("secrets", [{"name": "a"}]),
+        ("tracking", {"tensorboard": True}),
+        ("template", {"spec": {"hostNetwork": False}}),
+        ("template", {"metadata": {"labels": {"a": "b"}}}),
+        ("template", {"metadata": {"annotations": {"a": "b"}}}),
+    ],
+    ids=str,
+)
+def test_what_cannot_change_is_refused_with_the_way_out(field: str, value: Any) -> None:
+    before, after = {**HEAD, "spec": BEFORE}, {**HEAD, "spec": {**BEFORE, field: value}}
+    sentence = f"{field} of a job cannot change; {REMEDY}"
+    assert list(broken_rules(after, before)) == [sentence]
+    assert list(broken_rules(before, after)) == [sentence]
+
+
+def test_the_queue_of_a_job_cannot_change_nor_what_it_runs() -> None:
+    before, after = {**HEAD, "spec": BEFORE}, {**HEAD, "spec": {**BEFORE, "scheduling": {"priorityClassName": "low"}}}
+    sentence = f"scheduling.queue of a job cannot change; {REMEDY}"
+    assert list(broken_rules(after, before)) == list(broken_rules(before, after)) == [sentence]
+    script = {**{key: value for key, value in BEFORE.items() if key != "module"}, "script": "a.py"}
+    found = list(broken_rules({**HEAD, "spec": script}, before))
+    assert found == [f"{field} of a job cannot change; {REMEDY}" for field in ("module", "script")]
+
+
+def test_whether_a_field_can_change_is_decided_for_all_of_them() -> None:
+    """A new field of the job file needs a word about it."""
+    free = {
+        "workers",
+        "suspend",
+        "activeDeadlineSeconds",
+        "startupDeadlineSeconds",
+        "ttlSecondsAfterFinished",
+        "cleanPodPolicy",
+        "restarts",
+        "scheduling",
+    }
+    assert set(cel.FIXED) | free == set(SPEC["properties"])
+    assert {*cel.FIXED_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
+
+
+# Status
+
+
+def test_a_status_of_an_operator_is_read() -> None:
+    """All that the schema knows, and what it does not."""
+    written = example(SCHEMA["properties"]["status"]) | {"state": "Running", "ofTomorrow": {"a": 1}}
+    found = JobStatus.model_validate({"name": "a", **written})
+    assert (found.state, found.step, found.world, found.goodput) == (State.RUNNING, 1, [1], 1.5)
+    assert found.failure == Failure(
+        **dict.fromkeys(("worker", "rank", "code", "step", "generation"), 1),
+        **dict.fromkeys(("reason", "traceback", "node", "logTail"), "text"),
+        time=1.5,
+        counted=True,
+    )
+    assert JobStatus.model_validate_json(found.model_dump_json()) == found
+    by_name = JobStatus.model_validate({"name": "a", **written, "failure": written.pop("lastFailure")})
+    assert by_name == found
+
+
+def example(part: Schema) -> Any:
+    """A value that a part of a schema takes."""
+    match part.get("type"):
+        case "object":
+            return {name: example(inner) for name, inner in part["properties"].items()}
+        case "array":
+            return [example(part["items"])]
+        case "string":
+            return "2026-01-01T00:00:00Z" if part.get("format") else part.get("enum", ["text"])[0]
+    return {"integer": 1, "number": 1.5, "boolean": True}[part["type"]]
+
+
+def test_every_field_of_the_status_is_explained() -> None:
+    found = [place for place, part in parts(SCHEMA["properties"]["status"]) if not place.endswith("]")]
+    unexplained = [place for place in found if not PARTS[f".status{place}"].get("description")]
+    assert [place for place in unexplained if not place.startswith(".conditions[]")] == []
 
 
 # What is installed
@@ -331,10 +495,71 @@ def test_nobody_may_do_everything() -> None:
     assert rules
     for _, rule in rules:
         assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
-        assert not set(rule["resources"]) & {"secrets", "roles", "rolebindings", "clusterroles", "clusterrolebindings"}
+        assert not set(rule["resources"]) & {"secrets", "clusterroles", "clusterrolebindings"}
         assert not set(rule["verbs"]) & {"escalate", "bind", "impersonate"}
-    workers = [rule for name, rule in rules if name == rbac.WORKER]
-    assert not any(set(rule["resources"]) & {"pods", "services"} for rule in workers)
+
+
+OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a", "uid": "u", "controller": True}
+
+
+def test_workers_may_say_that_they_are_there_and_read_their_job() -> None:
+    account, role, binding = rbac.members("a", "team", 2, {"x": "y"}, OWNER)
+    meta = {"name": "a-worker", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
+    assert [account["metadata"], role["metadata"], binding["metadata"]] == [meta] * 3
+    assert account["automountServiceAccountToken"] is False
+    assert role["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "verbs": ["create", "patch"],
+            "resourceNames": ["a-worker-0", "a-worker-1"],
+        },
+        {
+            "apiGroups": ["outlast.dev"],
+            "resources": ["elasticjobs"],
+            "verbs": ["get", "list", "watch"],
+            "resourceNames": ["a"],
+        },
+    ]
+    assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "a-worker"}
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "a-worker", "namespace": "team"}]
+
+
+def test_the_operator_may_do_what_it_lets_workers_do() -> None:
+    """Else the API server would refuse the role: https://kubernetes.io/docs/reference/access-authn-authz/rbac/#privilege-escalation-prevention-and-bootstrapping"""
+    (held,) = [each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and "rules" in each]
+    given = rbac.members("a", "team", 1, {}, OWNER)[1]["rules"]
+    assert triples(given) <= triples(held)
+
+
+def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+@pytest.mark.parametrize("version", MINORS)
+def test_kubernetes_takes_what_is_made_for_a_job(version: str) -> None:
+    budget = disruption.budget("a", "team", 2, {}, OWNER)
+    for document in [*rbac.members("a", "team", 2, {}, OWNER), budget]:
+        schemas.validate(document, version, strict=True)
+
+
+def test_a_drain_leaves_a_job_its_fewest_workers_and_waits_for_none_that_is_not_ready() -> None:
+    assert disruption.budget("a", "team", 2, {"x": "y"}, OWNER) == {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "a", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]},
+        "spec": {
+            "minAvailable": 2,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {"matchLabels": labels.selector("a")},
+        },
+    }
 
 
 def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:

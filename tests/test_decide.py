@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from outlast import kinds
-from simulated import EVERY, Cluster, trains
+from simulated import EVERY, Cluster, Killed, trains
 
 
 def a_cluster(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
@@ -280,3 +281,30 @@ def test_a_job_of_the_same_name_waits_for_the_pods_of_the_one_before() -> None:
         cluster.gone(each)
     cluster.until(trains(2))
     assert cluster.status["run"] == "train-ffffffff"
+
+
+def test_an_operator_that_is_killed_three_hundred_times_misses_nothing() -> None:
+    cluster = a_cluster(3, steps=10**6, restarts={"limit": 1000})
+    chance = random.Random(0)
+    killed = 0
+    while killed < 300:
+        cluster.pass_()
+        event = chance.random()
+        if event < 0.02:
+            cluster.change(replicas=chance.randint(1, 4))
+        elif event < 0.05 and cluster.alive():
+            each = chance.choice(cluster.alive())
+            cluster.delete(kinds.POD, each["metadata"]["name"], each["metadata"]["uid"], chance.choice([None, 0]))
+        elif event < 0.08:
+            cluster.fail(chance.randint(0, 3))
+        try:
+            cluster.look(dies_after=chance.randint(0, 3))
+        except Killed:
+            killed += 1
+        assert len(cluster.alive()) <= 4
+    cluster.change(replicas=3)
+    cluster.until(trains(3))
+    cluster.steps = cluster.step + 50
+    cluster.until(lambda c: c.status["state"] == "Succeeded", 3000)
+    repeated(cluster)
+    assert cluster.most <= 4

@@ -32,6 +32,13 @@ def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
     assert not loaded("import outlast.controller.process, outlast.controller.deciders") & (TORCH | PEOPLE | STORES)
 
 
+def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
+    assert not loaded("import outlast.rendezvous.transport") & {"outlast.kube", "httpx2", "lightkube"}
+    assert {"outlast.kube", "httpx2", "lightkube"} <= loaded(
+        "from outlast.rendezvous import transport\ntransport.preload('kubernetes://x')"
+    )
+
+
 @pytest.mark.parametrize("process", ["backends.launcher", "runtime.agent"])
 def test_what_runs_beside_the_training_is_light(process: str) -> None:
     assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.backends.local"})

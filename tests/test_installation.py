@@ -40,6 +40,7 @@ def bring(cluster: FakeCluster, **options: Any) -> list[str]:
 WHOLE = [
     "Namespace outlast-system",
     "CustomResourceDefinition elasticjobs.outlast.dev",
+    "CustomResourceDefinition elasticjobs.elastic.pytorch.org",
     "ServiceAccount outlast-operator in outlast-system",
     "ClusterRole outlast-operator",
     "ClusterRoleBinding outlast-operator",
@@ -232,21 +233,26 @@ def test_uninstalling_takes_all_but_the_definition_and_the_rights_to_it_the_last
     bring(cluster)
     rights = "users have their rights to ElasticJobs from it; --crds removes it"
     users = ("ClusterRole outlast-view", "ClusterRole outlast-edit")
+    definitions = ["elasticjobs.outlast.dev", "elasticjobs.elastic.pytorch.org"]
     assert remove(cluster) == [
         *(
             f"kept       {each}: {rights}" if each in users else f"deleted    {each}"
             for each in reversed(WHOLE)
             if "Custom" not in each
         ),
-        "kept       CustomResourceDefinition elasticjobs.outlast.dev: ElasticJobs would be deleted with it; --crds removes it",
+        *(
+            f"kept       CustomResourceDefinition {each}: ElasticJobs would be deleted with it; --crds removes it"
+            for each in definitions
+        ),
     ]
-    assert [key[2] for key in cluster.documents] == ["elasticjobs.outlast.dev", "outlast-view", "outlast-edit"]
+    assert [key[2] for key in cluster.documents] == [*definitions, "outlast-view", "outlast-edit"]
 
 
 def test_without_the_definition_no_rights_to_it_are_kept() -> None:
     cluster = established(FakeCluster())
     bring(cluster)
-    cluster.delete(kinds.CRD, "elasticjobs.outlast.dev")
+    for kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
+        cluster.delete(kinds.CRD, kind.resource)
     remove(cluster)
     assert cluster.documents == {}
 
@@ -323,8 +329,8 @@ def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 def test_install_counts_what_it_has_done(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.warnings.append("something is old")
     code, out, err = outlast(capsys, "install")
-    assert (code, out.splitlines()[-1], err) == (0, "fake: 8 created", "outlast | the server warns: something is old\n")
-    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == "fake: 8 would be unchanged"
+    assert (code, out.splitlines()[-1], err) == (0, "fake: 9 created", "outlast | the server warns: something is old\n")
+    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == "fake: 9 would be unchanged"
 
 
 def test_install_that_waits_for_an_operator_that_cannot_run_says_why(

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import shutil
 import socket
 import stat
 import threading
@@ -14,11 +15,12 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 
 import apiserver
 import ports
-from outlast import answers, errors, kube
+from outlast import answers, errors, kube, kubeconfig
 from outlast.answers import Asked
 from outlast.backends.kubernetes import KubernetesBackend
 from outlast.cli import inside
@@ -40,6 +42,23 @@ def cluster(api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def a_pod(name: str, **labels: str) -> kube.Document:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": {}}
+
+
+def test_a_pod_reaches_its_api_server_without_the_proxy_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "token").write_text("secret")
+    (account / "namespace").write_text("team-a")
+    shutil.copy(certifi.where(), account / "ca.crt")
+    monkeypatch.setattr(kubeconfig, "ACCOUNT", account)
+    monkeypatch.setattr(kubeconfig, "files", lambda _: [])
+    for name, value in {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "443"}.items():
+        monkeypatch.setenv(f"KUBERNETES_{name}", value)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    cluster = kube.connect()
+    assert (cluster.server, cluster.namespace) == ("https://10.0.0.1:443", "team-a")
+    assert not cluster.client.trust_env
+    cluster.close()
 
 
 FORBIDDEN = 'pods is forbidden: User "eve" cannot list resource "pods" in API group "" in the namespace "team-a"'

@@ -87,6 +87,12 @@ def here(tmp_path: Path) -> Here:
 # The job's own files
 
 
+def test_a_job_that_is_to_have_no_workers_is_not_begun(here: Here) -> None:
+    with pytest.raises(OutlastError, match=r"workers.replicas is 0, which trains nothing; say how many, e.g. with --workers 1"):
+        here.submit(workers={"replicas": 0})
+    assert here.started == []
+
+
 def test_a_run_that_goes_on_takes_the_new_code_and_keeps_what_the_job_wrote(here: Here) -> None:
     here.write("model.py", "v1")
     here.write("snapshot.pt", "of another run")

@@ -913,3 +913,14 @@ def test_an_example_for_kubernetes_renders(file: Path, topology: str) -> None:
     for document in manifests.render(job, topology, files=files):
         if "." not in document["apiVersion"] or "k8s.io" in document["apiVersion"]:
             schemas.validate(document, MINORS[-1], strict=True)
+
+
+def test_no_workers_suspend_a_job() -> None:
+    job = a_job(workers={"replicas": 0, "min": 2, "max": 4})
+    (applied,) = manifests.render(job)
+    assert applied["spec"]["workers"]["replicas"] == 0
+    indexed = kind(manifests.render(job, "indexed-job"), "Job")["spec"]
+    assert (indexed["suspend"], indexed["completions"], indexed["parallelism"]) == (True, 2, 2)
+    assert kind(manifests.render(a_job(workers={"replicas": 0}), "job"), "Job")["spec"]["suspend"] is True
+    assert kind(manifests.render(job, "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
+    assert wrong(job, "volcano") == ["workers.replicas (0) suspends the job, and no Job of Volcano begins so; say how many"]

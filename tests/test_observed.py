@@ -146,6 +146,12 @@ def test_a_suspended_job_says_who_still_leaves() -> None:
     assert said(running(0), workload=a_job(suspend=True)) == (State.SUSPENDED, "suspended; workers that still save and leave: 1")
 
 
+def test_an_elasticjob_that_is_to_have_no_workers_is_suspended() -> None:
+    held = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 0}}}
+    assert said(workload=held) == (State.SUSPENDED, "suspended")
+    assert observed.status(Seen("train", held)).replicas == 0
+
+
 def test_a_job_in_a_queue_waits_for_it() -> None:
     queued = a_job(suspend=True)
     queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "research"

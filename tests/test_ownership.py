@@ -76,3 +76,13 @@ def test_who_begins_anew_sets_an_unfinished_run_aside_once(place: store.Store) -
 def test_a_generation_is_above_all_that_were_committed(place: store.Store, tmp_path) -> None:
     first = ownership.generation(place, tmp_path, "a", stored=True)
     assert ownership.generation(place, tmp_path / "elsewhere", "a", stored=True) == first + 1
+
+
+def test_who_only_looks_sees_the_newest_generation_of_disk_and_store_and_takes_neither(place: store.Store, tmp_path) -> None:
+    assert ownership.seen(place, tmp_path, "a", stored=True) == 0
+    taken_here = ownership.generation(place, tmp_path, "a", stored=True)
+    for _ in range(2):
+        assert ownership.seen(place, tmp_path, "a", stored=False) == taken_here
+        assert ownership.seen(place, tmp_path / "elsewhere", "a", stored=True) == taken_here
+    assert ownership.seen(place, tmp_path / "elsewhere", "a", stored=False) == 0
+    assert ownership.seen(place, tmp_path, "b", stored=True) == 0

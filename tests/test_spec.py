@@ -164,7 +164,9 @@ def test_the_allowed_numbers_of_workers(workers: str, allowed: tuple[int, ...]) 
         ),
         ("{replicas: 4, sizes: [2, 4], min: 3}", "workers.min (3) is not one of workers.sizes (2, 4); add it or raise min"),
         ("{replicas: 2, sizes: [2], step: 2}", "workers.step and workers.sizes are both given; keep one"),
-        ("{replicas: 0}", "workers.replicas (0) must be at least 1"),
+        ("{replicas: -1}", "workers.replicas (-1) must be at least 0"),
+        ("{replicas: 0, min: 3, max: 2}", "workers.min (3) is above workers.max (2); swap them or raise max"),
+        ("{replicas: 0, sizes: [4, 8], max: 2}", "workers.max (2) is below all of workers.sizes (4, 8); raise max or add a size"),
         ("{replicas: 10001}", "workers.replicas (10001) must be at most 10000"),
         ("{replicas: 2.5}", "workers.replicas (2.5) must be a whole number"),
         ("{replicas: two}", "workers.replicas (two) must be a whole number"),
@@ -388,14 +390,31 @@ def test_an_unknown_field_is_refused_with_what_was_meant(field: str, sentence: s
     assert problem(field) == sentence
 
 
+@pytest.mark.parametrize(
+    ("workers", "allowed"),
+    [
+        ("{replicas: 0}", (1,)),
+        ("{replicas: 0, min: 2}", (2,)),
+        ("{replicas: 0, min: 2, max: 4}", (2, 3, 4)),
+        ("{replicas: 0, max: 2}", (1, 2)),
+        ("{replicas: 0, min: 2, max: 7, step: 2}", (2, 4, 6)),
+        ("{replicas: 0, sizes: [2, 4]}", (2, 4)),
+    ],
+)
+def test_a_job_that_is_to_have_no_workers_keeps_the_sizes_that_it_may_have(workers: str, allowed: tuple[int, ...]) -> None:
+    found = spec.parse(a_job(f"workers: {workers}"))
+    assert (found.spec.workers.replicas, found.spec.workers.allowed()) == (0, allowed)
+    assert spec.parse(spec.dump(found)) == found
+
+
 def test_a_field_at_the_wrong_indent_is_told_where_it_belongs() -> None:
     assert problems(a_job() + "workers: {replicas: 2}\n") == [(6, "workers is unknown; did you mean spec.workers?")]
 
 
 def test_a_misspelt_field_does_not_hide_what_is_wrong_in_it() -> None:
-    assert problems(a_job("wrokers:\n  replicas: 0")) == [
+    assert problems(a_job("wrokers:\n  replicas: -1")) == [
         (5, "wrokers is unknown; did you mean workers?"),
-        (6, "workers.replicas (0) must be at least 1"),
+        (6, "workers.replicas (-1) must be at least 0"),
     ]
 
 

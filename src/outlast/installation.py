@@ -10,6 +10,7 @@ cluster, so nothing is done while they serve an operator in another namespace.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -217,14 +218,17 @@ def wait(cluster: Cluster, namespace: str, *, timeout_s: float) -> list[Cause]:
 
 def jobs(cluster: Cluster) -> list[str]:
     """All ElasticJobs of the cluster, as `namespace/name`. Raises Forbidden: who may not see them must not delete them."""
-    try:
-        found = cluster.list_(kinds.ELASTIC_JOB, everywhere=True)
-    except (NotServed, Absent):
-        return []
+    found: list[Document] = []
+    for kind in _JOBS:
+        with contextlib.suppress(NotServed, Absent):
+            found += cluster.list_(kind, everywhere=True)
     return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found]
 
 
-def definition(name: str = "elasticjobs.outlast.dev") -> Document:
+_JOBS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB)
+
+
+def definition(name: str = kinds.ELASTIC_JOB.resource) -> Document:
     """Enough of the definition of ElasticJob to name it."""
     return {"apiVersion": kinds.CRD.api_version, "kind": kinds.CRD.kind, "metadata": {"name": name}}
 
@@ -236,9 +240,10 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     """
     _check_alone(cluster, namespace)
     wanted = [each for each in documents(namespace=namespace, etcd=True) if each["kind"] != kinds.CRD.kind]
+    named = [definition(kind.resource) for kind in _JOBS]
     if crds:
-        yield _delete(cluster, definition())
-    stays = not crds and _there(cluster, definition()) is not None
+        yield from (_delete(cluster, each) for each in named)
+    left = [] if crds else [each for each in named if _there(cluster, each) is not None]
     roles = [each["metadata"]["name"] for each in rbac.users()]
     for document in reversed(wanted):
         old = _there(cluster, document)
@@ -247,12 +252,12 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
-        elif stays and document["metadata"]["name"] in roles:
+        elif left and document["metadata"]["name"] in roles:
             yield Done("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
             yield _delete(cluster, document)
-    if stays:
-        yield Done("kept", definition(), "ElasticJobs would be deleted with it; --crds removes it")
+    for each in left:
+        yield Done("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
 
 
 def _delete(cluster: Cluster, document: Document) -> Done:

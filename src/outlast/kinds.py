@@ -72,6 +72,8 @@ PRIORITY_CLASS = Kind("scheduling.k8s.io/v1", "PriorityClass", "priorityclasses"
 CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False)
 
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
+LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
+"""Of the archived controller of torchelastic, for which the operator stands in."""
 VOLCANO_JOB = Kind("batch.volcano.sh/v1alpha1", "Job", "jobs")
 VOLCANO_QUEUE = Kind("scheduling.volcano.sh/v1beta1", "Queue", "queues", namespaced=False)
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
@@ -88,6 +90,7 @@ KINDS = tuple(value for value in list(globals().values()) if isinstance(value, K
 
 INSTALLED_BY = {
     contract.GROUP: "install it with: outlast install",
+    "elastic.pytorch.org": "install it with: outlast install",
     "batch.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
     "scheduling.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
     "scheduling.x-k8s.io": "ask who runs the cluster for the coscheduling plugin, or set scheduling.gang to none",

@@ -157,7 +157,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         elif kubeconfig.inside(os.environ):
             if context:
                 raise NoCluster(f"there is no context {context}: this pod has an account and no kubeconfig; leave --context out")
-            config = KubeConfig.from_service_account().get()
+            config = KubeConfig.from_service_account(kubeconfig.ACCOUNT).get()
             assert config is not None
         else:
             raise NoCluster(
@@ -165,7 +165,9 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
                 "or run it on this machine: outlast run FILE"
             )
         config = config._replace(user=config.user or User())
-        params = ConnectionParams(timeout=httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None), proxy=proxy)
+        # What a pod's $HTTPS_PROXY is for lies outside the cluster, its API server does not.
+        timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None)
+        params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
         arguments = {**params.httpx_params(config), "headers": headers}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         client = httpx2.Client(**arguments, limits=limits)
@@ -180,6 +182,14 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         server=config.cluster.server,
         namespace=namespace or config.namespace,
     )
+
+
+def load() -> None:
+    """Import what `connect` needs: for who forks before it connects. Raises ImportError."""
+    import httpx2  # noqa: F401
+    import lightkube.config.client_adapter
+    import lightkube.config.kubeconfig
+    import lightkube.core.exceptions  # noqa: F401
 
 
 def _read_refusal(answer: httpx2.Response) -> None:
@@ -236,8 +246,13 @@ class Cluster:
         params = {"fieldManager": MANAGER, "fieldValidation": "Strict", **_dry(dry_run)}
         return self._document("create", "POST", kind, "", namespace=namespace, params=params, body=document)
 
-    def apply(self, document: Document, *, dry_run: bool = False) -> Document:
-        """Make a document, or make what we say of it true (server-side apply). Unknown fields are an error."""
+    def apply(
+        self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
+    ) -> Document:
+        """Make a document, or make what we say of it true (server-side apply). Unknown fields are an error.
+
+        `tries` and `timeout_s` are for who tries again by itself, with what is newer by then.
+        """
         kind, name, namespace = self._of(document)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
         return self._document(
@@ -249,6 +264,8 @@ class Cluster:
             params=params,
             body=document,
             content_type="application/apply-patch+yaml",
+            tries=tries,
+            timeout_s=timeout_s,
         )
 
     def patch(
@@ -318,6 +335,7 @@ class Cluster:
         fields: str = "",
         trim: Callable[[Document], Document] | None = None,
         listening: Callable[[str | None], None] | None = None,
+        longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> Iterator[Change]:
         """First all that there is, then every change, until `stop` is set.
 
@@ -354,7 +372,7 @@ class Cluster:
                 if not begun:
                     raise
             if failures:
-                stop.wait(_pause(failures))
+                stop.wait(min(_pause(failures), longest_pause_s))
 
     def _changes(
         self, kind: Kind, version: str, stop: Stop, *, tell: Callable[[str], None], **select: Any
@@ -571,12 +589,24 @@ class Cluster:
         params: Mapping[str, str] | None = None,
         body: Any = None,
         content_type: str = "application/json",
+        tries: int | None = None,
+        timeout_s: float | None = None,
     ) -> Document:
         asked, path = self._address(verb, kind, name, namespace, subresource=subresource)
         if verb == "create":
             asked = Asked(verb, kind, body["metadata"].get("name", ""), asked.namespace, self.server)
         repeat = verb in ("get", "apply", "delete")
-        answer = self._answer(asked, method, path, params=params, body=body, content_type=content_type, repeat=repeat)
+        answer = self._answer(
+            asked,
+            method,
+            path,
+            params=params,
+            body=body,
+            content_type=content_type,
+            repeat=repeat,
+            tries=tries,
+            timeout_s=timeout_s,
+        )
         return _parsed(answer.content, asked)
 
     def _listed(
@@ -620,6 +650,7 @@ class Cluster:
         body: Any = None,
         content_type: str = "application/json",
         repeat: bool | None = None,
+        tries: int | None = None,
         timeout_s: float | None = None,
     ) -> httpx2.Response:
         """What the server answers; raises what it refuses.
@@ -630,9 +661,10 @@ class Cluster:
 
         timeout = httpx2.USE_CLIENT_DEFAULT if timeout_s is None else httpx2.Timeout(timeout_s)
         repeat = method == "GET" if repeat is None else repeat
+        tries = tries or _TRIES
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": content_type}
-        for attempt in range(1, _TRIES + 1):
+        for attempt in range(1, tries + 1):
             answer = None
             try:
                 answer = self.client.request(method, path, params=params, content=content, headers=headers, timeout=timeout)
@@ -645,9 +677,9 @@ class Cluster:
                 wrong = _unreached(error, asked)
                 again = isinstance(error, httpx2.ConnectError) or (repeat and isinstance(error, httpx2.TransportError))
                 again = again and not isinstance(error, httpx2.ConnectTimeout)
-                if attempt == _TRIES or not again:
+                if attempt == tries or not again:
                     raise wrong from error
-            if attempt == _TRIES or not again:
+            if attempt == tries or not again:
                 raise wrong
             time.sleep(_pause(attempt, answer))
         raise AssertionError

@@ -246,21 +246,21 @@ class Weights(Checked):
 
 def _sizes(given: dict[str, Any]) -> list[int]:
     """Numbers of workers that are given. Before pydantic 2.12 this is asked of wrong ones, too, which are missing then."""
-    return list(given.get("sizes") or [given.get("replicas", 1)])
+    return list(given.get("sizes") or [given.get("replicas", 1) or 1])
 
 
 class Workers(Checked):
     """How many workers train together. `outlast scale` changes `replicas` while the job runs."""
 
-    replicas: Count = 1
-    """Workers wanted."""
+    replicas: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 1
+    """Workers wanted. 0 suspends the job, on Kubernetes, until more are wanted."""
     step: Count = 1
     """Allowed numbers of workers are `min`, `min` + `step`, ... up to `max`."""
     sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Allowed numbers of workers, one by one, instead of `step`: `[1, 2, 4]`."""
     min: int = Field(strict=True, ge=1, le=10_000, default_factory=lambda given: min(_sizes(given)))
     """Training goes on with no fewer. Default: the smallest of `sizes`, else `replicas`."""
-    max: int = Field(strict=True, ge=1, le=10_000, default_factory=lambda given: max(_sizes(given)))
+    max: int = Field(strict=True, ge=1, le=10_000, default_factory=lambda given: max(*_sizes(given), given.get("min", 1)))
     """Training takes no more. Default: the largest of `sizes`, else `replicas`."""
 
     def allowed(self) -> tuple[int, ...]:
@@ -275,7 +275,10 @@ class Workers(Checked):
             yield ("step",), "workers.step and workers.sizes are both given; keep one"
         elif self.min > self.max and {"min", "max"} <= self.model_fields_set:
             yield ("min",), f"workers.min ({self.min}) is above workers.max ({self.max}); swap them or raise max"
-        elif self.replicas < self.min:
+        elif self.sizes and min(self.sizes) > self.max:
+            sizes = ", ".join(map(str, sorted(self.sizes)))
+            yield ("max",), f"workers.max ({self.max}) is below all of workers.sizes ({sizes}); raise max or add a size"
+        elif 0 < self.replicas < self.min:
             yield ("replicas",), f"{replicas} is below workers.min ({self.min}); raise replicas or lower min"
         elif self.replicas > self.max:
             yield ("replicas",), f"{replicas} is above workers.max ({self.max}); lower replicas or raise max"
@@ -284,7 +287,7 @@ class Workers(Checked):
             if self.min not in allowed:
                 sizes = ", ".join(map(str, sorted(self.sizes or ())))
                 yield ("min",), f"workers.min ({self.min}) is not one of workers.sizes ({sizes}); add it or raise min"
-            elif self.replicas not in allowed:
+            elif self.replicas and self.replicas not in allowed:
                 yield (
                     ("replicas",),
                     f"{replicas} is not an allowed number of workers ({', '.join(map(str, allowed))}); choose one",

@@ -7,8 +7,9 @@ epoch (UTC).
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 
 class State(enum.StrEnum):
@@ -108,6 +109,10 @@ class Failure(_Model):
     generation: int = 0
     time: float = 0.0
     counted: bool = True
+    node: str = ""
+    """The node of its pod, on Kubernetes."""
+    log_tail: Annotated[str, Field(validation_alias=AliasChoices("logTail", "log_tail"))] = ""
+    """The last lines of its worker's log, where they are not in `traceback`."""
 
 
 class JobStatus(_Model):
@@ -135,7 +140,8 @@ class JobStatus(_Model):
     """Failures that counted since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
-    failure: Failure | None = None
+    failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
+    """The last one; an ElasticJob's status calls it `lastFailure`."""
     warnings: list[str] = Field(default_factory=list)
     """What the user should know although training goes on, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)

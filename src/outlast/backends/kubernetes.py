@@ -302,7 +302,9 @@ class KubernetesBackend:
         """Wish for another number of workers."""
         workload, kind, title = self._active(name)
         low, high = self._allowed(workload) or (1, replicas)
-        if not low <= replicas <= high:
+        if not replicas and kind is not kube.ELASTIC_JOB:
+            raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
+        if replicas and not low <= replicas <= high:
             raise OutlastError(
                 f"{replicas} workers are not between workers.min ({low}) and max ({high}) of {name}; choose another"
             )
@@ -332,6 +334,9 @@ class KubernetesBackend:
             raise OutlastError(
                 f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
             )
+        if kind is kube.ELASTIC_JOB and not workload["spec"].get("suspend"):
+            low, _ = self._allowed(workload) or (1, 1)
+            raise OutlastError(f"{name} is to have 0 workers, which suspends it; go on with: outlast scale {name} {low}")
         self._suspended(workload, kind, title, False)
 
     def _suspended(self, workload: Document, kind: kube.Kind, title: str, value: bool) -> None:

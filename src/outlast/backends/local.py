@@ -59,6 +59,8 @@ class LocalBackend:
         self._not_running(places)
         if job.spec.suspend:
             raise OutlastError("suspend is true in the job file; set it to false to train")
+        if not job.spec.workers.replicas:
+            raise OutlastError("workers.replicas is 0, which trains nothing; say how many, e.g. with --workers 1")
         placed = _placed(job, self._state)
         unfinished = None if fresh else self._unfinished(places)
         before = Run.read(places) if unfinished else None
@@ -222,6 +224,8 @@ class LocalBackend:
         places = self._active(name)
         workers = spec.load(places.job).spec.workers
         allowed = workers.allowed()
+        if not replicas:
+            raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
         if replicas not in allowed:
             sizes = (
                 f"{allowed[0]} to {allowed[-1]}" if len(allowed) == allowed[-1] - allowed[0] + 1 else ", ".join(map(str, allowed))

@@ -116,7 +116,7 @@ def _wanted(workload: Document) -> int:
     match workload.get("kind"):
         case "ElasticJob":
             workers = spec.get("workers") or {}
-            return int(workers.get("replicas") or 1)
+            return int(workers.get("replicas", 1))
         case "StatefulSet":
             annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
             return int(spec.get("replicas", 1)) or int(annotation or 0)
@@ -131,6 +131,8 @@ def suspended(workload: Document) -> bool:
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
+    if workload.get("kind") == "ElasticJob" and _wanted(workload) == 0:
+        return True
     return bool(spec.get("suspend")) or _volcano(workload) in ("Aborted", "Aborting")
 
 

@@ -39,7 +39,7 @@ def schema() -> str:
 
 def _size(workers: spec.Workers) -> str:
     """How many workers, and how many there may be: `2 workers, 1–4`."""
-    wanted = f"{workers.replicas} worker{'s' if workers.replicas > 1 else ''}"
+    wanted = f"{workers.replicas} worker{'' if workers.replicas == 1 else 's'}"
     allowed = workers.allowed()
     if len(allowed) == 1:
         return wanted

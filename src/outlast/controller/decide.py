@@ -107,6 +107,10 @@ class Look:
         steps = [told.step for id, told in self.seen.told.items() if id in ranks and told.step is not None]
         return max(steps, default=self.memory.progress.step)
 
+    def until(self, at: float, wait_s: float) -> float | None:
+        """When a wait that began at this time is over; None when it is. See `world.until` for clocks that jump."""
+        return world.until(at, wait_s, self.now)
+
     def know(self, **fields: Any) -> None:
         """Remember."""
         self.memory = dataclasses.replace(self.memory, **fields)
@@ -232,23 +236,21 @@ def unreadable(look: Look) -> None:
     look.know(observed=look.seen.generation)
 
 
-def unmakeable(look: Look) -> None:
-    """No pod can be made of it."""
+def changed_or_new(look: Look) -> None:
+    """What its pods need beside them is made, and follows the specification; or no pod can be made of it."""
+    known, generation = look.memory, look.seen.generation
+    if known.observed == generation and known.started is not None:
+        return
+    look.know(observed=generation)
     try:
-        setup = made.setup(look.seen)
+        if known.started is None:
+            look.setup = made.setup(look.seen)
+            look.know(started=look.now, formed=False)
+        else:
+            look.apply = made.changed(look.seen)
     except InvalidJob as error:
         look.over = True
         look.say(State.PENDING, f"no pods can be made: {error}", "InvalidJob", warning=True)
-        look.know(observed=look.seen.generation)
-        return
-    if look.memory.observed == look.seen.generation and look.memory.started is not None:
-        return
-    if look.memory.started is None:
-        look.setup = setup
-        look.know(started=look.now, formed=False)
-    else:
-        look.apply = made.changed(look.seen)
-    look.know(observed=look.seen.generation)
 
 
 def too_late(look: Look) -> None:
@@ -305,8 +307,8 @@ def lost_workers(look: Look) -> None:
         if pod.node_lost is None or pod.ended or pod.uid in look.deletes:
             continue
         gone = pod.node_lost == float("-inf")
-        end = look.now if gone else max(pod.node_lost, pod.born, _quiet_since(look, pod)) + look.seen.limits.lost_s
-        if look.now < end:
+        quiet = max(pod.node_lost, pod.born, _quiet_since(look, pod))
+        if not gone and (end := look.until(quiet, look.seen.limits.lost_s)) is not None:
             look.again(end)
             continue
         how = "is gone" if gone else f"has not answered for {look.seen.limits.lost_s:g} s"
@@ -324,8 +326,7 @@ def silent_workers(look: Look) -> None:
         told = look.seen.told.get(pod.index)
         if told is None or pod.node_lost is not None or told.member.standing is Standing.DONE:
             continue
-        end = _silent_at(look, told)
-        if look.now < end:
+        if (end := _silent_at(look, told)) is not None:
             look.again(end)
             continue
         sentence = f"has said nothing for {look.seen.limits.silence_s:g} s"
@@ -396,7 +397,7 @@ def _state(look: Look) -> world.State:
         done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
         pod = next((pod for pod in look.seen.pods if pod.index == id), None)
         cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
-        gone = pod is None or pod.ended or cut or _silent_at(look, told) <= look.now
+        gone = pod is None or pod.ended or cut or _silent_at(look, told) is None
         if done or not gone:
             members[id] = told.member
     return world.State(members, known.world, known.called)
@@ -597,9 +598,9 @@ def _judged(look: Look, pod: Pod) -> None:
     look.know(judged_pods=tuple([uid for uid in look.memory.judged_pods if uid in there] + [pod.uid]))
 
 
-def _silent_at(look: Look, told: Told) -> float:
-    """When a member is dead, if nothing more is heard of it."""
-    return max(told.beat, look.seen.since) + look.seen.limits.silence_s
+def _silent_at(look: Look, told: Told) -> float | None:
+    """When a member is dead if nothing more is heard of it; None when it is."""
+    return look.until(max(told.beat, look.seen.since), look.seen.limits.silence_s)
 
 
 def _quiet_since(look: Look, pod: Pod) -> float:
@@ -617,11 +618,9 @@ def _force(look: Look, pod: Pod) -> None:
     """Delete a pod that goes and is on a node that does not answer, at once."""
     if pod.node_lost is None:
         return
-    end = pod.node_lost + look.seen.limits.lost_s
-    if look.now >= end:
+    if (end := look.until(pod.node_lost, look.seen.limits.lost_s)) is None:
         look.delete(pod, f"its node {pod.node} does not answer", grace_s=0)
-    else:
-        look.again(end)
+    look.again(end)
 
 
 def _orphans(seen: Seen) -> Plan:
@@ -669,14 +668,14 @@ _CONDITION = {
 RULES: tuple[Callable[[Look], None], ...] = (
     finished,
     unreadable,
-    unmakeable,
-    resumed,
+    changed_or_new,
     workers_done,
-    too_late,
     ended_workers,
     lost_workers,
     silent_workers,
     leaving_nodes,
+    resumed,
+    too_late,
     world_decided,
     surplus_workers,
     missing_workers,

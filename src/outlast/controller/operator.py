@@ -186,6 +186,7 @@ class Operator:
                     kind,
                     stop=stop,
                     labels=Label.JOB if kind in (POD, LEASE) else "",
+                    longest_pause_s=WATCH_S,
                     trim=lambda document: cache.trimmed(kind, document),
                     listening=heard,
                     **where,

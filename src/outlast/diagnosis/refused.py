@@ -68,7 +68,7 @@ RULES = (
         "account-missing",
         r'serviceaccount "(?P<account>[^"]+)" not found',
         "the ServiceAccount {account} does not exist in namespace {namespace}",
-        "make it (kubectl apply -k deploy/worker makes outlast-worker), or correct serviceAccountName in the template",
+        "make it (kubectl create serviceaccount {account}), or correct serviceAccountName in the template",
     ),
     Rule(
         "priority-missing",

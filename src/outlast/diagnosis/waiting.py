@@ -161,6 +161,8 @@ def wishes(seen: Seen, _: float) -> Iterator[Cause]:
         yield Cause("suspended", "it is suspended", (), f"go on with: outlast resume {seen.name}", wrong=False)
     elif seen.kind == "StatefulSet" and spec.get("replicas") == 0:
         yield Cause("suspended", "it is to have no workers", (), f"go on with: outlast resume {seen.name}", wrong=False)
+    elif seen.kind == "ElasticJob" and seen.wanted() == 0:
+        yield Cause("suspended", "it is to have no workers", (), f"go on with: outlast scale {seen.name} 1", wrong=False)
     if deleted := seen.workload.get("metadata", {}).get("deletionTimestamp"):
         held = seen.workload["metadata"].get("finalizers", [])
         evidence = (f"since {deleted}", *((f"held by {sight.together(held)}",) if held else ()))

@@ -4,6 +4,9 @@
 
 A rule says what must hold, its message the same sentence as `spec`. The API server estimates what a rule may cost and refuses
 expensive ones, so the lists that rules go through are bounded (`BOUNDS`).
+
+What a job is cannot change while it is there (`FIXED`): pods of before and after would train together. How many workers it has,
+how long it may take and what happens at its end can.
 https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """
 
@@ -33,23 +36,32 @@ TEXT_BOUNDS = {
 """The most characters of texts in those lists."""
 
 
-def _rule(holds: str, message: str, *, at: str = "") -> Rule:
+def rule(holds: str, message: str, *, at: str = "") -> Rule:
     """A rule. Its message is a text: those made from values are estimated too dear by the API server."""
     return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
+
+
+def _fixed(name: str, *, within: str = "") -> Rule:
+    """A field that cannot change; `within`: the part of the specification that it is in."""
+    new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
+    has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
+    holds = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
+    remedy = "delete the job and apply it under the same name: it goes on from its checkpoint"
+    return rule(holds, f"{f'{within}.{name}' if within else name} of a job cannot change; {remedy}", at=f".{within or name}")
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
     """No two items of a list that have this field have the same."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
-    return _rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
+    return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
 def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:
     """No item of one list is where an item of another is; x is of the left, y of the right list. `but`: unless this holds."""
     meet = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
     unless = f"!({but}) && " if but else ""
-    return _rule(
+    return rule(
         f"!has(self.{left}) || !has(self.{right}) || !self.{left}.exists(x, {unless}self.{right}.exists(y, {meet}))",
         sentence,
         at=f".{right}",
@@ -58,7 +70,7 @@ def _apart(left: str, left_place: str, right: str, right_place: str, sentence: s
 
 def _elsewhere(lists: str) -> Rule:
     """No item of a list is over a place of Outlast or of the system."""
-    return _rule(
+    return rule(
         f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
         f"{lists} has a place (to) of Outlast or of the system; choose another, e.g. /mnt/data",
         at=f".{lists}",
@@ -69,84 +81,118 @@ _HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
 """Whether data is of the machine that a job is submitted from; then a volume may be at its place."""
 _DATA_TO = "(has(x.to) ? x.to : '/data')"
 
+FIXED = (
+    "image",
+    "module",
+    "script",
+    "args",
+    "code",
+    "data",
+    "models",
+    "output",
+    "processesPerWorker",
+    "resources",
+    "rendezvous",
+    "checkpoint",
+    "sync",
+    "interruption",
+    "hang",
+    "environment",
+    "env",
+    "volumes",
+    "nodeSelector",
+    "tolerations",
+    "secrets",
+    "tracking",
+    "template",
+)
+"""Fields of the specification that cannot change."""
+FIXED_SCHEDULING = ("queue", "gang", "spot")
+"""Those of `scheduling`: the priority of pods that are still to be made can change."""
+
 RULES: dict[str, list[Rule]] = {
     "Workers": [
-        _rule(
+        rule(
             "!has(self.sizes) || !has(self.step) || self.step == 1",
             "workers.step and workers.sizes are both given; keep one",
             at=".step",
         ),
-        _rule(
+        rule(
             "!has(self.min) || !has(self.max) || self.min <= self.max",
             "workers.min is above workers.max; swap them or raise max",
             at=".min",
         ),
-        _rule(
-            "!has(self.min) || self.replicas >= self.min",
+        rule(
+            "!has(self.min) || self.replicas == 0 || self.replicas >= self.min",
             "workers.replicas is below workers.min; raise replicas or lower min",
             at=".replicas",
         ),
-        _rule(
+        rule(
             "!has(self.max) || self.replicas <= self.max",
             "workers.replicas is above workers.max; lower replicas or raise max",
             at=".replicas",
         ),
-        _rule(
+        rule(
             "!has(self.sizes) || !has(self.min) || self.min in self.sizes",
             "workers.min is not one of workers.sizes; add it or raise min",
             at=".min",
         ),
-        _rule(
-            "has(self.sizes) ? self.replicas in self.sizes : "
-            "!has(self.step) || !has(self.min) || (self.replicas - self.min) % self.step == 0",
+        rule(
+            "!has(self.sizes) || !has(self.max) || self.sizes.exists(x, x <= self.max)",
+            "workers.max is below all of workers.sizes; raise max or add a size",
+            at=".max",
+        ),
+        rule(
+            "self.replicas == 0 || (has(self.sizes) ? self.replicas in self.sizes : "
+            "!has(self.step) || !has(self.min) || (self.replicas - self.min) % self.step == 0)",
             "workers.replicas is not an allowed number of workers; see sizes or step",
             at=".replicas",
         ),
     ],
     "Rendezvous": [
-        _rule(
+        rule(
             "!has(self.backend) || self.backend != 'etcd' || has(self.endpoint)",
             "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379",
             at=".backend",
         ),
-        _rule(
+        rule(
             "!has(self.endpoint) || (has(self.backend) && self.backend != 'auto')",
             "rendezvous.endpoint has no use with backend auto; say backend: etcd or c10d",
             at=".endpoint",
         ),
     ],
     "Environment": [
-        _rule(
+        rule(
             "!has(self.requirements) || !has(self.conda)",
             "environment.requirements and environment.conda are both given; keep one",
             at=".conda",
         )
     ],
     "Spec": [
-        _rule("!has(self.script) || !has(self.module)", "script and module are both given; keep one", at=".module"),
-        _rule(
+        rule("!has(self.script) || !has(self.module)", "script and module are both given; keep one", at=".module"),
+        rule(
             "has(self.script) || has(self.module)",
             "there is nothing to run; give script (a file in code) or module",
         ),
-        _rule(
+        rule(
             "!has(self.processesPerWorker) || type(self.processesPerWorker) != int || !has(self.resources) || "
             "!has(self.resources.gpu) || self.resources.gpu == 0 || int(self.processesPerWorker) <= self.resources.gpu || "
             f"(has(self.resources.accelerator) && self.resources.accelerator in {list(spec.MANY_CORES)})",
             "processesPerWorker is above resources.gpu; each process needs a GPU of its own",
             at=".processesPerWorker",
         ),
-        _rule(
+        rule(
             "!has(self.activeDeadlineSeconds) || !has(self.startupDeadlineSeconds) || "
             "self.startupDeadlineSeconds <= self.activeDeadlineSeconds",
             "startupDeadlineSeconds is above activeDeadlineSeconds; lower it or raise the other",
             at=".startupDeadlineSeconds",
         ),
-        _rule(
+        rule(
             f"!has(self.data) || self.data.all(x, self.data.exists_one(y, {_DATA_TO.replace('x.', 'y.')} == {_DATA_TO}))",
             "two entries of data have the same place (to); choose another for one of them",
             at=".data",
         ),
-        _rule(
+        rule(
             f"!has(self.data) || !self.data.exists(x, self.data.exists(y, "
             f"{_DATA_TO.replace('x.', 'y.')}.startsWith({_DATA_TO} + '/')))",
             "an entry of data is inside another one (to); choose places beside each other",
@@ -179,5 +225,7 @@ RULES: dict[str, list[Rule]] = {
             _DATA_TO.replace("x.", "y."),
             "data is where a model is; choose another place",
         ),
+        *(_fixed(name) for name in FIXED),
+        *(_fixed(name, within="scheduling") for name in FIXED_SCHEDULING),
     ],
 }

@@ -18,7 +18,7 @@ from outlast.manifests import cel
 from outlast.manifests.request import Document
 
 PLURAL = "elasticjobs"
-SHORT = "ej"
+SHORT = ("ej", "ejob")
 
 Schema = dict[str, Any]
 
@@ -40,7 +40,7 @@ def definition() -> Document:
                 "listKind": f"{contract.KIND}List",
                 "plural": PLURAL,
                 "singular": contract.KIND.lower(),
-                "shortNames": [SHORT],
+                "shortNames": list(SHORT),
                 "categories": ["all", "training"],
             },
             "versions": [
@@ -72,6 +72,7 @@ def schema() -> Schema:
     fields = _model("Spec", named)
     fields["properties"]["workers"]["default"] = {}
     fields["properties"]["workers"]["properties"]["replicas"]["default"] = 1
+    fields["properties"]["template"]["properties"] = _overlay()
     return {
         "type": "object",
         "description": read["description"],
@@ -169,6 +170,19 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
+def _overlay() -> Schema:
+    """What a template has. Named, since CEL takes two objects for equal when they have as many fields that the schema does not
+    know, and none of them in common; below `spec` that remains (Kubernetes 1.36)."""
+    meta = {
+        name: {"type": "object", "description": f"{name.capitalize()} of the pods.", "additionalProperties": {"type": "string"}}
+        for name in ("labels", "annotations")
+    }
+    return {
+        "metadata": _part("Laid over the metadata of the pods.", **meta),
+        "spec": _part("Laid over the PodSpec of the pods."),
+    }
+
+
 # -------------------------------------------------------------------------------------------------------------------- status
 
 
@@ -184,20 +198,115 @@ def _status() -> Schema:
             "reason": _known("string", "The sentence of the last decision."),
             "replicas": _known("integer", "Workers that there are."),
             "selector": _known("string", "Labels of the workers' pods, for the scale subresource."),
+            "workersText": _known("string", "Workers that there are, and how many there may be: 3/1-4."),
             "run": _known("string", "Unique id of this run."),
             "generation": _known("integer", "Generation of the world."),
+            "world": _many("integer", "The workers that train together, in rank order; empty while there is no world."),
             "step": _known("integer", "Steps done."),
             "steps": _known("integer", "Steps of the whole run, when known."),
+            "progress": _known("string", "Share of the steps that is done: 42 %."),
+            "rate": _known("number", "Steps per second, recently."),
             "restarts": _known("integer", "Failures that counted since the start of the run."),
             "interruptions": _known("integer", "Workers that were told to leave since the start of the run."),
+            "checkpoint": _part(
+                "The newest committed checkpoint.",
+                step=_known("integer", "Its step."),
+                time=_known("number", "When it was committed, seconds since the epoch."),
+                path=_known("string", "Where it is."),
+                bytes=_known("integer", "Its size."),
+            ),
             "goodput": _known("number", "Share of the wall time spent on steps that were kept, 0 to 1."),
+            "goodputText": _known("string", "The same in per cent: 97.1 %."),
+            "lastFailure": _failure(),
+            "startTime": _time("When the operator took the job up."),
+            "completionTime": _time("When the job ended."),
+            "rendezvous": _rendezvous(),
+            "judged": _part(
+                "Failures that are already counted.",
+                generation=_known("integer", "The newest generation whose failure is."),
+                pods=_many("string", "Uids of pods whose end is."),
+            ),
+            "failures": {
+                "type": "array",
+                "description": "Failures that still count against restarts.limit, oldest first.",
+                "items": _part(
+                    "One of them.",
+                    time=_known("number", "When it was counted, seconds since the epoch."),
+                    committedStep=_known("integer", "The newest committed step then."),
+                    failedStep=_known("integer", "The step that raised, when known."),
+                    node=_known("string", "The node where it was."),
+                ),
+            },
+            "queue": _known("string", "The queue that the job waits in, or was admitted by."),
             "conditions": _conditions(),
         },
     }
 
 
+def _failure() -> Schema:
+    """As `status.Failure`, with the place and the last lines, which only pods have."""
+    return _part(
+        "The last failure: the first process that failed.",
+        worker=_known("integer", "Its worker."),
+        rank=_known("integer", "Its rank, when known."),
+        code=_known("integer", "Its exit code."),
+        reason=_known("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
+        traceback=_known("string", "The tail of its traceback, where there was one."),
+        step=_known("integer", "The step that it was at."),
+        generation=_known("integer", "The generation of its world."),
+        time=_known("number", "When it failed, seconds since the epoch."),
+        counted=_known("boolean", "Whether it counts against restarts.limit."),
+        node=_known("string", "The node of its pod."),
+        logTail=_known("string", "The last lines of its worker's log."),
+    )
+
+
+def _rendezvous() -> Schema:
+    """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.local`."""
+    return _part(
+        "What the operator tells the workers; they watch it.",
+        run=_known("string", "The run that it is about."),
+        world=_part(
+            "The newest world.",
+            generation=_known("integer", "Its generation."),
+            members=_many("integer", "Its workers in rank order."),
+            address=_known("string", "Where they meet: host and port of rank 0."),
+            reason=_known("string", "Why it was formed."),
+            at=_known("number", "When, seconds since the epoch."),
+        ),
+        called=_part(
+            "The workers are called together for a generation.",
+            generation=_known("integer", "The generation to come."),
+            reason=_known("string", "Why they are."),
+            planned=_known("boolean", "Whether training saves first."),
+            deadline=_known("number", "Until when it may, seconds since the epoch."),
+            at=_known("number", "When they were called, seconds since the epoch."),
+            leaving=_many("integer", "Workers that go."),
+        ),
+        closed=_part(
+            "There will be no further world.",
+            reason=_known("string", "Why not."),
+            code=_known("integer", "What workers exit with."),
+        ),
+    )
+
+
 def _known(kind: str, description: str) -> Schema:
     return {"type": kind, "description": description}
+
+
+def _time(description: str) -> Schema:
+    return {"type": "string", "format": "date-time", "description": description}
+
+
+def _many(kind: str, description: str) -> Schema:
+    return {"type": "array", "description": description, "items": {"type": kind}}
+
+
+def _part(description: str, **fields: Schema) -> Schema:
+    """A part that operators of other versions may add to."""
+    found = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
+    return {**found, "properties": fields} if fields else found
 
 
 def _conditions() -> Schema:
@@ -223,13 +332,18 @@ def _conditions() -> Schema:
 
 
 def _columns() -> list[Document]:
-    """What `kubectl get ej` shows; the last but one with `-o wide` only."""
+    """What `kubectl get ej` shows, the reason with `-o wide` only. Numbers that stand in a sentence come as texts."""
     return [
-        {"name": "State", "type": "string", "jsonPath": ".status.state"},
-        {"name": "Workers", "type": "integer", "jsonPath": ".status.replicas"},
-        {"name": "Wanted", "type": "integer", "jsonPath": ".spec.workers.replicas"},
-        {"name": "Step", "type": "integer", "jsonPath": ".status.step"},
-        {"name": "Restarts", "type": "integer", "jsonPath": ".status.restarts"},
-        {"name": "Reason", "type": "string", "jsonPath": ".status.reason", "priority": 1},
-        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+        _column("State", ".status.state"),
+        _column("Workers", ".status.workersText"),
+        _column("Step", ".status.step", "integer"),
+        _column("Progress", ".status.progress"),
+        _column("Restarts", ".status.restarts", "integer"),
+        _column("Goodput", ".status.goodputText"),
+        _column("Age", ".metadata.creationTimestamp", "date"),
+        {**_column("Reason", ".status.reason"), "priority": 1},
     ]
+
+
+def _column(name: str, path: str, kind: str = "string") -> Document:
+    return {"name": name, "type": kind, "jsonPath": path}

@@ -2,14 +2,15 @@
 
     files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them, and `outlast install` applies them
 
-The operator has the right to everything it does and to nothing else: no wildcard, no Secrets, no right to change roles.
+The operator has the right to everything it does and to nothing else: no wildcard, no Secrets. It may make roles of what it may
+itself, for the workers of a job, and may not go beyond that (`escalate`, `bind`).
 """
 
 from __future__ import annotations
 
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
-from outlast.manifests import crd, places, pods, rbac
+from outlast.manifests import crd, legacy, places, pods, rbac
 from outlast.manifests.request import Document
 
 IMAGE = "ghcr.io/outlast/operator:0.1"
@@ -28,15 +29,14 @@ def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> dict[str, li
     """The documents by the file that holds them, below `deploy/`; `into` is the operator's namespace."""
     base = {
         "namespace.yaml": [namespace(into)],
-        "crd.yaml": [crd.definition()],
+        "crd.yaml": [crd.definition(), legacy.definition()],
         "rbac.yaml": rbac.operator(_meta(OPERATOR), into) + rbac.users(),
         "operator.yaml": [operator(into, image)],
     }
-    optional = {"etcd/etcd.yaml": etcd(into), "worker/role.yaml": rbac.worker()}
+    optional = {"etcd/etcd.yaml": etcd(into)}
     kustomized = {
         "kustomization.yaml": [_kustomization(list(base), namespace=into)],
         "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=into)],
-        "worker/kustomization.yaml": [_kustomization(["role.yaml"])],
     }
     return {**base, **optional, **kustomized}
 
@@ -191,9 +191,9 @@ def _etcd_members(labels: dict[str, str], into: str) -> Document:
 # ---------------------------------------------------------------------------------------------------------------------- parts
 
 
-def _kustomization(resources: list[str], *, namespace: str = "") -> Document:
+def _kustomization(resources: list[str], *, namespace: str) -> Document:
     found: Document = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
-    return {**found, **({"namespace": namespace} if namespace else {}), "resources": resources}
+    return {**found, "namespace": namespace, "resources": resources}
 
 
 def _meta(name: str) -> Document:

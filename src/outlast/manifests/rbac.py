@@ -1,15 +1,20 @@
-"""Who may do what: the operator, the users of a namespace, and a worker's pods."""
+"""Who may do what: the operator, the users of a namespace, and the workers of a job."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outlast import contract
 from outlast.contract import OPERATOR
+from outlast.kinds import LEGACY_JOB
 from outlast.manifests import crd
 from outlast.manifests.request import Document
 
-WORKER = "outlast-worker"
-"""The ServiceAccount that pods of workers may have, and its Role."""
+_RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
+_GROUPS = (contract.GROUP, LEGACY_JOB.group)
+"""Of our ElasticJobs, and of those of the controller that we stand in for."""
 _READ = ["get", "list", "watch"]
+_KEPT = ["get", "create", "patch"]
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
 
 
@@ -17,28 +22,32 @@ def operator(meta: Document, namespace: str) -> list[Document]:
     """The operator's account and what it may do in all namespaces."""
     jobs = crd.PLURAL
     rules = [
-        _rule(contract.GROUP, [jobs], [*_READ, "patch"]),
-        _rule(contract.GROUP, [f"{jobs}/status"], ["get", "patch", "update"]),
-        _rule(contract.GROUP, [f"{jobs}/finalizers"], ["update"]),  # to own what it makes, where that is enforced
+        _rule(_GROUPS, [jobs], [*_READ, "patch", "delete"]),  # to delete: when their time after the end is over
+        _rule(_GROUPS, [f"{jobs}/status"], ["get", "patch", "update"]),
+        _rule(_GROUPS, [f"{jobs}/finalizers"], ["update"]),  # to own what it makes, where that is enforced
         _rule("", ["pods"], [*_READ, "create", "delete", "patch"]),
         _rule("", ["services", "configmaps"], [*_READ, "create", "delete", "patch"]),
         _rule("", ["persistentvolumeclaims"], [*_READ, "create"]),
+        _rule("", ["serviceaccounts"], _KEPT),
+        _rule(_RBAC, ["roles", "rolebindings"], _KEPT),  # of workers; the API server lets nobody give what they do not have
+        _rule("policy", ["poddisruptionbudgets"], _KEPT),
         _rule("", ["nodes", "namespaces"], _READ),
         _rule("", ["events"], ["create", "patch"]),
         _rule("events.k8s.io", ["events"], ["create", "patch"]),
-        _rule("coordination.k8s.io", ["leases"], [*_READ, "create", "update", "patch", "delete"]),
+        _rule(_LEASES, ["leases"], [*_READ, "create", "update", "patch", "delete"]),
         _rule("scheduling.x-k8s.io", ["podgroups"], [*_READ, "create", "delete", "patch"]),
         _rule("scheduling.volcano.sh", ["podgroups"], [*_READ, "create", "delete", "patch"]),
+        _rule("kueue.x-k8s.io", ["workloads"], [*_READ, "create", "patch", "delete"]),
         _rule("apiextensions.k8s.io", ["customresourcedefinitions"], _READ),
     ]
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": namespace}},
         _role("ClusterRole", meta, rules),
         {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "apiVersion": f"{_RBAC}/v1",
             "kind": "ClusterRoleBinding",
             "metadata": meta,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": OPERATOR},
+            "roleRef": {"apiGroup": _RBAC, "kind": "ClusterRole", "name": OPERATOR},
             "subjects": [{"kind": "ServiceAccount", "name": OPERATOR, "namespace": namespace}],
         },
     ]
@@ -49,11 +58,11 @@ def users() -> list[Document]:
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
     """
-    view = [_rule(contract.GROUP, [crd.PLURAL, f"{crd.PLURAL}/status", f"{crd.PLURAL}/scale"], _READ)]
+    view = [_rule(_GROUPS, [crd.PLURAL, f"{crd.PLURAL}/status", f"{crd.PLURAL}/scale"], _READ)]
     edit = [
-        _rule(contract.GROUP, [crd.PLURAL], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
-        _rule(contract.GROUP, [f"{crd.PLURAL}/scale"], ["get", "update", "patch"]),
-        _rule(contract.GROUP, [f"{crd.PLURAL}/status"], _READ),
+        _rule(_GROUPS, [crd.PLURAL], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
+        _rule(_GROUPS, [f"{crd.PLURAL}/scale"], ["get", "update", "patch"]),
+        _rule(_GROUPS, [f"{crd.PLURAL}/status"], _READ),
     ]
     return [
         _role("ClusterRole", _aggregated("view", "view"), view),
@@ -61,36 +70,47 @@ def users() -> list[Document]:
     ]
 
 
-def worker() -> list[Document]:
-    """What a worker's pods may be given, in the namespace where this is applied: to say on Leases that they are there, to read
-    the world that was decided, and to read their job. No right to change pods."""
-    meta = {"name": WORKER, "labels": dict(_LABELS)}
+def account(job: str) -> str:
+    """The name of the account of a job's workers, and of its Role."""
+    return f"{job}-worker"
+
+
+def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document) -> list[Document]:
+    """What the workers of one job may do: make and change their Leases, each by its name, and read their job. Nothing else.
+
+    `most` is `workers.max`. To create by a server-side apply is authorized with the name of what is made, which a POST is not.
+    """
+    name = account(job)
+    meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [
-        _rule("coordination.k8s.io", ["leases"], ["get", "list", "watch", "create", "update", "patch"]),
-        _rule("", ["configmaps"], ["get", "watch"]),
-        _rule(contract.GROUP, [crd.PLURAL], ["get"]),
+        {**_rule(_LEASES, ["leases"], ["create", "patch"]), "resourceNames": [f"{name}-{index}" for index in range(most)]},
+        {**_rule(contract.GROUP, [crd.PLURAL], _READ), "resourceNames": [job]},
     ]
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
         _role("Role", meta, rules),
         {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "apiVersion": f"{_RBAC}/v1",
             "kind": "RoleBinding",
             "metadata": meta,
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": WORKER},
-            "subjects": [{"kind": "ServiceAccount", "name": WORKER}],
+            "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
+            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
         },
     ]
 
 
 def _aggregated(name: str, *into: str) -> Document:
-    more = {f"rbac.authorization.k8s.io/aggregate-to-{role}": "true" for role in into}
+    more = {f"{_RBAC}/aggregate-to-{role}": "true" for role in into}
     return {"name": f"outlast-{name}", "labels": {**_LABELS, **more}}
 
 
 def _role(kind: str, meta: Document, rules: list[Document]) -> Document:
-    return {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": kind, "metadata": meta, "rules": rules}
+    return {"apiVersion": f"{_RBAC}/v1", "kind": kind, "metadata": meta, "rules": rules}
 
 
-def _rule(group: str, resources: list[str], verbs: list[str]) -> Document:
-    return {"apiGroups": [group], "resources": list(resources), "verbs": list(verbs)}
+def _rule(groups: str | Sequence[str], resources: list[str], verbs: list[str]) -> Document:
+    return {
+        "apiGroups": [groups] if isinstance(groups, str) else list(groups),
+        "resources": list(resources),
+        "verbs": list(verbs),
+    }

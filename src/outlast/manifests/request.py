@@ -41,6 +41,13 @@ class Request:
         changed = self.spec.model_copy(update=fields)
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
+    def held(self) -> Request:
+        """A job that is to have no workers, as one that is suspended, with the fewest that it may have when it goes on."""
+        workers = self.spec.workers
+        if workers.replicas:
+            return self
+        return self.but(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
+
     def at_most(self, workers: int) -> Request:
         """The request with no more workers than there will be pods, so that nobody waits for the others."""
         return self.but(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast import contract, files
-from outlast.rendezvous import local
+from outlast.rendezvous import local, transport
 from outlast.rendezvous.world import Standing, World
 from outlast.runtime import notice, progress
 
@@ -46,7 +46,7 @@ class Handler(RendezvousHandler):
     `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
     """
 
-    def __init__(self, client: local.Client, *, run_id: str, id: int, state: Path, host: str, processes: int) -> None:
+    def __init__(self, client: transport.Client, *, run_id: str, id: int, state: Path, host: str, processes: int) -> None:
         self._client = client
         self._run_id = run_id
         self._id = id
@@ -210,20 +210,15 @@ class Handler(RendezvousHandler):
 
 def create(params: RendezvousParameters) -> Handler:
     """A handler from torchrun's `--rdzv-*` options; what they do not say comes from the worker's environment."""
-    if not params.endpoint.startswith((local.SCHEME, local.TCP)):
-        raise ValueError(
-            f"--rdzv-endpoint={params.endpoint!r} is not one that outlast knows; "
-            "expected unix:///path/to/launcher.sock or c10d://host:port"
-        )
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or ".")
-    client = local.Client(params.endpoint, run=params.run_id, id=id)
     processes = int(params.get("processes", "1"))
+    client = transport.client(params.endpoint, run=params.run_id, id=id, state=state, processes=processes)
     return Handler(client, run_id=params.run_id, id=id, state=state, host=params.local_addr or "127.0.0.1", processes=processes)
 
 
 @contextlib.contextmanager
-def member(client: local.Client, **fields: Any) -> Any:
+def member(client: transport.Client, **fields: Any) -> Any:
     """A handler that hangs up at the end."""
     handler = Handler(client, **fields)
     try:

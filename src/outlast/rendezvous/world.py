@@ -14,7 +14,7 @@ hears of a newer world without it comes to WAITING. A LEAVING worker saves with 
 
 What stays true: generations only grow and each has one world; a world has an allowed size and only workers that wait; those who
 hold the newest state come first, in their old order, so rank 0 always does. Every wait ends with an event or at `look_again`.
-Times are seconds on one clock, a monotonic one if there is a choice; what happens when it jumps is said in `_until`.
+Times are seconds on one clock, a monotonic one if there is a choice; what happens when it jumps is said in `until`.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class _Situation:
         """Those whose unsaved steps a planned call protects."""
 
     def until(self, at: float, patience: float) -> float | None:
-        return _until(at, patience, self.now)
+        return until(at, patience, self.now)
 
     def look_again(self, *ends: float | None) -> float | None:
         """The first of these times, and of those at which members of the world will be late or lost."""
@@ -490,7 +490,7 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)
 
 
-def _until(at: float, patience: float, now: float) -> float | None:
+def until(at: float, patience: float, now: float) -> float | None:
     """When a patience that began at `at` ends; None when it is over.
 
     A beginning in the future means that the clock went back. If by less than the patience, no time has passed yet. If by more,

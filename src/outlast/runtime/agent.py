@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from outlast import spec
     from outlast.rendezvous.host import Host
     from outlast.runtime import ownership
-    from outlast.status import State
 
 LOOK_S = 0.1
 TOUCH_S = 1.0
@@ -86,7 +85,9 @@ class Agent:
         self._store = environ.get(contract.Env.STORE, "")
         self._pusher = pusher.Pusher(environ)
         self.alone = not environ[contract.Env.RENDEZVOUS].startswith("unix://")
-        """Whether there is no launcher: then workers take up the run, and worker 0 may decide."""
+        """Whether there is no launcher: then workers take up the run, and worker 0 decides unless there is an operator."""
+        self.operated = environ[contract.Env.RENDEZVOUS].startswith(contract.KUBERNETES)
+        """Whether the operator decides."""
         self._word = environ.get(contract.Env.RUN, "")
         """By which whoever made this worker knows the run, see `ownership`."""
         self._host: Host | None = None
@@ -111,6 +112,7 @@ class Agent:
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self.notice.unlink(missing_ok=True)
+        (self.state / contract.END).unlink(missing_ok=True)
         for left_over in self.state.glob("ranks-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         self._happened(lifecycle.Started())
@@ -184,6 +186,7 @@ class Agent:
                 case lifecycle.Push():  # the last line of the log first, so that it is pushed, too
                     self._said = self.worker.code, self.worker.reason
                     say_end(self.index, *self._said)
+                    self._record_what_was_said()
                     if self._store:
                         threading.Thread(target=self._push_rest, daemon=True).start()
                     else:  # the output is where it belongs
@@ -208,7 +211,9 @@ class Agent:
             elif phase is Phase.CHECKPOINT:
                 if self._store:
                     self._restore()
-                if self.alone and self.index == 0:
+                if self.operated:
+                    self._look_back()
+                elif self.alone and self.index == 0:
                     self._decide()
         except Superseded as problem:
             self._displaced(str(problem))
@@ -236,7 +241,7 @@ class Agent:
         from outlast.runtime import ownership
 
         environ = self.environ
-        if not environ[contract.Env.RENDEZVOUS].startswith("c10d://"):
+        if not environ[contract.Env.RENDEZVOUS].startswith(("c10d://", contract.KUBERNETES)):
             raise OutlastError(f"rendezvous by {environ[contract.Env.RENDEZVOUS]} is not known here; say backend: c10d")
         word = self._word
         where = ownership.place(self.output, self._store)
@@ -258,31 +263,52 @@ class Agent:
 
     def _decide(self) -> None:
         """Be the one who decides, see `rendezvous.host`."""
-        from outlast.remote import run as runs
         from outlast.rendezvous import host
         from outlast.runtime import ownership
 
-        run, word = self.environ[contract.Env.RUN], self.environ[contract.Env.OWNER]
+        run = self.environ[contract.Env.RUN]
         where = ownership.place(self.output, self._store)
         generation = ownership.generation(where, self.output, run, stored=bool(self._store))
-
-        def end(state: State, reason: str, code: int) -> None:
-            try:
-                runs.end(where, run, state, reason, code, by=word)
-            except OutlastError as problem:
-                print(f"outlast | how the run has ended could not be recorded: {problem}", flush=True)
-
-        def over(state: State, reason: str, code: int) -> None:
-            self._ending = threading.Thread(target=end, args=(state, reason, code), daemon=True)
-            self._ending.start()
 
         def broken(reason: str) -> None:
             print(f"outlast | {reason}", flush=True)
             self._kill_training()
 
         ledger = Ledger(self.output / contract.LEDGER, "decider")
-        self._host = host.Host(self.job, run=run, generation=generation, ledger=ledger, over=over, broken=broken)
+        self._host = host.Host(self.job, run=run, generation=generation, ledger=ledger, over=self._record, broken=broken)
         self._host.start(int(self.environ[contract.Env.RENDEZVOUS].rpartition(":")[2]))
+
+    def _look_back(self) -> None:
+        """Find out which generations this run has had, so that the operator, who may know nothing of them, goes beyond."""
+        from outlast.runtime import ownership
+
+        where = ownership.place(self.output, self._store)
+        seen = ownership.seen(where, self.output, self.environ[contract.Env.RUN], stored=bool(self._store))
+        self.environ[contract.Env.GENERATION] = str(seen)
+
+    def _record(self, state: str, reason: str, code: int) -> None:
+        """Record how the run has ended, in the background: then nobody trains it again."""
+        from outlast.remote import run as runs
+        from outlast.runtime import ownership
+
+        run, word = self.environ[contract.Env.RUN], self.environ[contract.Env.OWNER]
+
+        def end() -> None:
+            try:
+                runs.end(ownership.place(self.output, self._store), run, state, reason, code, by=word)
+            except OutlastError as problem:
+                print(f"outlast | how the run has ended could not be recorded: {problem}", flush=True)
+
+        self._ending = threading.Thread(target=end, daemon=True)
+        self._ending.start()
+
+    def _record_what_was_said(self) -> None:
+        """The operator knows no store, so workers record the end that it has said: each of them the same, for any may be gone."""
+        try:
+            said = json.loads((self.state / contract.END).read_text())
+        except FileNotFoundError:
+            return
+        self._record("Failed" if said["code"] else "Succeeded", said["reason"], said["code"])
 
     def _push_rest(self) -> None:
         """Push what is left, this worker's log to its last line included."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from outlast import contract
-from outlast.rendezvous import local
+from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
 from outlast.runtime import progress, shim
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
     state = Path(os.environ[contract.Env.STATE])
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
-    client = local.Client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id)
+    client = transport.client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id, state=state, processes=processes)
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     again_s = 0.0
     with member(client, run_id=run_id, id=id, state=state, host=host, processes=processes) as handler:

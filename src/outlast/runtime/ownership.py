@@ -102,13 +102,17 @@ def take(where: store.Store, new: runs.Run, *, fresh: bool = False) -> str | End
 
 def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
     """A generation that no worker of the run has had, and after which none from before may commit any more."""
-    directory = output / contract.CHECKPOINTS
-    found = checkpoints.generation(directory, run)
+    found = seen(where, output, run, stored=stored)
     if stored:
-        latest = register.read(where, run)
-        found = max(found, latest.generation if latest else 0)
         remote.Checkpoints(where, run).take(found + 1)
-    return checkpoints.take(directory, run, found + 1)
+    return checkpoints.take(output / contract.CHECKPOINTS, run, found + 1)
+
+
+def seen(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
+    """The newest generation of the run that the output knows of, 0 for none. Takes nothing: those before may still commit."""
+    found = checkpoints.generation(output / contract.CHECKPOINTS, run)
+    latest = register.read(where, run) if stored else None
+    return max(found, latest.generation if latest else 0)
 
 
 def record(job: str, run: str, owner: str) -> runs.Run:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from outlast import contract
-from outlast.rendezvous import local
+from outlast.rendezvous import local, transport
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -222,6 +222,7 @@ def preload() -> None:
     """Import what the elastic agent and nearly every training process import."""
     for module in PRELOADED:
         importlib.import_module(module)
+    transport.preload(os.environ.get(contract.Env.RENDEZVOUS, ""))
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._dynamo")  # torch's optimizers import it when the first is made: 1 s
     gc.collect()

@@ -15,6 +15,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 def documents(request: Request) -> list[Document]:
     """The Job, its ConfigMap, its Service, and a PodGroup if it is to be a gang."""
+    request = request.held()
     replicas = request.spec.workers.replicas
     request = request.at_most(replicas)
     name = request.names.workload(f"-{replicas}")

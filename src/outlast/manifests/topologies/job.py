@@ -11,7 +11,7 @@ def documents(request: Request) -> list[Document]:
     if request.spec.workers.min > 1:
         least = request.spec.workers.min
         raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")
-    request = request.at_most(1)
+    request = request.held().at_most(1)
     worker = pods.Worker(index=variables.plain("0"), rendezvous=rendezvous.alone(request), several=False)
     made = pods.template(request, worker)
     return [

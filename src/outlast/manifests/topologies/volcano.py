@@ -19,6 +19,8 @@ def documents(request: Request) -> list[Document]:
     """The Job and its ConfigMap. Raises InvalidJob for one that is suspended: Volcano has no field for it."""
     if request.spec.suspend:
         raise wrong(request.job, "suspend is true, and no Job of Volcano begins so; remove it, and use vcctl job suspend")
+    if not request.spec.workers.replicas:
+        raise wrong(request.job, "workers.replicas (0) suspends the job, and no Job of Volcano begins so; say how many")
     scheduling = request.spec.scheduling.model_copy(update={"gang": "volcano"})
     request = request.at_most(request.spec.workers.replicas).but(scheduling=scheduling)
     workers = request.spec.workers

@@ -1,0 +1,487 @@
+"""What is to be done about an ElasticJob of `elastic.pytorch.org`: the archived controller's promises, without its defects.
+
+    decide(job, pods, now, lost={"node-a"})  -> Plan
+
+Its pods run plain torchrun, which finds a new world by itself when workers come and go; here pods are made, replaced and removed,
+and the job ends. What is known of failures is in `.status` (`restarts`, `judged`), written before anything is deleted because of
+it. The same plan comes out of the same documents, and a job about which nothing is to be done has an empty one. Pure.
+
+Pods are deleted in one look and made anew in a later one, when they are gone: there are never two of one index.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
+
+from outlast.controller.plan import Deletion, Document, Note, Plan
+from outlast.kinds import LEGACY_JOB
+from outlast.manifests import legacy
+
+RETRYABLE = (130, 137, 138, 143)
+"""Exit codes after which `ExitCode` starts a worker again; all others are permanent."""
+OVERDUE_S = 60.0
+"""A pod that is there so long after its grace is over is on a node that does not answer."""
+_AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
+"""Restarts before there is a pause between them, the first pause (they double), and the longest."""
+_LOST = (
+    "Evicted",
+    "NodeLost",
+    "NodeShutdown",
+    "Terminated",
+    "Preempting",
+    "Shutdown",
+    "NodeAffinity",
+    "UnexpectedAdmissionError",
+)
+"""Reasons of pods whose node ended them, with no fault of theirs."""
+
+
+def decide(job: Mapping[str, Any], pods: Sequence[Document], now: float, *, lost: Collection[str] = ()) -> Plan:
+    """The plan. `pods` are those that have the job's labels; `lost` are names of nodes that do not answer, or are no more."""
+    sight = _Sight(job, pods, now, frozenset(lost))
+    if job["metadata"].get("deletionTimestamp"):
+        return Plan(deletes=tuple(sight.stuck()), look_again=sight.next_stuck())
+    if sight.ended is not None:
+        return _afterwards(sight)
+    return _end(sight) or _go_on(sight)
+
+
+# ---------------------------------------------------------------------------------------------------------------- what is seen
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a pod has failed."""
+
+    index: int
+    pod: Document
+    code: int | None
+    """None: it was lost, and nobody knows."""
+    disrupted: bool
+    sentence: str
+    time: float
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """One look at a job."""
+
+    job: Mapping[str, Any]
+    pods: Sequence[Document]
+    now: float
+    lost: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return str(self.job["metadata"]["name"])
+
+    @property
+    def status(self) -> Document:
+        found: Document = self.job.get("status") or {}
+        return found
+
+    @property
+    def spec(self) -> Document:
+        found: Document = self.job["spec"]
+        return found
+
+    @cached_property
+    def own(self) -> dict[int, Document]:
+        """The job's pods by their index. Names are the index, so there is one of each."""
+        return {index: pod for pod in self.pods if (index := _index(pod)) is not None and self._owned(pod)}
+
+    @cached_property
+    def strangers(self) -> dict[int, Document]:
+        """Pods that have the names of ours and are somebody else's."""
+        names = {legacy.pod_name(self.name, index): index for index in range(self.wanted)}
+        named = [(names.get(pod["metadata"]["name"]), pod) for pod in self.pods if not self._owned(pod)]
+        return {index: pod for index, pod in named if index is not None}
+
+    def _owned(self, pod: Document) -> bool:
+        return any(each.get("uid") == self.job["metadata"]["uid"] for each in pod["metadata"].get("ownerReferences") or ())
+
+    @cached_property
+    def wanted(self) -> int:
+        return legacy.sizes(self.job)[1]
+
+    @cached_property
+    def ended(self) -> str | None:
+        """The condition of the end."""
+        true = [each["type"] for each in self.status.get("conditions") or () if each["status"] == "True"]
+        return next((each for each in ("Failed", "Succeeded") if each in true), None)
+
+    @cached_property
+    def succeeded(self) -> dict[int, Document]:
+        return {index: pod for index, pod in self.own.items() if _phase(pod) == "Succeeded"}
+
+    @cached_property
+    def failures(self) -> list[_Failure]:
+        """Pods that have failed and are still there, of those that are wanted. A worker that was started when another was done
+        found the training closed: that is no failure."""
+        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if _phase(pod) == "Failed"]
+        found = [each for each in found if each.index < self.wanted and not _leaves(each.pod) and not self._late(each.pod)]
+        return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
+
+    def _met_elsewhere(self, failure: _Failure) -> bool:
+        """Whether the worker 0 that it met the others at is no more: torchrun ends with 1 then, whatever the script does."""
+        if failure.index == 0 or failure.code != 1:
+            return False
+        host = self.own.get(0)
+        if host is None or _leaves(host):
+            return True
+        if _phase(host) == "Failed":
+            how = _failure(0, host, self.job)
+            return how.disrupted or how.code in RETRYABLE
+        began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
+        return _seconds(host["metadata"]["creationTimestamp"]) > _seconds(began)
+
+    def _echo(self, failure: _Failure) -> _Failure:
+        sentence = f"{failure.sentence} since worker 0, where workers meet, was lost"
+        return dataclasses.replace(failure, disrupted=True, sentence=sentence)
+
+    @cached_property
+    def late(self) -> list[Document]:
+        """Pods that have nothing to do any more: others were done before they began."""
+        return [pod for pod in self.own.values() if self.succeeded and not _over(pod) and self._late(pod)]
+
+    def _late(self, pod: Document) -> bool:
+        ends = [_terminated(each, self.job).get("finishedAt") for each in self.succeeded.values()]
+        state = _container(pod, self.job).get("state") or {}
+        began = (state.get("terminated") or state.get("running") or {}).get("startedAt")
+        if not began:
+            return _phase(pod) == "Pending"
+        return any(end and _seconds(end) <= _seconds(began) for end in ends)
+
+    @cached_property
+    def stale(self) -> dict[int, Document]:
+        """Pods whose torchrun meets others between other numbers of workers than are said now."""
+        said = legacy.nnodes(self.job)
+        return {
+            index: pod
+            for index, pod in self.own.items()
+            if not _over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
+        }
+
+    # Restarts
+
+    @cached_property
+    def new(self) -> list[_Failure]:
+        """Failures that count and have not been counted yet."""
+        judged = self.status.get("judged") or ()
+        return [each for each in self.failures if not each.disrupted and each.pod["metadata"]["uid"] not in judged]
+
+    @cached_property
+    def restarts(self) -> int:
+        return int(self.status.get("restarts") or 0) + len(self.new)
+
+    @cached_property
+    def again(self) -> int:
+        """Starts of containers, by their nodes."""
+        return sum(int(_container(pod, self.job).get("restartCount") or 0) for pod in self.own.values())
+
+    # Nodes that do not answer
+
+    def stuck(self) -> Iterator[Deletion]:
+        for pod in self.own.values():
+            node = pod["spec"].get("nodeName", "")
+            if node in self.lost and not _over(pod):
+                yield _deletion(pod, f"its node {node} is lost", grace_s=0)
+            elif (due := _due(pod)) is not None and due <= self.now:
+                yield _deletion(pod, f"its node {node or '(none)'} has not ended it in time", grace_s=0)
+
+    def next_stuck(self) -> float | None:
+        return min((due for pod in self.own.values() if (due := _due(pod)) is not None and due > self.now), default=None)
+
+
+# ------------------------------------------------------------------------------------------------------------------ the rules
+
+
+def _end(sight: _Sight) -> Plan | None:
+    """The job is over: it has failed, or all of its workers are done."""
+    if said := _failed(sight):
+        return _over_with(sight, "Failed", f"ElasticJob {sight.name} is failed because {said}.")
+    done = sight.succeeded.keys() & set(range(sight.wanted))
+    others = [index for index, pod in sight.own.items() if not _over(pod)] + [each.index for each in sight.failures]
+    if done and not others:
+        return _over_with(sight, "Succeeded", f"ElasticJob {sight.name} is successfully completed.")
+    return None
+
+
+def _failed(sight: _Sight) -> str:
+    """Why the job has failed; empty when it has not."""
+    deadline = _deadline(sight)
+    if deadline is not None and deadline <= sight.now:
+        return f"it has run for longer than activeDeadlineSeconds ({sight.spec['activeDeadlineSeconds']})"
+    policy = legacy.restart_policy(sight.job)
+    for each in sight.failures:
+        if each.disrupted:
+            continue
+        if policy == "ExitCode" and each.code not in RETRYABLE:
+            codes = ", ".join(map(str, RETRYABLE))
+            return f"worker {each.index} {each.sentence}, which is permanent: restartPolicy ExitCode restarts after {codes}"
+        if policy == "Never":
+            return f"worker {each.index} {each.sentence}, and restartPolicy is Never"
+    limit = int(sight.spec.get("backoffLimit", legacy.MAX_RESTARTS))
+    if sight.restarts + sight.again > limit:
+        last = sight.failures[-1:]
+        what = f"worker {last[0].index} {last[0].sentence}, and " if last else ""
+        return f"{what}backoffLimit ({limit}) is used up by {sight.restarts + sight.again} restarts"
+    return ""
+
+
+def _go_on(sight: _Sight) -> Plan:
+    """What makes the pods those that are wanted."""
+    deletes = list(sight.stuck())
+    later = [sight.next_stuck(), _deadline(sight)]
+    going = {each.uid for each in deletes}
+
+    def delete(pod: Document, reason: str, *, grace_s: int | None = None) -> None:
+        if not _leaves(pod) and pod["metadata"]["uid"] not in going:
+            going.add(pod["metadata"]["uid"])
+            deletes.append(_deletion(pod, reason, grace_s=grace_s))
+
+    for index, pod in sorted(sight.own.items(), reverse=True):
+        if index >= sight.wanted and _phase(pod) != "Succeeded":
+            delete(pod, f"{sight.wanted} workers are wanted")
+    for pod in sight.late:
+        delete(pod, "others are done: there is nothing left to train", grace_s=0)
+    for pod in sight.stale.values():
+        said = legacy.nnodes(sight.job)
+        delete(
+            pod,
+            f"all workers are started again: there may be {said} now, and not {pod['metadata']['annotations'][legacy.NNODES]}",
+        )
+    for each in sight.failures:
+        pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
+        if sight.succeeded:
+            delete(each.pod, "others are done: it is not started again", grace_s=0)
+        elif each.time + pause <= sight.now:
+            delete(each.pod, f"{each.sentence}; it is started again", grace_s=0)
+        else:
+            later.append(each.time + pause)
+
+    missing = [index for index in range(sight.wanted) if index not in sight.own and index not in sight.strangers]
+    made = [] if sight.succeeded or sight.stale else missing
+    status, notes = _status(sight)
+    return Plan(
+        setup=(legacy.service(sight.job),) if made else (),
+        status=status,
+        deletes=tuple(deletes),
+        creates=tuple(legacy.pod(sight.job, index) for index in made),
+        notes=notes,
+        look_again=min((each for each in later if each is not None), default=None),
+    )
+
+
+def _over_with(sight: _Sight, end: str, message: str) -> Plan:
+    """Say that the job is over. Its pods are cleaned up by the next look, when that is known."""
+    status = _counted(sight)
+    status["conditions"] = _conditions(sight, end, message)
+    status["state"] = end
+    status["completionTime"] = _text(sight.now)
+    note = Note("Normal" if end == "Succeeded" else "Warning", f"ElasticJob{end}", message)
+    return Plan(status=status, notes=(note,))
+
+
+def _afterwards(sight: _Sight) -> Plan:
+    """Clean up once, and delete the job when its time is over."""
+    policy = sight.spec.get("cleanPodPolicy") or "None"
+    deletes = list(sight.stuck())
+    for pod in sight.own.values():
+        # A job that has ended trains no more, whatever is kept of it.
+        if not _leaves(pod) and (policy == "All" or not _over(pod)) and pod["metadata"]["uid"] not in {e.uid for e in deletes}:
+            deletes.append(_deletion(pod, f"the job is over, and cleanPodPolicy is {policy}"))
+    later, remove = [sight.next_stuck()], None
+    if (ttl := sight.spec.get("ttlSecondsAfterFinished")) is not None:
+        at = _seconds(sight.status.get("completionTime") or _text(sight.now)) + ttl
+        later.append(at if at > sight.now else None)
+        if at <= sight.now:
+            meta, reason = sight.job["metadata"], f"ttlSecondsAfterFinished ({ttl}) is over"
+            remove = Deletion(meta["name"], meta["uid"], reason, kind=LEGACY_JOB)
+    status = {**sight.status, "replicaStatuses": _replicas(sight)}
+    return Plan(
+        status=status if status != sight.status else None,
+        deletes=tuple(deletes),
+        remove=remove,
+        look_again=min((each for each in later if each is not None), default=None),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------------- status
+
+
+def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
+    """The status to be, if it is not as it is, and what is to be told about it."""
+    status, name = _counted(sight), sight.name
+    before = sight.status.get("state")
+    here = {i: pod for i, pod in sight.own.items() if i < sight.wanted and not _leaves(pod)}
+    running = [pod for pod in here.values() if _phase(pod) == "Running"]
+    whole = len(here) == sight.wanted or before in ("Running", "Suspended")
+    if not sight.wanted:
+        state, message = "Suspended", f"ElasticJob {name} is suspended: 0 workers are wanted."
+    elif sight.succeeded:
+        state, message = "Running", f"ElasticJob {name} is running."
+    elif sight.failures:
+        state, message = "Restarting", f"ElasticJob {name} is restarting because {len(sight.failures)} Worker replica(s) failed."
+    elif len(running) >= sight.wanted or (len(running) >= legacy.sizes(sight.job)[0] and whole):
+        state, message = "Running", f"ElasticJob {name} is running."
+    elif before in ("Restarting", "Running", "Suspended"):
+        state = "Restarting"
+        message = _message(sight, "Restarting") or f"ElasticJob {name} is restarting because Worker replica(s) are missing."
+    else:
+        state, message = "Created", f"ElasticJob {name} is created."
+    status["state"] = state
+    status["conditions"] = _conditions(sight, state, message)
+    notes: tuple[Note, ...] = ()
+    if state != before:
+        notes = (Note("Warning" if state == "Restarting" else "Normal", f"ElasticJob{state}", message),)
+    return (status if status != sight.status else None), notes
+
+
+def _counted(sight: _Sight) -> Document:
+    """The status without the state and its sentence. The time of a job begins anew when it was suspended."""
+    told = ("judged", "restarts", "startTime", "completionTime")
+    kept = {key: value for key, value in sight.status.items() if key not in told}
+    judged = [each.pod["metadata"]["uid"] for each in sight.failures if not each.disrupted]
+    return {
+        **kept,
+        "selector": ",".join(f"{key}={value}" for key, value in legacy.selector(sight.name).items()),
+        **({"startTime": sight.status.get("startTime") or _text(sight.now)} if sight.wanted else {}),
+        "replicaStatuses": _replicas(sight),
+        "restarts": sight.restarts,
+        **({"judged": judged} if judged else {}),
+    }
+
+
+def _replicas(sight: _Sight) -> Document:
+    phases = [_phase(pod) for pod in sight.own.values() if not _leaves(pod)]
+    counts = {"succeeded": phases.count("Succeeded"), "failed": phases.count("Failed")}
+    return {"Worker": {"active": len(phases) - sum(counts.values()), **counts}}
+
+
+def _conditions(sight: _Sight, state: str, message: str) -> list[Document]:
+    """The conditions with a new one on top. Running and Restarting go for each other; an end leaves Running, which is False."""
+    before: dict[str, Document] = {each["type"]: each for each in sight.status.get("conditions") or ()}
+    now = _text(sight.now)
+
+    def condition(kind: str, truth: str, reason: str, text: str) -> Document:
+        old: Document = before.get(kind, {})
+        if (old.get("status"), old.get("reason"), old.get("message")) == (truth, reason, text):
+            return old
+        since = old.get("lastTransitionTime", now) if old.get("status") == truth else now
+        said = {"type": kind, "status": truth, "reason": reason, "message": text}
+        return {**said, "lastUpdateTime": now, "lastTransitionTime": since}
+
+    made = before.get("Created") or condition("Created", "True", "ElasticJobCreated", f"ElasticJob {sight.name} is created.")
+    found = [made]
+    limits = [*legacy.limits(sight.job)]
+    limits += [
+        f"Pod {pod['metadata']['name']} is there and is not of this job, so worker {index} is not made; delete the pod"
+        for index, pod in sorted(sight.strangers.items())
+    ]
+    if limits:
+        found.append(condition("Limited", "True", "NotHonoured", "; ".join(limits)))
+    if state in ("Running", "Restarting"):
+        found.append(condition(state, "True", f"ElasticJob{state}", message))
+    elif state != "Created":
+        if "Running" in before or state == "Suspended":
+            found.append(condition("Running", "False", f"ElasticJob{state}", message))
+        if state in ("Succeeded", "Failed"):
+            found.append(condition(state, "True", f"ElasticJob{state}", message))
+    return found
+
+
+def _message(sight: _Sight, kind: str) -> str:
+    return next((str(each["message"]) for each in sight.status.get("conditions") or () if each["type"] == kind), "")
+
+
+# ----------------------------------------------------------------------------------------------------------------------- pods
+
+
+def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
+    status, ended = pod.get("status") or {}, _terminated(pod, job)
+    why = status.get("reason") or ""
+    target = [
+        each for each in status.get("conditions") or () if each["type"] == "DisruptionTarget" and each.get("status") == "True"
+    ]
+    code = int(ended["exitCode"]) if "exitCode" in ended else None
+    disrupted = bool(target) or why in _LOST or code is None
+    if disrupted:
+        said = next((each.get("reason") for each in target), "") or why
+        sentence = f"was lost ({said})" if said else "was lost"
+    elif ended.get("reason") == "OOMKilled":
+        sentence = "was killed: out of memory"
+    else:
+        sentence = f"failed with exit code {code}"
+    times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
+    when = [_seconds(each) for each in [ended.get("finishedAt"), *times] if each]
+    return _Failure(index, pod, code, disrupted, sentence, when[0] if when else 0.0)
+
+
+def _container(pod: Document, job: Mapping[str, Any]) -> Document:
+    """The status of the container with torchrun, else of the one that failed first."""
+    found = (pod.get("status") or {}).get("containerStatuses") or ()
+    named = [each for each in found if each["name"] == legacy.torchrun(job)]
+    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
+    first: Document = next(iter([*named, *failed, *found]), {})
+    return first
+
+
+def _terminated(pod: Document, job: Mapping[str, Any]) -> Document:
+    found: Document = (_container(pod, job).get("state") or {}).get("terminated") or {}
+    return found
+
+
+def _index(pod: Document) -> int | None:
+    found = (pod["metadata"].get("labels") or {}).get("replica-index", "")
+    return int(found) if found.isdecimal() else None
+
+
+def _phase(pod: Document) -> str:
+    return str((pod.get("status") or {}).get("phase") or "Pending")
+
+
+def _over(pod: Document) -> bool:
+    return _phase(pod) in ("Succeeded", "Failed")
+
+
+def _leaves(pod: Document) -> bool:
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def _due(pod: Document) -> float | None:
+    """When a pod that is being deleted is overdue; its deletionTimestamp is when its grace ends."""
+    return _seconds(pod["metadata"]["deletionTimestamp"]) + OVERDUE_S if _leaves(pod) else None
+
+
+def _deletion(pod: Document, reason: str, *, grace_s: int | None = None) -> Deletion:
+    return Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], reason, grace_s)
+
+
+def _deadline(sight: _Sight) -> float | None:
+    """When the job has run for too long; never while no workers are wanted."""
+    limit, start = sight.spec.get("activeDeadlineSeconds"), sight.status.get("startTime")
+    return _seconds(start) + limit if limit and start and sight.wanted else None
+
+
+def _pause(restarts: int) -> float:
+    """How long after a failure its worker is started again."""
+    return 0.0 if restarts <= _AT_ONCE else min(_LONGEST_S, _PAUSE_S * 2.0 ** (restarts - _AT_ONCE - 1))
+
+
+def _breath(failure: _Failure) -> float:
+    """A pause for a pod that was lost as soon as it was made: its node would refuse the next one as well."""
+    return _PAUSE_S if failure.time - _seconds(failure.pod["metadata"]["creationTimestamp"]) < _PAUSE_S else 0.0
+
+
+def _seconds(when: str) -> float:
+    return datetime.fromisoformat(when).timestamp()
+
+
+def _text(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

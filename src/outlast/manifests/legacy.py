@@ -1,0 +1,443 @@
+"""ElasticJobs of `elastic.pytorch.org/v1alpha1`: their definition, and the pods and the Service that are made for one.
+
+The archived controller of torchelastic had them; their documents work here unchanged. A pod's container runs plain `torchrun`.
+Where workers meet is told to it by variables that torchrun reads (`PET_*`), and what the user has set stays. Worker 0 hosts the
+store of torch, and no etcd is needed. `controller.legacy` decides about them.
+
+https://github.com/pytorch/elastic/tree/master/kubernetes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from outlast import contract
+from outlast.contract import Label
+from outlast.kinds import LEGACY_JOB
+from outlast.manifests import cel, names
+from outlast.manifests.crd import Schema
+from outlast.manifests.request import Document
+
+CONTAINER = "elasticjob-worker"
+"""The container that torchrun is in, if there are several."""
+NNODES = f"{contract.GROUP}/nnodes"
+"""Annotation of a pod: between how many and how many workers its torchrun meets, `1:4`. Workers that say different things about
+it do not meet."""
+MAX_RESTARTS = 100
+"""How often torchrun starts processes again, and how often pods are when the job does not say."""
+_PORT = contract.Pod.RENDEZVOUS_PORT
+_CONF = {
+    "last_call_timeout": 5,  # s that a world of fewer than maxReplicas waits for more; torch: 30
+    "join_timeout": 600,
+    "read_timeout": 300,  # s for worker 0 to be there: images take time to come; torch: 60
+    "keep_alive_interval": 1,  # s; with the next line a lost worker is missed after 5 s and not 15
+    "keep_alive_max_attempt": 5,
+}
+"""https://docs.pytorch.org/docs/stable/elastic/rendezvous.html; torch before 2.9 does not know the last two, and ignores them."""
+
+
+# ------------------------------------------------------------------------------------------------------------ what a job says
+
+
+def workers(job: Mapping[str, Any]) -> Document:
+    """What it says of its workers."""
+    found: Document = job["spec"]["replicaSpecs"]["Worker"]
+    return found
+
+
+def sizes(job: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The fewest workers, how many are wanted (within the two, or 0), and the most."""
+    asked = int(workers(job).get("replicas", 1))
+    least = int(job["spec"].get("minReplicas") or max(1, asked))
+    most = max(least, int(job["spec"].get("maxReplicas") or max(least, asked)))
+    return least, min(max(asked, least), most) if asked else 0, most
+
+
+def nnodes(job: Mapping[str, Any]) -> str:
+    """As torchrun has it: `1:4`."""
+    least, _, most = sizes(job)
+    return f"{least}:{most}"
+
+
+def restart_policy(job: Mapping[str, Any]) -> str:
+    """`ExitCode`, `OnFailure`, `Never` or `Always`."""
+    return str(workers(job).get("restartPolicy") or "ExitCode")
+
+
+def pod_name(job: str, index: int) -> str:
+    return f"{job}-worker-{index}"
+
+
+def selector(job: str) -> dict[str, str]:
+    """What selects the pods of a job."""
+    return {"group-name": LEGACY_JOB.group, "job-name": names.fit(job)}
+
+
+def endpoint(job: Mapping[str, Any]) -> str:
+    """Where workers meet: worker 0 by its full name. The Service's own name would be any of them."""
+    meta = job["metadata"]
+    host = f"{_host(meta['name'], 0)}.{_service(meta['name'])}.{meta['namespace']}.svc.{contract.CLUSTER_DOMAIN}"
+    return f"{host}:{_PORT}"
+
+
+def limits(job: Mapping[str, Any]) -> Iterator[str]:
+    """What of a job cannot be honoured, in sentences."""
+    spec, template = job["spec"], workers(job)["template"]
+    if place := spec.get("rdzvEndpoint"):
+        yield f"rdzvEndpoint {place} is not used: workers meet at worker 0 ({endpoint(job)})"
+    for kind in spec["replicaSpecs"]:
+        if kind != "Worker":
+            yield f"replicaSpecs.{kind} is not used: there are workers only, and they need no etcd"
+    if (gang := (spec.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
+        yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
+    asked, (least, wanted, most) = int(workers(job).get("replicas", 1)), sizes(job)
+    if asked != wanted:
+        yield f"replicas ({asked}) is not within minReplicas and maxReplicas ({least} to {most}): {wanted} is taken"
+    if (own := template["spec"].get("restartPolicy")) and own != _pod_policy(job):
+        yield f"restartPolicy {own} of the template is not used: replicaSpecs.Worker.restartPolicy is {restart_policy(job)}"
+    if restart_policy(job) == "Always":
+        yield "restartPolicy Always starts workers again that are done, so the job never ends; write ExitCode or OnFailure"
+    told = [each for each in template["spec"]["containers"] if each["name"] == torchrun(job)]
+    if not told:
+        there = ", ".join(each["name"] for each in template["spec"]["containers"])
+        yield f"none of the containers ({there}) is called {CONTAINER}, so none is told where to meet; call torchrun's so"
+    elif own_flags := [arg for arg in told[0].get("args") or () if str(arg).startswith(("--rdzv", "--nnodes"))]:
+        yield f"arguments of torchrun go before what it is told: {' '.join(own_flags)} stay as they are"
+
+
+# --------------------------------------------------------------------------------------------------------------- what is made
+
+
+def service(job: Mapping[str, Any]) -> Document:
+    """The headless Service that gives workers their names, also before they are ready."""
+    name = job["metadata"]["name"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {
+            "name": _service(name),
+            "namespace": job["metadata"]["namespace"],
+            "labels": {**selector(name), Label.JOB: names.fit(name)},
+            "ownerReferences": [owner(job)],
+        },
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": selector(name),
+            "ports": [{"name": "rendezvous", "port": _PORT, "targetPort": _PORT}],
+        },
+    }
+
+
+def pod(job: Mapping[str, Any], index: int) -> Document:
+    """The pod of a worker: the user's template with its name, its labels, and where to meet."""
+    name, template = job["metadata"]["name"], workers(job)["template"]
+    given = template.get("metadata") or {}
+    labelled = {
+        **(given.get("labels") or {}),
+        **selector(name),
+        "replica-type": "worker",
+        "replica-index": str(index),
+        Label.JOB: names.fit(name),
+        Label.WORKER: str(index),
+    }
+    told = torchrun(job)
+    containers = [
+        {**each, "env": _env(job, index, each.get("env") or [])} if each["name"] == told else each
+        for each in template["spec"]["containers"]
+    ]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(name, index),
+            "namespace": job["metadata"]["namespace"],
+            "labels": labelled,
+            "annotations": {**(given.get("annotations") or {}), NNODES: nnodes(job)},
+            "ownerReferences": [owner(job)],
+        },
+        "spec": {
+            **template["spec"],
+            "hostname": _host(name, index),
+            "subdomain": _service(name),
+            "restartPolicy": _pod_policy(job),
+            "containers": containers,
+        },
+    }
+
+
+def owner(job: Mapping[str, Any]) -> Document:
+    """The ownerReference of what is made for a job."""
+    return {
+        "apiVersion": LEGACY_JOB.api_version,
+        "kind": LEGACY_JOB.kind,
+        "name": job["metadata"]["name"],
+        "uid": job["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+def _env(job: Mapping[str, Any], index: int, own: list[Document]) -> list[Document]:
+    """The container's variables: what torchrun is told, unless the user says it."""
+    meta, there = job["metadata"], {each["name"] for each in own}
+    conf = {**_CONF, "is_host": "true" if index == 0 else "false"}
+    told = {
+        "PET_NNODES": nnodes(job),
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": endpoint(job),
+        "PET_RDZV_ID": f"{meta['name']}-{meta['uid'][:8]}",
+        "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items()),
+        "PET_MAX_RESTARTS": str(MAX_RESTARTS),
+        # With a shared store a newcomer waits for ever for an address that rank 0 says in its first world only (torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return [*own, *({"name": name, "value": value} for name, value in told.items() if name not in there)]
+
+
+def torchrun(job: Mapping[str, Any]) -> str | None:
+    """The name of the container with torchrun; none when there are several and none has the usual name."""
+    there = [str(each["name"]) for each in workers(job)["template"]["spec"]["containers"]]
+    return CONTAINER if CONTAINER in there else there[0] if len(there) == 1 else None
+
+
+def _pod_policy(job: Mapping[str, Any]) -> str:
+    policy = restart_policy(job)
+    return "Never" if policy == "ExitCode" else policy
+
+
+def _host(job: str, index: int) -> str:
+    suffix = f"-worker-{index}"
+    return names.fit(job.replace(".", "-"), names.LONGEST - len(suffix)) + suffix
+
+
+def _service(job: str) -> str:
+    return names.fit(f"{job.replace('.', '-')}-rdzv")
+
+
+# ------------------------------------------------------------------------------------------------------------- the definition
+
+
+def definition() -> Document:
+    """The CustomResourceDefinition."""
+    group, version = LEGACY_JOB.api_version.split("/")
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{LEGACY_JOB.plural}.{group}",
+            "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"},
+        },
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {
+                "kind": LEGACY_JOB.kind,
+                "listKind": f"{LEGACY_JOB.kind}List",
+                "plural": LEGACY_JOB.plural,
+                "singular": LEGACY_JOB.kind.lower(),
+            },
+            "versions": [
+                {
+                    "name": version,
+                    "served": True,
+                    "storage": True,
+                    "additionalPrinterColumns": [
+                        {"name": "Min", "type": "integer", "jsonPath": ".spec.minReplicas"},
+                        {"name": "Max", "type": "integer", "jsonPath": ".spec.maxReplicas"},
+                        {"name": "Desired", "type": "integer", "jsonPath": ".spec.replicaSpecs.Worker.replicas"},
+                        {"name": "State", "type": "string", "jsonPath": ".status.state"},
+                        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+                    ],
+                    "subresources": {
+                        "status": {},
+                        "scale": {
+                            "specReplicasPath": ".spec.replicaSpecs.Worker.replicas",
+                            "statusReplicasPath": ".status.replicaStatuses.Worker.active",
+                            "labelSelectorPath": ".status.selector",
+                        },
+                    },
+                    "schema": {"openAPIV3Schema": schema()},
+                }
+            ],
+        },
+    }
+
+
+def schema() -> Schema:
+    """The structural schema, as the archived controller had it in its Go types; what it forgot to check is checked in CEL."""
+    return {
+        "type": "object",
+        "description": "A training job of torchelastic: its workers run torchrun, and their number may change.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": _spec(),
+            "status": _status(),
+        },
+    }
+
+
+def _spec() -> Schema:
+    most = "self.maxReplicas"
+    replicas = "self.replicaSpecs.Worker.replicas"
+    return {
+        "type": "object",
+        "description": "What to run, and with how many workers.",
+        "required": ["replicaSpecs"],
+        "properties": {
+            "rdzvEndpoint": _is("string", "Address of an etcd. It is not used: workers meet at worker 0."),
+            "minReplicas": _is("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
+            "maxReplicas": _is("integer", "Training takes no more workers. Default: replicas.", minimum=1),
+            "replicaSpecs": {
+                "type": "object",
+                "description": "What to run.",
+                "required": ["Worker"],
+                "properties": {"Worker": _replicas("The workers.", 1), "Etcd": _replicas("Not used: no etcd is needed.", None)},
+            },
+            "activeDeadlineSeconds": _is("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
+            "backoffLimit": _is(
+                "integer", f"The job fails after more restarts of its workers than this. Default: {MAX_RESTARTS}.", minimum=0
+            ),
+            "cleanPodPolicy": _is(
+                "string",
+                "Which pods are deleted when the job ends; running ones always are. Default: None.",
+                enum=["All", "Running", "None"],
+            ),
+            "schedulingPolicy": {
+                "type": "object",
+                "description": "For gang schedulers. It is not used.",
+                "x-kubernetes-preserve-unknown-fields": True,
+                "properties": {"minAvailable": _is("integer", "Workers that are started all or none.")},
+            },
+            "ttlSecondsAfterFinished": _is(
+                "integer", "A finished job is deleted after this time. Default: it is kept.", minimum=0
+            ),
+        },
+        "x-kubernetes-validations": [
+            cel.rule(
+                f"!has(self.minReplicas) || !has({most}) || self.minReplicas <= {most}",
+                "minReplicas is above maxReplicas; swap them or raise maxReplicas",
+                at=".minReplicas",
+            ),
+            cel.rule(
+                f"!has(self.minReplicas) || {replicas} == 0 || {replicas} >= self.minReplicas",
+                "replicas is below minReplicas; raise replicas or lower minReplicas",
+                at=".replicaSpecs.Worker.replicas",
+            ),
+            cel.rule(
+                f"!has({most}) || {replicas} <= {most}",
+                "replicas is above maxReplicas; lower replicas or raise maxReplicas",
+                at=".replicaSpecs.Worker.replicas",
+            ),
+        ],
+    }
+
+
+def _replicas(description: str, default: int | None) -> Schema:
+    return {
+        "type": "object",
+        "description": description,
+        "required": ["template"],
+        "properties": {
+            "replicas": _is(
+                "integer",
+                "How many are wanted; 0 suspends the job. Default: 1.",
+                minimum=0,
+                maximum=10_000,
+                **({} if default is None else {"default": default}),
+            ),
+            "restartPolicy": _is(
+                "string",
+                "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, or were lost, are "
+                "replaced; any other failure fails the job. Default: ExitCode.",
+                enum=["Always", "OnFailure", "Never", "ExitCode"],
+            ),
+            "template": {
+                "type": "object",
+                "description": f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}.",
+                "required": ["spec"],
+                "x-kubernetes-preserve-unknown-fields": True,
+                "properties": {
+                    "metadata": {
+                        "type": "object",
+                        "description": "Labels and annotations of the pods.",
+                        "x-kubernetes-preserve-unknown-fields": True,
+                    },
+                    "spec": {
+                        "type": "object",
+                        "description": "A PodSpec.",
+                        "required": ["containers"],
+                        "x-kubernetes-preserve-unknown-fields": True,
+                        "properties": {
+                            "containers": {
+                                "type": "array",
+                                "description": "The containers.",
+                                "minItems": 1,
+                                "items": {
+                                    "type": "object",
+                                    "required": ["name"],
+                                    "x-kubernetes-preserve-unknown-fields": True,
+                                    "properties": {"name": {"type": "string"}},
+                                },
+                            }
+                        },
+                    },
+                },
+            },
+        },
+    }
+
+
+def _status() -> Schema:
+    counts = {
+        "active": _is("integer", "Pods that are there and have not ended."),
+        "succeeded": _is("integer", "Pods that have ended with success."),
+        "failed": _is("integer", "Pods that have failed."),
+    }
+    return {
+        "type": "object",
+        "description": "What is known of the job, written by the operator.",
+        "x-kubernetes-preserve-unknown-fields": True,
+        "properties": {
+            "state": _is("string", "Created, Running, Restarting, Suspended, Succeeded or Failed."),
+            "selector": _is("string", "Labels of the pods, for the scale subresource."),
+            "restarts": _is("integer", "Restarts that count against backoffLimit."),
+            "judged": {
+                "type": "array",
+                "description": "Uids of failed pods that are counted already.",
+                "items": {"type": "string"},
+            },
+            "replicaStatuses": {
+                "type": "object",
+                "description": "Pods by what they are.",
+                "additionalProperties": {"type": "object", "properties": counts},
+            },
+            "startTime": _is("string", "When the first pods were made.", format="date-time"),
+            "completionTime": _is("string", "When the job ended.", format="date-time"),
+            "lastReconcileTime": _is("string", "Written by the archived controller.", format="date-time"),
+            "conditions": {
+                "type": "array",
+                "description": "Created, Running, Restarting, Succeeded, Failed; Limited says what cannot be honoured.",
+                "items": {
+                    "type": "object",
+                    "required": ["type", "status"],
+                    "properties": {
+                        "type": {"type": "string"},
+                        "status": {"type": "string"},
+                        "reason": {"type": "string"},
+                        "message": {"type": "string"},
+                        "lastUpdateTime": {"type": "string", "format": "date-time"},
+                        "lastTransitionTime": {"type": "string", "format": "date-time"},
+                    },
+                },
+            },
+        },
+    }
+
+
+def _is(kind: str, description: str, **more: Any) -> Schema:
+    return {"type": kind, "description": description, **more}

@@ -1,0 +1,350 @@
+"""The rendezvous transport by which a worker in a pod of an ElasticJob and the operator speak to each other
+(`kubernetes://<job>`): both write into the API server, and neither needs the other to be there.
+
+    member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
+    operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
+
+A report is whole, the newest wins, and writing it twice does no harm. The pod that began last has the Lease: one on a node that
+was lost, and comes back, sees that another has written there, and ends. While the API server or the operator is away, what was
+heard last stays true and training goes on; nothing of it is raised here. Docs: docs/decisions/0013-the-operator.md.
+
+Used by `transport`. Nothing connects before the first report: the process that makes a client may be a fork.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast import contract, files, kube
+from outlast.errors import Absent, ClusterError, Conflict, Superseded, Unauthorized
+from outlast.kinds import ELASTIC_JOB, LEASE
+from outlast.rendezvous.local import Called, Closed, Report
+from outlast.rendezvous.world import World
+from outlast.runtime import progress
+
+RENEW_S = contract.RENEW_S
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 1.0
+"""Between two attempts at a report that says something new, or at hearing; of one that renews, RENEW_S."""
+ANSWER_S = 10.0
+"""How long the API server may take to answer to a report. Arbitrary; there is a newer one by then."""
+LAST_S = 1.0
+"""How long a member that goes waits for its last report to be taken."""
+_LONGEST = 63
+"""Of the name of a pod, which is a host name, and so of its Lease."""
+
+
+class Client:
+    """A member's side: keeps its Lease, and remembers the operator's newest words.
+
+    `state` is where the training processes write their progress, and where the end of the run is noted (`contract.END`) for the
+    agent to record. `generation` is the newest that the run's output knows of: the next one is to be beyond it.
+    """
+
+    def __init__(
+        self, job: str, *, run: str, id: int, member: str, namespace: str, state: Path, processes: int, generation: int = 0
+    ) -> None:
+        self._job, self._of, self._id = job, run, id
+        self._member, self._namespace = member, namespace
+        self._state, self._processes = state, processes
+        self._floor = generation
+        self._report = Report(run=run, id=id, standing="waiting", since=time.time())
+        self._written, self._taken = 0, 0
+        """How many times the report has changed, and which of these the API server has."""
+        self._owner: dict[str, Any] | None = None
+        """A reference to the ElasticJob, once it has been seen; nothing is reported before."""
+        self._before = 0
+        """The generation that was there before us: we are in none of its world, even if that names us."""
+        self._version = ""
+        """Of our Lease, as we have written it last."""
+        self._gone = False
+        """The run, the job or our place in it is no longer ours: nothing is reported any more."""
+        self._reachable = True
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._watching = kube.Stop()
+        self._clusters: list[kube.Cluster] = []
+        self.called: Called | None = None
+        self.world: World | None = None
+        self.closed: Closed | None = None
+        self._threads = [
+            threading.Thread(target=self._run, args=(target,), name=f"outlast-{name}", daemon=True)
+            for name, target in (("operator", self._listen), ("lease", self._tell))
+        ]
+
+    def report(self, standing: str, **fields: Any) -> None:
+        """Say what this member is now; fields as in `Report`, the others stay. Returns before it has been said."""
+        with self._changed:
+            self._report = dataclasses.replace(self._report, standing=standing, since=time.time(), **fields)
+            self._written += 1
+            self._changed.notify_all()
+        for thread in self._threads:
+            if not thread.ident:
+                thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when the operator has said something, or after the timeout."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def close(self) -> None:
+        """End, once the last report has been taken if the API server is there. The Lease stays: its holder is gone."""
+        with self._changed:
+            if self._owner and self._reachable and not self._stop.is_set():
+                self._changed.wait_for(lambda: self._taken == self._written or self._gone or not self._reachable, LAST_S)
+            self._stop.set()
+            self._watching.set()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread.ident:
+                thread.join(LAST_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            for cluster in self._clusters:
+                cluster.close()
+
+    def _run(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except Exception as bug:  # nobody would ever speak for this worker, or listen, again
+            self._leave(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
+            raise
+
+    # The connection
+
+    def _connected(self) -> kube.Cluster:
+        with self._changed:
+            if not self._clusters:
+                self._clusters.append(kube.connect(namespace=self._namespace or None))
+            return self._clusters[-1]
+
+    def _log_in_again(self, cluster: kube.Cluster | None) -> None:
+        """The token of a pod's account is replaced where it lies before it expires.
+
+        https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/
+        """
+        with self._changed:
+            if cluster is None or cluster is not self._clusters[-1]:
+                return
+            try:
+                self._clusters.append(kube.connect(namespace=self._namespace or None))
+            except ClusterError as problem:
+                print(f"outlast | {problem}", flush=True)
+
+    # What the operator says
+
+    def _listen(self) -> None:
+        line, failures = _Line("this worker does not hear the operator", "this worker hears the operator again"), 0
+        while not self._stop.is_set():
+            with self._changed:
+                if self._stop.is_set():
+                    return
+                watching = self._watching = kube.Stop()
+            cluster = None
+            try:
+                cluster = self._connected()
+                self._hear(cluster.get(ELASTIC_JOB, self._job))  # whoever watches is not told of what was gone before
+                line.well()
+                failures = 0
+                name = f"metadata.name={self._job}"
+                for change in cluster.watch(ELASTIC_JOB, stop=watching, fields=name, longest_pause_s=LONGEST_PAUSE_S):
+                    if change.type == "deleted":
+                        raise Absent(f"ElasticJob {self._job} does not exist any more")
+                    self._hear(change.document)
+            except Absent:
+                self._leave("the job was deleted", contract.Exit.INTERRUPTED)
+                return
+            except ClusterError as problem:
+                failures += 1
+                if isinstance(problem, Unauthorized):
+                    self._log_in_again(cluster)
+                line.broken(problem, failures)
+                self._stop.wait(_pause(failures))
+
+    def _hear(self, document: Mapping[str, Any]) -> None:
+        meta = document["metadata"]
+        said = (document.get("status") or {}).get("rendezvous") or {}
+        try:
+            run = said.get("run") or self._of
+            world, called, closed = (_read(kind, said) for kind in (World, Called, Closed))
+        except (TypeError, AttributeError) as problem:
+            print(f"outlast | what the operator says makes no sense: {problem}; is it of another version?", flush=True)
+            run, world, called, closed = self._of, None, None, None
+        with self._changed:
+            if self._owner is None:
+                reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
+                self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
+                self._before = world.generation if world and run == self._of else 0
+                known = max(self._before, called.generation - 1 if called and run == self._of else 0)
+                self._floor = self._floor if self._floor > known else 0  # it knows by itself
+            if run != self._of:
+                self._leave(f"run {self._of} is over", contract.Exit.FAILED)
+                return
+            if world and (called is None or called.generation < world.generation):
+                called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we heard that
+            self.called = called
+            if world and world.generation > self._before:
+                self.world = world
+            self._changed.notify_all()
+        if closed and not self.closed:
+            if closed.code != contract.Exit.INTERRUPTED:
+                self._note_end(closed)  # before anybody acts on it
+            with self._changed:
+                self.closed = closed
+                self._changed.notify_all()
+
+    def _note_end(self, closed: Closed) -> None:
+        try:
+            files.replace(self._state / contract.END, json.dumps(dataclasses.asdict(closed)))
+        except OSError as problem:
+            print(f"outlast | how the run has ended cannot be noted in {self._state}: {problem}", flush=True)
+
+    def _leave(self, reason: str, code: int) -> None:
+        """There is no further world for this member, and nobody to report to; the run may go on without it."""
+        with self._changed:
+            self._gone = True
+            if not self.closed:
+                print(f"outlast | {reason}", flush=True)
+                self.closed = Closed(reason, code)
+            self._changed.notify_all()
+
+    # What this member says
+
+    def _tell(self) -> None:
+        line, failures = _Line("the operator does not hear this worker", "the operator hears this worker again"), 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self._gone)
+        while not (self._stop.is_set() or self._gone):
+            with self._changed:
+                number, lease = self._written, self._lease()
+            cluster = None
+            try:
+                cluster = self._connected()
+                self._renew(cluster, lease)
+            except Superseded as problem:
+                self._leave(str(problem), contract.Exit.INTERRUPTED)
+                return
+            except ClusterError as problem:
+                failures += 1
+                if isinstance(problem, Unauthorized):
+                    self._log_in_again(cluster)
+                line.broken(problem, failures)
+                with self._changed:
+                    self._reachable = failures == 1 and isinstance(problem, Unauthorized)
+                    pause = _pause(failures, LONGEST_PAUSE_S if self._taken != self._written else RENEW_S)
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._stop.is_set() or self._gone, pause)
+                continue
+            line.well()
+            with self._changed:
+                if failures:
+                    self._watching.set()  # it may wait, or for a server that is no more
+                failures, self._taken, self._reachable = 0, number, True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self._gone, RENEW_S)
+
+    def _renew(self, cluster: kube.Cluster, lease: dict[str, Any]) -> None:
+        """Write the Lease: the first time whoever had it, then only if nobody else has written there. Raises Superseded."""
+        meta = lease["metadata"]
+        while True:
+            known = {"resourceVersion": self._version} if self._version else {}
+            try:
+                said = cluster.apply({**lease, "metadata": {**meta, **known}}, tries=1, timeout_s=ANSWER_S)
+                self._version = said["metadata"]["resourceVersion"]
+                return
+            except Conflict:
+                there = cluster.patch(LEASE, meta["name"], {})  # what is not changed by this is shown, without a right to read
+                holder = there["spec"].get("holderIdentity")
+                if holder != self._member:
+                    raise Superseded(f"pod {holder} is worker {self._id} now, in the place of this one") from None
+                self._version = there["metadata"]["resourceVersion"]  # it was we who wrote it, and the answer was lost
+
+    def _lease(self) -> dict[str, Any]:
+        report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._floor)
+        reached = self._progress()
+        return {
+            "apiVersion": LEASE.api_version,
+            "kind": LEASE.kind,
+            "metadata": {
+                "name": name(self._job, self._id),
+                "labels": {
+                    contract.Label.JOB: self._job,
+                    contract.Label.WORKER: str(self._id),
+                    "app.kubernetes.io/managed-by": "outlast",
+                },
+                "annotations": {
+                    contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report)),
+                    **({contract.Annotation.PROGRESS: json.dumps(reached)} if reached else {}),
+                },
+                "ownerReferences": [self._owner],
+            },
+            "spec": {
+                "holderIdentity": self._member,
+                "leaseDurationSeconds": int(contract.LEASE_S),
+                "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            },
+        }
+
+    def _progress(self) -> dict[str, Any] | None:
+        """How far the training processes of this worker are; None for plain scripts, which do not say."""
+        found = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
+        records = [record for record in found if record and record.phase != "started"]
+        if not records:
+            return None
+        furthest = max(records, key=lambda record: (record.generation, record.step))
+        return {
+            "step": furthest.step,
+            "steps": furthest.steps,
+            "committed": max(record.committed for record in records),
+            "time": max(record.time for record in records),
+        }
+
+
+class _Line:
+    """Whether we get through; says it when that changes."""
+
+    def __init__(self, broken: str, well: str) -> None:
+        self._sentences = broken, well
+        self._problem: type[ClusterError] | None = None
+
+    def broken(self, problem: ClusterError, failures: int) -> None:
+        if type(problem) is self._problem or (failures == 1 and isinstance(problem, Unauthorized)):
+            return
+        self._problem = type(problem)
+        print(f"outlast | {self._sentences[0]}; it goes on as it was and tries again: {problem}", flush=True)
+
+    def well(self) -> None:
+        if self._problem:
+            print(f"outlast | {self._sentences[1]}", flush=True)
+        self._problem = None
+
+
+def name(job: str, id: int) -> str:
+    """The name of a member's Lease, which is that of its pod."""
+    whole = f"{job}-worker-{id}"
+    if len(whole) <= _LONGEST:
+        return whole
+    from outlast.manifests import names  # imports pydantic, for one job in a million
+
+    return names.fit(whole)
+
+
+def _read(kind: Any, said: Mapping[str, Any]) -> Any:
+    """A World, a Called or a Closed from its JSON form, without what newer versions add; None if there is none."""
+    found = said.get(kind.__name__.lower())
+    if not found:
+        return None
+    fields = {field.name: found[field.name] for field in dataclasses.fields(kind) if field.name in found}
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def _pause(failures: int, longest_s: float = LONGEST_PAUSE_S) -> float:
+    """Growing, and random: all workers of a cluster miss the same server."""
+    return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1)

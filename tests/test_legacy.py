@@ -1,0 +1,704 @@
+"""ElasticJobs of elastic.pytorch.org: what is made for one, and its life in a small cluster that is played here."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from datetime import UTC, datetime
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes_validate import utils as schemas
+
+from outlast import kinds
+from outlast.controller import legacy as controller
+from outlast.controller.plan import Document, Plan
+from outlast.manifests import legacy
+
+START = 1_800_000_000.0
+MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
+
+
+def text(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def a_job(replicas: int | None = 2, *, policy: str | None = "ExitCode", worker: Document | None = None, **spec: Any) -> Document:
+    """The workshop's job: between one worker and 128."""
+    container = {
+        "name": "elasticjob-worker",
+        "image": "pytorch-cpu",
+        "command": ["torchrun"],
+        "args": ["--nproc_per_node=1", "a.py"],
+    }
+    replica: Document = {"template": {"apiVersion": "v1", "kind": "Pod", "spec": {"containers": [container]}}, **(worker or {})}
+    replica |= {} if replicas is None else {"replicas": replicas}
+    replica |= {} if policy is None else {"restartPolicy": policy}
+    return {
+        "apiVersion": "elastic.pytorch.org/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "cifar", "namespace": "team", "uid": "12345678-abcd"},
+        "spec": {"minReplicas": 1, "maxReplicas": 128, **spec, "replicaSpecs": {"Worker": replica}},
+    }
+
+
+def without(job: Document, *fields: str) -> Document:
+    return {**job, "spec": {key: value for key, value in job["spec"].items() if key not in fields}}
+
+
+# What is made
+
+
+def variables(pod: Document, container: int = 0) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in pod["spec"]["containers"][container].get("env", [])}
+
+
+def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
+    pod = legacy.pod(a_job(), 1)
+    assert pod["metadata"] == {
+        "name": "cifar-worker-1",
+        "namespace": "team",
+        "labels": {
+            "group-name": "elastic.pytorch.org",
+            "job-name": "cifar",
+            "replica-type": "worker",
+            "replica-index": "1",
+            "outlast.dev/job": "cifar",
+            "outlast.dev/worker": "1",
+        },
+        "annotations": {"outlast.dev/nnodes": "1:128"},
+        "ownerReferences": [legacy.owner(a_job())],
+    }
+    assert variables(pod) == {
+        "PET_NNODES": "1:128",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": "cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400",
+        "PET_RDZV_ID": "cifar-12345678",
+        "PET_RDZV_CONF": "last_call_timeout=5,join_timeout=600,read_timeout=300,keep_alive_interval=1,keep_alive_max_attempt=5,"
+        "is_host=false",
+        "PET_MAX_RESTARTS": "100",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == ("cifar-worker-1", "cifar-rdzv")
+    assert (pod["spec"]["containers"][0]["command"], pod["spec"]["containers"][0]["args"][1]) == (["torchrun"], "a.py")
+    assert variables(legacy.pod(a_job(), 0))["PET_RDZV_CONF"].endswith("is_host=true")
+    assert legacy.service(a_job())["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_what_the_user_has_set_stays_and_other_containers_are_left_alone() -> None:
+    own = [{"name": "PET_MAX_RESTARTS", "value": "3"}, {"name": "A", "value": "b"}]
+    containers = [{"name": "sidecar", "image": "s"}, {"name": "elasticjob-worker", "image": "i", "env": own}]
+    template = {"metadata": {"labels": {"mine": "1"}}, "spec": {"containers": containers, "nodeSelector": {"a": "b"}}}
+    pod = legacy.pod(a_job(worker={"template": template}), 0)
+    assert pod["spec"]["containers"][0] == {"name": "sidecar", "image": "s"}
+    assert (variables(pod, 1)["PET_MAX_RESTARTS"], variables(pod, 1)["A"]) == ("3", "b")
+    assert (pod["metadata"]["labels"]["mine"], pod["spec"]["nodeSelector"]) == ("1", {"a": "b"})
+    assert [each["name"] for each in pod["spec"]["containers"][1]["env"]][:2] == ["PET_MAX_RESTARTS", "A"]
+
+
+@pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Never", "Always", None])
+def test_the_restart_policy_of_pods(policy: str | None) -> None:
+    wanted = "Never" if policy in ("ExitCode", None) else policy
+    assert legacy.pod(a_job(policy=policy), 0)["spec"]["restartPolicy"] == wanted
+
+
+@pytest.mark.parametrize("version", MINORS)
+def test_kubernetes_takes_what_is_made(version: str) -> None:
+    for document in (legacy.definition(), legacy.pod(a_job(), 0), legacy.service(a_job())):
+        schemas.validate(document, version, strict=True)
+        assert str(kinds.kind_of(document))
+
+
+def test_long_names_and_names_with_dots_have_host_names() -> None:
+    job = a_job()
+    job["metadata"]["name"] = f"a.{'b' * 80}"
+    pod = legacy.pod(job, 127)
+    assert len(pod["spec"]["hostname"]) <= 63
+    assert len(pod["spec"]["subdomain"]) <= 63
+    assert "." not in pod["spec"]["hostname"] + pod["spec"]["subdomain"]
+    assert pod["spec"]["hostname"].endswith("-worker-127")
+    assert all(len(value) <= 63 for value in pod["metadata"]["labels"].values())
+
+
+def test_the_range_of_workers() -> None:
+    def sizes(*unset: str, **spec: Any) -> tuple[int, int, int]:
+        return legacy.sizes(without(a_job(**spec), *unset))
+
+    assert sizes() == (1, 2, 128)
+    assert sizes("minReplicas", "maxReplicas") == (2, 2, 2)
+    assert sizes("maxReplicas") == (1, 2, 2)
+    assert sizes(replicas=None) == (1, 1, 128)
+    assert sizes(replicas=0) == (1, 0, 128)
+    assert sizes("minReplicas", "maxReplicas", replicas=0) == (1, 0, 1)
+    assert sizes(replicas=9, maxReplicas=4) == (1, 4, 4)
+    assert sizes(replicas=1, minReplicas=2) == (2, 2, 128)
+
+
+def test_what_cannot_be_honoured_is_said() -> None:
+    place = "cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400"
+    job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379", schedulingPolicy={"minAvailable": 2})
+    job["spec"]["replicaSpecs"]["Etcd"] = {"template": {"spec": {"containers": [{"name": "etcd"}]}}}
+    spec = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]
+    spec["restartPolicy"] = "Never"
+    spec["containers"][0]["args"].insert(0, "--rdzv_backend=etcd")
+    assert list(legacy.limits(job)) == [
+        f"rdzvEndpoint etcd-service:2379 is not used: workers meet at worker 0 ({place})",
+        "replicaSpecs.Etcd is not used: there are workers only, and they need no etcd",
+        "schedulingPolicy.minAvailable (2) is not used: workers start one by one, and training with minReplicas",
+        "replicas (200) is not within minReplicas and maxReplicas (1 to 128): 128 is taken",
+        "restartPolicy Never of the template is not used: replicaSpecs.Worker.restartPolicy is Always",
+        "restartPolicy Always starts workers again that are done, so the job never ends; write ExitCode or OnFailure",
+        "arguments of torchrun go before what it is told: --rdzv_backend=etcd stay as they are",
+    ]
+    spec["containers"] = [{"name": "a"}, {"name": "b"}]
+    assert list(legacy.limits(job))[-1] == (
+        "none of the containers (a, b) is called elasticjob-worker, so none is told where to meet; call torchrun's so"
+    )
+    assert list(legacy.limits(a_job())) == []
+
+
+# The definition
+
+SCHEMA = legacy.schema()
+
+
+def test_the_definition_takes_the_jobs_that_there_are() -> None:
+    check = jsonschema.Draft202012Validator(SCHEMA)
+    assert list(check.iter_errors(a_job(rdzvEndpoint="etcd-service:2379"))) == []
+    assert list(check.iter_errors(a_job(worker={"replicas": -1}, replicas=None)))
+    assert list(check.iter_errors(a_job(policy="Sometimes")))
+    assert list(check.iter_errors({**a_job(), "spec": {"replicaSpecs": {}}}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({}, None),
+        ({"replicas": 0}, None),
+        ({"minReplicas": 3, "maxReplicas": 2, "replicas": 0}, "minReplicas is above maxReplicas; swap them or raise maxReplicas"),
+        ({"minReplicas": 3, "replicas": 2}, "replicas is below minReplicas; raise replicas or lower minReplicas"),
+        ({"maxReplicas": 3, "replicas": 4}, "replicas is above maxReplicas; lower replicas or raise maxReplicas"),
+    ],
+    ids=str,
+)
+def test_numbers_of_workers_that_cannot_be_are_refused(spec: Document, sentence: str | None) -> None:
+    import celpy
+
+    environment = celpy.Environment()
+    value = {"self": celpy.json_to_cel(a_job(**spec)["spec"])}
+    rules = SCHEMA["properties"]["spec"]["x-kubernetes-validations"]
+    broken = [each["message"] for each in rules if not environment.program(environment.compile(each["rule"])).evaluate(value)]
+    assert broken == ([sentence] if sentence else [])
+
+
+# A cluster
+
+
+class Cluster:
+    """One job and its pods. What a plan says is done; containers do what the test says."""
+
+    def __init__(self, job: Document) -> None:
+        self.job, self.now, self.uids = copy.deepcopy(job), START, itertools.count()
+        self.pods: dict[str, Document] = {}
+        self.services: set[str] = set()
+        self.lost: set[str] = set()
+        self.removed: list[str] = []
+        self.notes: list[str] = []
+        self.writes = 0
+        self.checker = jsonschema.Draft202012Validator(SCHEMA)
+
+    def decide(self) -> Plan:
+        before = copy.deepcopy((self.job, list(self.pods.values())))
+        plan = controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost)
+        assert (self.job, list(self.pods.values())) == before
+        assert plan == controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost)
+        return plan
+
+    def look(self, *, parts: int = 4) -> Plan:
+        """One look, of which the first so many parts are done before the operator dies."""
+        plan = self.decide()
+        if parts > 0:
+            self.services |= {each["metadata"]["name"] for each in plan.setup}
+        if parts > 1 and plan.status is not None:
+            self.job["status"] = copy.deepcopy(dict(plan.status))
+            self.checker.validate(self.job)
+            self.writes += 1
+        if parts > 2:
+            for deletion in plan.deletes:
+                pod = self.pods[deletion.name]
+                assert pod["metadata"]["uid"] == deletion.uid
+                if deletion.grace_s == 0 or "nodeName" not in pod["spec"]:
+                    del self.pods[deletion.name]
+                else:
+                    pod["metadata"]["deletionTimestamp"] = text(self.now + 30)
+        if parts > 3:
+            for pod in plan.creates:
+                assert pod["metadata"]["name"] not in self.pods
+                made = copy.deepcopy(pod)
+                made["metadata"] |= {"uid": f"uid-{next(self.uids)}", "creationTimestamp": text(self.now)}
+                self.pods[pod["metadata"]["name"]] = made | {"status": {"phase": "Pending"}}
+            if plan.remove is not None:
+                assert (plan.remove.kind, plan.remove.uid) == (kinds.LEGACY_JOB, self.job["metadata"]["uid"])
+                self.removed.append(plan.remove.name)
+                self.job["metadata"]["deletionTimestamp"] = text(self.now)
+            self.notes += [note.reason for note in plan.notes]
+        return plan
+
+    def kubelet(self) -> None:
+        """Pods start; those that are deleted go, unless their node is lost."""
+        for name, pod in list(self.pods.items()):
+            pod["spec"].setdefault("nodeName", f"node-{name[-1]}")
+            if pod["spec"]["nodeName"] in self.lost:
+                continue
+            if pod["metadata"].get("deletionTimestamp"):
+                del self.pods[name]
+            elif pod["status"]["phase"] == "Pending":
+                pod["status"] = {
+                    "phase": "Running",
+                    "containerStatuses": [{"name": "elasticjob-worker", "state": {"running": {}}}],
+                }
+
+    def settle(self) -> int:
+        """Look until nothing is to be done; how often."""
+        for looks in range(50):
+            if not self.look():
+                before = {name for name, pod in self.pods.items() if pod["status"]["phase"] == "Running"}
+                self.kubelet()
+                if (
+                    before == {name for name, pod in self.pods.items() if pod["status"]["phase"] == "Running"}
+                    and not self.decide()
+                ):
+                    return looks
+            else:
+                self.kubelet()
+        raise AssertionError("this never settles")
+
+    def end(self, index: int, code: int | None, *, reason: str = "", condition: str = "", began: float | None = None) -> None:
+        """A worker's container ends; without a code its pod is lost."""
+        phase = "Succeeded" if code == 0 else "Failed"
+        status: Document = {"phase": phase, **({"reason": reason} if reason else {})}
+        if code is not None:
+            ended = {"exitCode": code, "finishedAt": text(self.now), "startedAt": text(began or START)}
+            status["containerStatuses"] = [{"name": "elasticjob-worker", "state": {"terminated": ended}}]
+        if condition:
+            status["conditions"] = [
+                {"type": "DisruptionTarget", "status": "True", "reason": condition, "lastTransitionTime": text(self.now)}
+            ]
+        self.pods[f"cifar-worker-{index}"]["status"] = status
+
+    def scale(self, replicas: int) -> None:
+        self.job["spec"]["replicaSpecs"]["Worker"]["replicas"] = replicas
+
+    @property
+    def indices(self) -> list[int]:
+        return sorted(int(name.rpartition("-")[2]) for name in self.pods)
+
+    @property
+    def status(self) -> Document:
+        found: Document = self.job["status"]
+        return found
+
+    def conditions(self) -> dict[str, str]:
+        return {each["type"]: each["status"] for each in self.status["conditions"]}
+
+    def message(self, kind: str) -> str:
+        return next(str(each["message"]) for each in self.status["conditions"] if each["type"] == kind)
+
+
+def running(job: Document | None = None) -> Cluster:
+    cluster = Cluster(job or a_job())
+    cluster.settle()
+    assert cluster.status["state"] == "Running"
+    cluster.now += 60
+    return cluster
+
+
+def test_a_job_is_made_and_runs() -> None:
+    cluster = Cluster(a_job(rdzvEndpoint="etcd-service:2379"))
+    plan = cluster.look()
+    assert [each["metadata"]["name"] for each in plan.creates] == ["cifar-worker-0", "cifar-worker-1"]
+    assert cluster.services == {"cifar-rdzv"}
+    assert (cluster.status["state"], cluster.conditions()) == ("Created", {"Created": "True", "Limited": "True"})
+    cluster.settle()
+    assert cluster.conditions() == {"Created": "True", "Limited": "True", "Running": "True"}
+    assert cluster.message("Running") == "ElasticJob cifar is running."
+    assert cluster.status["replicaStatuses"] == {"Worker": {"active": 2, "succeeded": 0, "failed": 0}}
+    assert cluster.status["startTime"] == text(START)
+    assert cluster.status["selector"] == "group-name=elastic.pytorch.org,job-name=cifar"
+    assert cluster.notes == ["ElasticJobCreated", "ElasticJobRunning"]
+    limited = next(each for each in cluster.status["conditions"] if each["type"] == "Limited")
+    assert (limited["reason"], limited["message"].partition(":")[0]) == ("NotHonoured", "rdzvEndpoint etcd-service")
+
+
+def test_a_settled_job_is_left_alone() -> None:
+    cluster = running()
+    writes = cluster.writes
+    for _ in range(5):
+        cluster.now += 1000
+        assert not cluster.look()
+    assert cluster.writes == writes
+
+
+def test_a_job_succeeds_when_all_workers_are_done() -> None:
+    cluster = running()
+    cluster.end(0, 0)
+    cluster.settle()
+    assert cluster.status["state"] == "Running"
+    cluster.end(1, 0)
+    cluster.settle()
+    assert cluster.conditions() == {"Created": "True", "Running": "False", "Succeeded": "True"}
+    assert cluster.message("Succeeded") == "ElasticJob cifar is successfully completed."
+    assert cluster.status["completionTime"] == text(cluster.now)
+    assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 2, "failed": 0}}
+    assert cluster.indices == [0, 1]
+    cluster.scale(3)
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"]) == ([0, 1], "Succeeded")
+
+
+def test_a_worker_that_is_lost_when_others_are_done_is_not_made_again() -> None:
+    cluster = running(a_job(3))
+    cluster.end(0, 0)
+    cluster.end(1, None, reason="Evicted")
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"]) == ([0, 2], "Running")
+    cluster.end(2, 0)
+    cluster.settle()
+    assert cluster.status["state"] == "Succeeded"
+
+
+def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:
+    cluster = running()
+    cluster.scale(4)
+    cluster.look()
+    cluster.end(0, 0)
+    cluster.end(1, 0)
+    cluster.kubelet()
+    for index, began in ((2, -5.0), (3, 1.0)):
+        state = {"running": {"startedAt": text(cluster.now + began)}}
+        cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"] = [{"name": "elasticjob-worker", "state": state}]
+    (deletion,) = cluster.look().deletes
+    assert (deletion.name, deletion.reason) == ("cifar-worker-3", "others are done: there is nothing left to train")
+    assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
+    cluster.end(2, 0)
+    cluster.settle()
+    assert cluster.status["state"] == "Succeeded"
+
+
+def test_a_worker_that_comes_when_the_training_is_over_does_not_fail_it() -> None:
+    cluster = running()
+    cluster.end(0, 0)
+    cluster.now += 5
+    cluster.end(1, 1, began=cluster.now - 1)
+    cluster.settle()
+    assert cluster.status["state"] == "Succeeded"
+
+
+@pytest.mark.parametrize("code", [130, 137, 138, 143])
+def test_a_worker_that_was_killed_is_made_again(code: int) -> None:
+    cluster = running()
+    before = cluster.pods["cifar-worker-1"]["metadata"]["uid"]
+    cluster.end(1, code)
+    cluster.look()
+    assert cluster.message("Restarting") == "ElasticJob cifar is restarting because 1 Worker replica(s) failed."
+    assert "Running" not in cluster.conditions()
+    cluster.settle()
+    assert cluster.conditions() == {"Created": "True", "Running": "True"}
+    assert cluster.pods["cifar-worker-1"]["metadata"]["uid"] != before
+    assert cluster.status["restarts"] == 1
+    assert "judged" not in cluster.status
+    assert cluster.notes[-2:] == ["ElasticJobRestarting", "ElasticJobRunning"]
+
+
+@pytest.mark.parametrize("code", [1, 2, 126, 127, 128, 139, 3])
+def test_any_other_exit_code_fails_the_job(code: int) -> None:
+    cluster = running()
+    cluster.end(1, code)
+    cluster.settle()
+    assert cluster.conditions() == {"Created": "True", "Running": "False", "Failed": "True"}
+    assert cluster.message("Failed") == (
+        f"ElasticJob cifar is failed because worker 1 failed with exit code {code}, which is permanent: "
+        "restartPolicy ExitCode restarts after 130, 137, 138, 143."
+    )
+    assert cluster.indices == [1], "the one that failed keeps its log, the other trains no more"
+    assert cluster.status["completionTime"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"code": None, "reason": "Evicted"},
+        {"code": 137, "reason": "Evicted"},
+        {"code": 1, "condition": "EvictionByEvictionAPI"},
+        {"code": None, "reason": "NodeLost"},
+        {"code": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Never"])
+def test_a_worker_that_its_node_ended_is_made_again_and_does_not_count(how: Document, policy: str) -> None:
+    cluster = running(a_job(policy=policy, backoffLimit=0))
+    cluster.end(0, **how)
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
+
+
+def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
+    cluster = running()
+    cluster.lost.add("node-1")
+    plan = cluster.look()
+    assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", 0, "its node node-1 is lost")]
+    cluster.lost.clear()
+    cluster.settle()
+    assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
+
+
+def test_a_worker_that_does_not_go_is_forced_to_after_a_while() -> None:
+    cluster = running()
+    cluster.pods["cifar-worker-0"]["metadata"]["deletionTimestamp"] = text(cluster.now)
+    plan = cluster.look()
+    assert (plan.deletes, plan.creates, plan.look_again) == ((), (), cluster.now + 60)
+    cluster.now += 60
+    (deletion,) = cluster.look().deletes
+    assert (deletion.grace_s, deletion.reason) == (0, "its node node-0 has not ended it in time")
+
+
+def test_a_worker_that_was_deleted_is_made_again() -> None:
+    cluster = running()
+    del cluster.pods["cifar-worker-0"]
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1], "Running", 0)
+
+
+@pytest.mark.parametrize("how", ["gone", "goes", "evicted", "killed", "made again"])
+def test_workers_that_fail_since_worker_0_is_lost_are_made_again(how: str) -> None:
+    """It hosts the store of all: their torchrun ends with 1, which is no fault of theirs."""
+    cluster = running(a_job(3))
+    host = cluster.pods["cifar-worker-0"]
+    match how:
+        case "gone":
+            del cluster.pods["cifar-worker-0"]
+        case "goes":
+            host["metadata"]["deletionTimestamp"] = text(cluster.now + 30)
+        case "evicted":
+            cluster.end(0, None, reason="Evicted")
+        case "killed":
+            cluster.end(0, 137)
+        case "made again":
+            host["metadata"] |= {"uid": "new", "creationTimestamp": text(cluster.now)}
+    cluster.end(1, 1)
+    (deletion,) = [each for each in cluster.decide().deletes if each.name == "cifar-worker-1"]
+    assert deletion.reason == "failed with exit code 1 since worker 0, where workers meet, was lost; it is started again"
+    cluster.settle()
+    assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
+    assert cluster.status["restarts"] == (how == "killed")
+    cluster.end(1, 1, began=cluster.now + 1)
+    cluster.settle()
+    assert cluster.status["state"] == "Failed"
+
+
+def test_with_the_policy_never_any_failure_fails_the_job() -> None:
+    cluster = running(a_job(policy="Never"))
+    cluster.end(0, 137)
+    cluster.settle()
+    assert cluster.message("Failed") == (
+        "ElasticJob cifar is failed because worker 0 failed with exit code 137, and restartPolicy is Never."
+    )
+
+
+def test_a_worker_that_is_killed_again_and_again_ends_the_job_by_its_budget() -> None:
+    cluster = running(a_job(backoffLimit=5))
+    pauses = []
+    for _ in range(6):
+        cluster.end(1, 137)
+        failed_at = cluster.now
+        plan = cluster.look()
+        while plan.look_again is not None and cluster.status["state"] == "Restarting" and "cifar-worker-1" in cluster.pods:
+            assert not plan.deletes
+            cluster.now = plan.look_again
+            plan = cluster.look()
+        pauses.append(cluster.now - failed_at)
+        cluster.settle()
+    assert pauses == [0, 0, 0, 10, 20, 0]
+    assert cluster.message("Failed") == (
+        "ElasticJob cifar is failed because worker 1 failed with exit code 137, and backoffLimit (5) is used up by 6 restarts."
+    )
+
+
+def test_restarts_by_nodes_count_against_the_budget() -> None:
+    cluster = running(a_job(policy="OnFailure", backoffLimit=2))
+    for index, count in ((0, 1), (1, 2)):
+        cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"][0]["restartCount"] = count
+    cluster.settle()
+    assert cluster.message("Failed").endswith("because backoffLimit (2) is used up by 3 restarts.")
+
+
+def test_a_worker_that_its_node_refuses_is_not_made_again_at_once() -> None:
+    cluster = Cluster(a_job(1))
+    cluster.look()
+    cluster.end(0, None, reason="NodeAffinity")
+    cluster.pods["cifar-worker-0"]["status"]["conditions"] = [
+        {"type": "Ready", "status": "False", "lastTransitionTime": text(cluster.now)}
+    ]
+    plan = cluster.look()
+    assert (plan.deletes, plan.look_again) == ((), START + 10)
+
+
+@pytest.mark.parametrize("unset", [(), ("minReplicas", "maxReplicas")], ids=str)
+def test_scaling_makes_exactly_the_workers_that_are_wanted(unset: tuple[str, ...]) -> None:
+    cluster = running(without(a_job(), *unset))
+    first = cluster.pods["cifar-worker-0"]["metadata"]["uid"]
+    for replicas in (4, 1, 0, 2):
+        cluster.scale(replicas)
+        assert cluster.settle() < 8
+        assert cluster.indices == [*range(replicas)]
+        assert cluster.status["state"] == ("Running" if replicas else "Suspended")
+        said = {pod["metadata"]["annotations"][legacy.NNODES] for pod in cluster.pods.values()}
+        assert said == ({legacy.nnodes(cluster.job)} if replicas else set())
+        kept = bool(replicas) and cluster.pods["cifar-worker-0"]["metadata"]["uid"] == first
+        assert kept == (not unset and replicas in (4, 1)), "worker 0 hosts the rendezvous"
+    assert cluster.status["restarts"] == 0
+
+
+def test_a_job_that_is_to_have_no_workers_is_not_done() -> None:
+    cluster = Cluster(a_job(0))
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"]) == ([], "Suspended")
+    assert cluster.conditions() == {"Created": "True", "Running": "False"}
+    assert "startTime" not in cluster.status
+
+
+def test_a_changed_range_of_workers_reaches_all_of_them() -> None:
+    cluster = running()
+    cluster.job["spec"]["maxReplicas"] = 4
+    plan = cluster.look()
+    assert {each.reason for each in plan.deletes} == {"all workers are started again: there may be 1:4 now, and not 1:128"}
+    assert plan.creates == ()
+    cluster.settle()
+    assert {variables(pod)["PET_NNODES"] for pod in cluster.pods.values()} == {"1:4"}
+
+
+def test_a_job_may_run_for_so_long_and_no_longer() -> None:
+    cluster = running(a_job(activeDeadlineSeconds=100))
+    assert cluster.decide().look_again == START + 100
+    cluster.now = START + 100
+    cluster.settle()
+    assert cluster.message("Failed").endswith("because it has run for longer than activeDeadlineSeconds (100).")
+    assert cluster.indices == []
+
+
+@pytest.mark.parametrize(("policy", "left"), [(None, [0, 1]), ("None", [0, 1]), ("Running", [0, 1]), ("All", [])])
+def test_pods_of_a_job_that_is_over_are_cleaned_up_as_it_says(policy: str | None, left: list[int]) -> None:
+    cluster = running(a_job(cleanPodPolicy=policy) if policy else a_job())
+    cluster.end(0, 0)
+    cluster.end(1, 0)
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"]) == (left, "Succeeded")
+
+
+def test_a_finished_job_is_deleted_once_and_never_runs_again() -> None:
+    cluster = running(a_job(ttlSecondsAfterFinished=50))
+    cluster.end(0, 0)
+    cluster.end(1, 0)
+    cluster.settle()
+    assert cluster.decide().look_again == cluster.now + 50
+    cluster.now += 50
+    cluster.look()
+    for _ in range(3):
+        cluster.now += 10
+        assert not cluster.look()
+    assert cluster.removed == ["cifar"]
+    assert set(cluster.indices) == {0, 1}
+
+
+def test_a_pod_of_somebody_else_is_not_touched_and_told() -> None:
+    cluster = Cluster(a_job())
+    other = {**legacy.pod(a_job(), 1), "status": {"phase": "Failed"}}
+    other["metadata"] = {**other["metadata"], "uid": "x", "creationTimestamp": text(START), "ownerReferences": []}
+    cluster.pods["cifar-worker-1"] = other
+    plan = cluster.look()
+    assert [each["metadata"]["name"] for each in plan.creates] == ["cifar-worker-0"]
+    assert plan.deletes == ()
+    assert cluster.message("Limited") == (
+        "Pod cifar-worker-1 is there and is not of this job, so worker 1 is not made; delete the pod"
+    )
+
+
+def test_a_job_that_is_deleted_is_left_to_the_cluster() -> None:
+    cluster = running()
+    cluster.job["metadata"]["deletionTimestamp"] = text(cluster.now)
+    assert not cluster.look()
+    cluster.lost.add("node-0")
+    assert [each.name for each in cluster.look().deletes] == ["cifar-worker-0"]
+
+
+# Anything
+
+
+def happen(cluster: Cluster, event: tuple[str, int, int]) -> None:
+    what, index, parts = event
+    there = [i for i in cluster.indices if cluster.pods[f"cifar-worker-{i}"]["status"]["phase"] == "Running"]
+    if what == "scale":
+        cluster.scale(index)
+    elif what == "look":
+        cluster.look(parts=parts)
+    elif what == "kubelet":
+        cluster.kubelet()
+    elif what == "time":
+        cluster.now += 10**index
+    elif there:
+        one = there[index % len(there)]
+        match what:
+            case "kill":
+                cluster.end(one, 137)
+            case "evict":
+                cluster.end(one, None, reason="Evicted")
+            case "delete":
+                cluster.pods[f"cifar-worker-{one}"]["metadata"]["deletionTimestamp"] = text(cluster.now + 30)
+            case "lose":
+                cluster.lost ^= {cluster.pods[f"cifar-worker-{one}"]["spec"]["nodeName"]}
+
+
+def events() -> st.SearchStrategy[list[tuple[str, int, int]]]:
+    what = st.sampled_from(["scale", "look", "look", "kubelet", "kubelet", "time", "kill", "evict", "delete", "lose"])
+    return st.lists(st.tuples(what, st.integers(0, 4), st.integers(0, 4)), max_size=30)
+
+
+@given(events())
+def test_whatever_happens_it_settles_with_the_workers_that_are_wanted(story: list[tuple[str, int, int]]) -> None:
+    cluster = Cluster(a_job())
+    most = 2
+    for event in story:
+        happen(cluster, event)
+        most = max(most, event[1] if event[0] == "scale" else 0)
+        assert len(cluster.indices) <= most
+    cluster.lost.clear()
+    for _ in range(3):
+        cluster.now += 400
+        cluster.settle()
+    asked = cluster.job["spec"]["replicaSpecs"]["Worker"]["replicas"]
+    assert cluster.status["state"] == ("Running" if asked else "Suspended")
+    assert cluster.indices == [*range(asked)]
+    writes = cluster.writes
+    assert not cluster.look()
+    assert cluster.writes == writes
+
+
+def test_the_operator_may_die_between_any_two_parts() -> None:
+    def life(*parts: int) -> Document:
+        cluster = running()
+        for index, code in ((1, 137), (0, 143)):
+            cluster.end(index, code)
+            for part in parts:
+                cluster.look(parts=part)
+                cluster.kubelet()
+            cluster.settle()
+        return {key: cluster.status[key] for key in ("state", "restarts", "replicaStatuses")}
+
+    expected = life()
+    assert expected["restarts"] == 2
+    for parts in itertools.product(range(5), repeat=2):
+        assert life(*parts) == expected

@@ -1,0 +1,541 @@
+"""The rendezvous by way of the Kubernetes API: what a member says on its Lease, what it hears, and what outages do to both."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from outlast import contract, errors, kube
+from outlast.rendezvous import kubernetes, local, transport
+from outlast.rendezvous.world import World
+from outlast.runtime import progress
+
+Document = dict[str, Any]
+
+
+class Operator:
+    """An API server with the ElasticJob `train`, and what the operator writes there."""
+
+    def __init__(self) -> None:
+        self.api = apiserver.ApiServer(unserved=())
+        self.job: Document = {
+            "apiVersion": contract.API_VERSION,
+            "kind": contract.KIND,
+            "metadata": {"name": "train"},
+            "spec": {},
+        }
+        self.job = self.api.put(self.job)
+
+    def say(self, **rendezvous: Any) -> None:
+        self.api.put({**self.job, "metadata": {**self.job["metadata"]}, "status": {"rendezvous": {"run": "run", **rendezvous}}})
+
+    def lease(self, id: int = 0) -> Document | None:
+        return self.api.documents.get(("leases.coordination.k8s.io", "default", f"train-worker-{id}"))
+
+    def report(self, id: int = 0) -> Document:
+        lease = self.lease(id)
+        return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT])) if lease else {}
+
+
+@pytest.fixture
+def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operator]:
+    made = Operator()
+    with apiserver.serving(made.api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
+        monkeypatch.setenv(contract.Env.NAMESPACE, "default")
+        for name in (contract.Env.OWNER, contract.Env.GENERATION):
+            monkeypatch.delenv(name, raising=False)
+        yield made
+
+
+@pytest.fixture
+def member(operator: Operator, tmp_path: Path) -> Iterator[Callable[..., transport.Client]]:
+    """Makes members of the run, which go at the end."""
+    made: list[transport.Client] = []
+
+    def make(id: int = 0) -> transport.Client:
+        made.append(transport.client("kubernetes://train", run="run", id=id, state=tmp_path, processes=2))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def a_world(generation: int = 1, *members: int) -> Document:
+    return {"generation": generation, "members": list(members or (0,)), "address": "10.0.0.1:5", "reason": "all here", "at": 5.0}
+
+
+def until(condition: Callable[[], object], within_s: float = 5) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator, member) -> None:
+    member(3).report("waiting", address="10.0.0.7:4711")
+    until(lambda: operator.lease(3))
+    lease = operator.lease(3)
+    assert lease is not None
+    meta, spec = lease["metadata"], lease["spec"]
+    assert meta["labels"] == {
+        "outlast.dev/job": "train",
+        "outlast.dev/worker": "3",
+        "app.kubernetes.io/managed-by": "outlast",
+    }
+    reference = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "train", "controller": False}
+    assert meta["ownerReferences"] == [{**reference, "uid": operator.job["metadata"]["uid"]}]
+    assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("uid-of-the-pod", 30)
+    written = datetime.strptime(spec["renewTime"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
+    assert abs((datetime.now(UTC) - written).total_seconds()) < 5
+    said = operator.report(3)
+    assert local.Report(**said) == local.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
+    assert contract.Annotation.PROGRESS not in meta["annotations"]
+
+
+def test_what_the_operator_says_is_heard(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.say(world=a_world(4, 1, 0))
+    until(lambda: client.world)
+    assert client.world == World(4, (1, 0), "10.0.0.1:5", "all here", 5.0)
+    operator.say(
+        world=a_world(4, 1, 0), called={"generation": 5, "reason": "lost", "planned": True, "deadline": 7.0, "since 0.9": "x"}
+    )
+    until(lambda: client.called == local.Called(5, "lost", True, 7.0))
+    operator.say(world=a_world(5), called=None, closed={"reason": "all done", "code": 0})
+    until(lambda: client.closed)
+    assert (client.world, client.closed) == (World(5, (0,), "10.0.0.1:5", "all here", 5.0), local.Closed("all done", 0))
+
+
+def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.say(world=a_world(4, 0, 1))
+    until(lambda: client.world)
+    operator.say(world=a_world(6, 1, 2))
+    until(lambda: client.called == local.Called(6, "all here", False, 5.0))
+
+
+def test_a_world_from_before_the_first_report_is_not_ours(operator: Operator, member) -> None:
+    operator.say(world=a_world(4))
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    assert client.world is None
+    operator.say(world=a_world(5))
+    until(lambda: client.world)
+
+
+@pytest.mark.parametrize(
+    ("said", "generation"),
+    [
+        ({}, 7),
+        ({"world": a_world(3)}, 7),
+        ({"world": a_world(7)}, 0),
+        ({"world": a_world(3), "called": {"generation": 8, "reason": "", "planned": False, "deadline": 0.0}}, 0),
+        ({"world": a_world(3), "called": {"generation": 7, "reason": "", "planned": False, "deadline": 0.0}}, 7),
+    ],
+)
+def test_an_operator_that_knows_less_than_the_output_is_told_the_newest_generation(
+    operator: Operator, member, monkeypatch: pytest.MonkeyPatch, said: Document, generation: int
+) -> None:
+    monkeypatch.setenv(contract.Env.GENERATION, "7")
+    if said:
+        operator.say(**said)
+    client = member()
+    client.report("waiting", generation=0)
+    until(operator.lease)
+    assert operator.report()["generation"] == generation
+    client.report("training", generation=9)
+    until(lambda: operator.report()["generation"] == 9)
+
+
+def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
+    writers = [progress.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
+    writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=9, steps=60, committed=5))
+    writers[0].write(progress.Progress(generation=2, rank=2, phase="train", step=10, steps=60, committed=0))
+    client = member()
+    client.report("training", generation=2)
+
+    def said() -> Document:
+        lease = operator.lease()
+        return json.loads(lease["metadata"]["annotations"][contract.Annotation.PROGRESS]) if lease else {}
+
+    until(said)
+    first, renewed = said(), operator.lease()["spec"]["renewTime"]
+    assert (first["step"], first["steps"], first["committed"]) == (10, 60, 5)
+    writers[1].write(progress.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10))
+    until(lambda: said()["step"] == 11)
+    assert said()["committed"] == 10
+    assert said()["time"] > first["time"]
+    assert operator.lease()["spec"]["renewTime"] > renewed
+    for writer in writers:
+        writer.close()
+
+
+def test_a_plain_script_says_no_progress(operator: Operator, member, tmp_path: Path) -> None:
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=1, rank=0, phase="started"))
+    writer.close()
+    member().report("training", generation=1)
+    until(operator.lease)
+    assert list(operator.lease()["metadata"]["annotations"]) == [contract.Annotation.REPORT]
+
+
+def test_an_outage_loses_nothing_and_is_said_once(operator: Operator, member, capfd: pytest.CaptureFixture[str]) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.say(world=a_world(1))
+    until(lambda: client.world)
+    client.report("training", generation=1)
+    until(lambda: operator.report()["standing"] == "training")
+    operator.api.well = False
+    operator.api.cut()
+    client.report("waiting", failed=True, failure={"code": 1})
+    operator.api.until(lambda: sum(asked.startswith("PATCH") for asked in operator.api.asked) >= 4)
+    assert client.world == World(1, (0,), "10.0.0.1:5", "all here", 5.0)
+    operator.say(world=a_world(2))
+    operator.api.well = True
+    until(lambda: operator.report()["failure"] == {"code": 1})
+    until(lambda: client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0))
+    client.close()
+    away, again = capfd.readouterr().out.splitlines()
+    assert "the operator does not hear this worker; it goes on as it was and tries again: Lease train-worker-0 in" in away
+    assert again == "outlast | the operator hears this worker again"
+
+
+def test_nothing_is_lost_when_the_server_is_away_before_the_first_word(operator: Operator, member) -> None:
+    operator.api.well = False
+    client = member()
+    client.report("waiting")
+    operator.api.until(lambda: len(operator.api.asked) > 1)
+    assert client.closed is None
+    operator.api.well = True
+    until(operator.lease)
+
+
+def test_a_server_that_does_not_answer_is_asked_again(operator: Operator, member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "ANSWER_S", 0.2)
+    frozen = threading.Event()
+    client = member()
+    operator.api.prescribe("PATCH", lambda handler: frozen.wait(20))
+    client.report("waiting")
+    client.report("training", generation=1)
+    until(lambda: operator.report().get("standing") == "training")
+    frozen.set()
+
+
+def test_a_refusal_is_said_and_tried_again(operator: Operator, member, capfd: pytest.CaptureFixture[str]) -> None:
+    text = 'leases.coordination.k8s.io "train-worker-0" is forbidden: User "w" cannot patch resource "leases" in API group ' + (
+        '"coordination.k8s.io" in the namespace "default"'
+    )
+    operator.api.prescribe("PATCH", *[apiserver.status(403, "Forbidden", text)] * 2)
+    member().report("waiting")
+    until(operator.lease)
+    said = "the operator does not hear this worker; it goes on as it was and tries again: w may not patch leases.coordination"
+    assert capfd.readouterr().out.count(said) == 1
+
+
+def test_a_login_that_has_expired_is_renewed_without_a_word(operator: Operator, member, capfd) -> None:
+    client = member()
+    operator.api.prescribe("PATCH", apiserver.status(401, "Unauthorized", "Unauthorized"))
+    client.report("waiting")
+    until(operator.lease)
+    client.close()
+    assert capfd.readouterr().out == ""
+
+
+def test_a_worker_of_another_run_is_left_over(operator: Operator, member, tmp_path: Path) -> None:
+    operator.say(run="another", world=a_world(4), closed={"reason": "done", "code": 0})
+    client = member()
+    client.report("waiting")
+    until(lambda: client.closed)
+    assert (client.closed, client.world) == (local.Closed("run run is over", contract.Exit.FAILED), None)
+    assert not (tmp_path / contract.END).exists()
+
+
+def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: Operator, member, monkeypatch) -> None:
+    monkeypatch.setenv(contract.Env.OWNER, "the-word")
+    operator.say(run="the-word")
+    member().report("waiting")
+    until(operator.lease)
+    assert operator.report()["run"] == "the-word"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_end_of_the_job_document_is_an_interruption(operator: Operator, member, tmp_path: Path, before: bool) -> None:
+    client = member()
+    if not before:
+        client.report("waiting")
+        until(operator.lease)
+    operator.api.remove("elasticjobs.outlast.dev", "train")
+    if before:
+        client.report("waiting")
+    until(lambda: client.closed)
+    assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    assert operator.lease() is None
+    assert not (tmp_path / contract.END).exists()
+
+
+@pytest.mark.parametrize(("code", "noted"), [(0, True), (79, True), (75, False)])
+def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Operator, member, tmp_path, code, noted) -> None:
+    operator.say(closed={"reason": "it is so", "code": code})
+    client = member()
+    client.report("waiting")
+    until(lambda: client.closed)
+    assert client.closed == local.Closed("it is so", code)
+    assert (tmp_path / contract.END).exists() == noted
+    if noted:
+        assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code}
+
+
+def test_a_pod_that_was_replaced_ends_and_leaves_the_lease_to_its_successor(
+    operator: Operator, member, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "RENEW_S", 0.05)
+    old = member()
+    old.report("training", generation=1)
+    until(operator.lease)
+    monkeypatch.setenv(contract.Env.MEMBER, "uid-of-its-successor")
+    new = member()
+    new.report("waiting")
+    until(lambda: old.closed)
+    reason = "pod uid-of-its-successor is worker 0 now, in the place of this one"
+    assert old.closed == local.Closed(reason, contract.Exit.INTERRUPTED)
+    old.report("training", generation=1)
+    renewed = operator.lease()["spec"]["renewTime"]
+    until(lambda: operator.lease()["spec"]["renewTime"] > renewed)
+    assert (operator.lease()["spec"]["holderIdentity"], operator.report()["standing"]) == ("uid-of-its-successor", "waiting")
+    assert new.closed is None
+    assert not (tmp_path / contract.END).exists()
+
+
+def test_an_answer_that_was_lost_does_no_harm(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    # The server has done it, and the answer does not come: the next version is not the one that we know.
+    operator.api.put(
+        {**operator.lease(), "metadata": {**operator.lease()["metadata"], "annotations": {"outlast.dev/report": "{}"}}}
+    )
+    client.report("training", generation=1)
+    until(lambda: operator.report().get("standing") == "training")
+    client.report("done", generation=1)
+    until(lambda: operator.report()["standing"] == "done")
+    assert client.closed is None
+
+
+def test_a_lease_that_somebody_deletes_is_made_again(operator: Operator, member) -> None:
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.api.remove("leases.coordination.k8s.io", "train-worker-0")
+    client.report("training", generation=1)
+    until(lambda: operator.report().get("standing") == "training")
+
+
+def test_who_goes_says_its_last_word_first_and_ends_its_threads(operator: Operator, member) -> None:
+    before = set(threading.enumerate())
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    client.report("leaving")
+    client.close()
+    assert operator.report()["standing"] == "leaving"
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("outlast-")]
+
+
+def test_who_goes_waits_for_no_server_that_is_away(operator: Operator, member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubernetes, "LAST_S", 60)
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    operator.api.well = False
+    client.report("leaving")
+    operator.api.until(lambda: sum(asked.startswith("PATCH") for asked in operator.api.asked) >= 3)
+    begun = time.monotonic()
+    client.close()
+    assert time.monotonic() - begun < 20
+
+
+def test_words_that_make_no_sense_are_said_and_passed_over(operator: Operator, member, capfd) -> None:
+    operator.say(closed={"because": "I say so"})
+    client = member()
+    client.report("waiting")
+    until(operator.lease)
+    assert client.closed is None
+    assert "what the operator says makes no sense: Closed.__init__() missing" in capfd.readouterr().out
+    operator.say(closed={"reason": "done", "code": 0})
+    until(lambda: client.closed)
+
+
+def test_a_pod_that_does_not_know_its_uid_says_so(member, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(contract.Env.MEMBER)
+    with pytest.raises(errors.OutlastError, match=r"OUTLAST_MEMBER is not set; set it to the uid of this pod"):
+        member()
+
+
+def test_names_too_long_for_a_host_are_cut() -> None:
+    assert kubernetes.name("j" * 52, 999) == f"{'j' * 52}-worker-999"
+    assert kubernetes.name("j" * 52, 1000) == f"{'j' * 52}-w-e14e4f10"
+
+
+RBAC = "rbac.authorization.k8s.io/v1"
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[kube.Cluster, kube.Cluster]]:
+    """A namespace of its own with the ElasticJob `train`; its clients: who may do anything, and worker 0, whose account may write
+    to its own Lease and read its own job, each by its name."""
+    namespace = f"rendezvous-{secrets.token_hex(3)}"
+    admin = kube.connect(namespace=namespace)
+    named = {"name": "worker", "namespace": namespace}
+    rules = [
+        {
+            "apiGroups": [kube.LEASE.group],
+            "resources": ["leases"],
+            "verbs": ["create", "patch"],
+            "resourceNames": ["train-worker-0"],
+        },
+        {
+            "apiGroups": [contract.GROUP],
+            "resources": ["elasticjobs"],
+            "verbs": ["get", "list", "watch"],
+            "resourceNames": ["train"],
+        },
+    ]
+    subject = {"kind": "ServiceAccount", "name": "worker", "namespace": namespace}
+    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "spec": {"image": "none:0", "script": "train.py"}}
+    admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    try:
+        for document in (
+            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": named},
+            {"apiVersion": RBAC, "kind": "Role", "metadata": named, "rules": rules},
+            {
+                "apiVersion": RBAC,
+                "kind": "RoleBinding",
+                "metadata": named,
+                "subjects": [subject],
+                "roleRef": {"apiGroup": kube.ROLE.group, "kind": "Role", "name": "worker"},
+            },
+            {**job, "metadata": {"name": "train", "namespace": namespace}},
+            {**job, "metadata": {"name": "other", "namespace": namespace}},
+        ):
+            admin.create(document)
+        command = ["kubectl", "-n", namespace, "create", "token", "worker"]
+        token = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        command = ["kubectl", "config", "view", "--raw", "--minify", "--flatten", "-o", "json"]
+        config = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        config["users"][0]["user"] = {"token": token}
+        file = tmp_path / "worker.kubeconfig"
+        file.write_text(json.dumps(config))
+        monkeypatch.setenv("KUBECONFIG", str(file))
+        monkeypatch.setenv(contract.Env.MEMBER, "uid-of-the-pod")
+        monkeypatch.setenv(contract.Env.NAMESPACE, namespace)
+        worker = kube.connect(namespace=namespace)
+        deadline = time.monotonic() + 10
+        while not worker.may("patch", kube.LEASE, name="train-worker-0"):  # the authorizer hears of roles a moment later
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield admin, worker
+        worker.close()
+    finally:
+        admin.delete(kube.NAMESPACE, namespace)
+        admin.close()
+
+
+@pytest.mark.cluster
+def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_path: Path, capfd) -> None:
+    admin, _ = account
+    client = transport.client("kubernetes://train", run="run", id=0, state=tmp_path, processes=1)
+    begun = time.monotonic()
+    client.report("waiting", address="10.0.0.7:4711")
+
+    def reported() -> Document:
+        found = admin.list_(kube.LEASE)
+        return json.loads(found[0]["metadata"]["annotations"][contract.Annotation.REPORT]) if found else {}
+
+    until(reported)
+    first_s = time.monotonic() - begun
+    lease = admin.get(kube.LEASE, "train-worker-0")
+    assert lease["spec"]["holderIdentity"] == "uid-of-the-pod"
+    assert lease["metadata"]["ownerReferences"][0]["uid"] == admin.get(kube.ELASTIC_JOB, "train")["metadata"]["uid"]
+    begun = time.monotonic()
+    client.report("training", generation=1)
+    until(lambda: reported()["standing"] == "training")
+    report_s = time.monotonic() - begun
+    begun = time.monotonic()
+    change = {"status": {"rendezvous": {"run": "run", "world": a_world(2)}}}
+    admin.patch(kube.ELASTIC_JOB, "train", change, subresource="status")
+    until(lambda: client.world)
+    heard_s = time.monotonic() - begun
+    assert client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0)
+    admin.delete(kube.ELASTIC_JOB, "train")
+    until(lambda: client.closed)
+    assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    client.close()
+    assert capfd.readouterr().out == "outlast | the job was deleted\n"
+    until(lambda: not admin.list_(kube.LEASE), 60)
+    print(f"first report {first_s:.3f} s, report {report_s:.3f} s, world heard {heard_s:.3f} s")
+
+
+@pytest.mark.cluster
+def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin, _ = account
+    monkeypatch.setattr(kubernetes, "RENEW_S", 0.1)
+    made = []
+    for uid in ("old", "new"):
+        monkeypatch.setenv(contract.Env.MEMBER, uid)
+        made.append(transport.client("kubernetes://train", run="run", id=0, state=tmp_path, processes=1))
+        made[-1].report("waiting")
+        until(lambda uid=uid: [lease for lease in admin.list_(kube.LEASE) if lease["spec"]["holderIdentity"] == uid])
+    old, new = made
+    until(lambda: old.closed)
+    assert old.closed == local.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
+    assert new.closed is None
+    for client in made:
+        client.close()
+
+
+@pytest.mark.cluster
+def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
+    _, worker = account
+    named = {"name": "train-worker-0"}
+    lease = {"apiVersion": kube.LEASE.api_version, "kind": kube.LEASE.kind, "metadata": named, "spec": {}}
+    other = {**lease, "metadata": {"name": "train-worker-1"}}
+    worker.apply(lease)
+    for refused in (
+        lambda: worker.create(other),
+        lambda: worker.create({**lease, "metadata": {"generateName": "train-worker-"}}),
+        lambda: worker.apply(other),
+        lambda: worker.apply({**other, "metadata": {"name": "outlast-operator", "namespace": "kube-system"}}),
+        lambda: worker.get(kube.LEASE, "train-worker-0"),
+        lambda: worker.list_(kube.LEASE),
+        lambda: worker.delete(kube.LEASE, "train-worker-0"),
+        lambda: worker.list_(kube.ELASTIC_JOB),
+        lambda: worker.list_(kube.ELASTIC_JOB, fields="metadata.name=other"),
+        lambda: worker.get(kube.ELASTIC_JOB, "other"),
+        lambda: worker.patch(kube.ELASTIC_JOB, "train", {"metadata": {"labels": {"a": "b"}}}),
+        lambda: worker.patch(kube.ELASTIC_JOB, "train", {"status": {"run": "mine"}}, subresource="status"),
+        lambda: worker.list_(kube.POD),
+        lambda: worker.list_(kube.SECRET),
+    ):
+        with pytest.raises(errors.Forbidden):
+            refused()
