@@ -21,7 +21,7 @@ import pytest
 import apiserver
 from outlast import contract, kinds, kube
 from outlast.contract import Annotation, Label
-from outlast.controller import cache, leader, process
+from outlast.controller import cache, deciders, leader, process
 from outlast.controller.cache import Cache, Key
 from outlast.controller.leader import Leadership, Seen, judge
 from outlast.controller.operator import Operator, Settings
@@ -726,6 +726,16 @@ def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: Wor
     assert codes == [0]
     assert world.pods() == ["a-worker-0", "a-worker-1"]
     assert world.api.documents[LEASE.resource, "default", contract.OPERATOR]["spec"]["holderIdentity"] == ""
+
+
+def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is_gone() -> None:
+    pods = [a_document(POD, "p", 1, spec={"nodeName": "n1"})]
+    silent = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    other = {"n2": a_node(2)}
+    assert dict(deciders._lost_at(pods, {**other, "n1": a_node(1)})) == {}
+    assert dict(deciders._lost_at(pods, {**other, "n1": {"status": {"conditions": [silent]}}})) == {"n1": NOW + 30}
+    assert dict(deciders._lost_at(pods, other)) == {"n1": float("-inf")}
+    assert dict(deciders._lost_at(pods, {})) == {}  # nodes are not known at all
 
 
 # ------------------------------------------------------------------------------------------------------------- the process
