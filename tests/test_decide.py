@@ -72,10 +72,11 @@ def test_scaling_makes_exactly_so_many_pods_and_loses_no_step() -> None:
     assert cluster.status["restarts"] == cluster.status["interruptions"] == 0
 
 
-def test_a_suspended_job_saves_first_has_no_pods_and_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("change", [{"suspend": True}, {"replicas": 0}])
+def test_a_suspended_job_saves_first_has_no_pods_and_goes_on_where_it_was(change: dict[str, Any]) -> None:
     cluster = training(2)
     step = cluster.step
-    cluster.change(suspend=True)
+    cluster.change(**change)
     cluster.until(lambda c: not c.pods)
     cluster.run(60)
     settled = len(cluster.writes)
@@ -83,7 +84,7 @@ def test_a_suspended_job_saves_first_has_no_pods_and_goes_on_where_it_was() -> N
     assert cluster.writes[settled:] == []
     assert (cluster.status["state"], cluster.status["reason"], cluster.status["replicas"]) == ("Suspended", "suspended", 0)
     assert cluster.committed >= step
-    cluster.change(suspend=False)
+    cluster.change(suspend=False, replicas=2)
     cluster.until(trains(2))
     cluster.run(20)
     assert repeated(cluster) == 0

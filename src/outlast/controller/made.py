@@ -7,7 +7,7 @@ from typing import Any
 
 from outlast import contract, spec
 from outlast.controller.observe import Seen
-from outlast.manifests import gang, labels, names, objects, places, pods, variables
+from outlast.manifests import disruption, gang, labels, names, objects, places, pods, rbac, variables
 from outlast.manifests.request import Request
 
 Document = dict[str, Any]
@@ -22,7 +22,8 @@ def setup(seen: Seen) -> tuple[Document, ...]:
     return (
         *objects.claims(request),  # nobody's: they may hold data that others want
         *_members(seen, request),
-        *(_owned(seen, document) for document in (objects.service(request), _budget(request))),
+        _owned(seen, objects.service(request)),
+        _budget(seen, request),
         *(_owned(seen, document) for document in gang.of(request, seen.name).documents),
     )
 
@@ -32,7 +33,7 @@ def changed(seen: Seen) -> tuple[Document, ...]:
     request = _request(seen)
     return (
         *(document for document in _members(seen, request) if document["kind"] == "Role"),
-        _owned(seen, _budget(request)),
+        _budget(seen, request),
         *(_owned(seen, document) for document in gang.of(request, seen.name).documents),
     )
 
@@ -63,25 +64,26 @@ def _worker(seen: Seen, request: Request, index: int = 0) -> pods.Worker:
         index=variables.plain(str(index)),
         rendezvous=f"{SCHEME}{seen.name}",
         subdomain=request.names.service,
-        account=f"{seen.name}-worker",
+        account=rbac.account(seen.name),
         gang=gang.of(request, seen.name),
     )
 
 
 def _members(seen: Seen, request: Request) -> list[Document]:
-    return []
+    most = request.spec.workers.max
+    return rbac.members(seen.name, _namespace(seen), most, labels.common(request.job), seen.owner)
 
 
-def _budget(request: Request) -> Document:
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": labels.metadata(request, request.job.metadata.name),
-    }
+def _budget(seen: Seen, request: Request) -> Document:
+    return disruption.budget(seen.name, _namespace(seen), request.spec.workers.min, labels.common(request.job), seen.owner)
+
+
+def _namespace(seen: Seen) -> str:
+    return str(seen.document["metadata"]["namespace"])
 
 
 def _owned(seen: Seen, document: Document) -> Document:
-    meta = {**document["metadata"], "namespace": seen.document["metadata"]["namespace"], "ownerReferences": [seen.owner]}
+    meta = {**document["metadata"], "namespace": _namespace(seen), "ownerReferences": [seen.owner]}
     return {**document, "metadata": meta}
 
 
