@@ -44,6 +44,8 @@ class ApiServer:
         self.logs: dict[str, list[str]] = {}
         self.metrics: dict[str, str] = {}
         self.page = 10_000
+        self.graceful = False
+        """Whether pods that are deleted stay, going, until the test removes them; unless they are to go at once."""
         self.well = True
         """Whether it answers with anything but 503."""
         self.lock = threading.RLock()
@@ -173,6 +175,10 @@ class ApiServer:
                     uid = ((body or {}).get("preconditions") or {}).get("uid")
                     if old is not None and uid not in (None, old["metadata"]["uid"]):
                         return send(handler, *status(409, "Conflict", "the UID in the precondition does not match"))
+                    if self.graceful and kind.plural == "pods" and (body or {}).get("gracePeriodSeconds") != 0:
+                        going = json.loads(json.dumps(old))
+                        going["metadata"].setdefault("deletionTimestamp", NOW)
+                        return send(handler, 200, self.put(going))
                     self.remove(*key[::2], key[1])
                     send(handler, 200, {"kind": "Status", "status": "Success"})
                 case "PATCH":
@@ -186,6 +192,11 @@ class ApiServer:
                         {**new, "metadata": {"uid": "", **new["metadata"]}} if query.get("dryRun") else self.put(new),
                     )
                 case "PUT":
+                    version = body["metadata"].get("resourceVersion")
+                    if old is not None and version not in (None, old["metadata"]["resourceVersion"]):
+                        return send(handler, *status(409, "Conflict", "the object has been modified", name=name))
+                    if subresource == "status" and old is not None:
+                        body = json.loads(json.dumps({**old, "status": body["status"]}))
                     send(handler, 200, self.put(body))
 
     def list(self, handler: BaseHTTPRequestHandler, resource: str, namespace: str, query: dict[str, str]) -> None:

@@ -375,12 +375,18 @@ def test_who_asks_a_port_sees_that_the_pod_ends_the_connection(cluster: kube.Clu
     assert not reads.is_alive()
 
 
+def without_spec(document: kube.Document) -> kube.Document:
+    return {name: value for name, value in document.items() if name != "spec"}
+
+
 class Watched:
     """What a watch says, in a thread of its own."""
 
     def __init__(self, cluster: kube.Cluster) -> None:
         self.stop = kube.Stop()
         self.said: list[tuple[str, str]] = []
+        self.versions: list[str | None] = []
+        """What the watch says of itself."""
         self.error: BaseException | None = None
         self._more = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(cluster,), daemon=True)
@@ -388,7 +394,8 @@ class Watched:
 
     def _run(self, cluster: kube.Cluster) -> None:
         try:
-            for change in cluster.watch(kube.POD, stop=self.stop):
+            for change in cluster.watch(kube.POD, stop=self.stop, listening=self.versions.append, trim=without_spec):
+                assert "spec" not in change.document
                 with self._more:
                     self.said.append((change.type, change.document["metadata"]["name"]))
                     self._more.notify_all()
@@ -473,6 +480,7 @@ def test_bookmarks_move_a_watch_on_without_being_told(api: apiserver.ApiServer, 
     api.until(lambda: any("resourceVersion=777" in path for path in api.asked))
     watched.end()
     assert watched.said == [("added", "one")]
+    assert watched.versions[1] == "777"
 
 
 def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -485,6 +493,7 @@ def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cl
     api.put(a_pod("two"))
     watched.wait(("added", "one"), ("added", "two"))
     watched.end()
+    assert [version is None for version in watched.versions] == [False, True, True, False]
 
 
 def test_a_watch_that_is_forbidden_says_so(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

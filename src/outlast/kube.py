@@ -116,7 +116,8 @@ class Change:
 
     type: Literal["added", "modified", "deleted"]
     document: Document
-    """As it is, or as it was last. Of one that vanished while nobody watched there are only kind, apiVersion and metadata."""
+    """As it is, or as it was last. Of one that vanished while nobody watched there are only kind, apiVersion and metadata
+    without annotations."""
 
 
 @dataclass(frozen=True)
@@ -309,14 +310,17 @@ class Cluster:
         grace_s: float | None = None,
         propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
         uid: str | None = None,
-    ) -> None:
-        """Delete a document, and what it owns. Raises Absent; Conflict when its uid is another by now."""
+    ) -> Document:
+        """Delete a document, and what it owns; what the server answers is the document as it is while it goes, or a Status.
+
+        Raises Absent; Conflict when its uid is another by now.
+        """
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = round(grace_s)
         if uid is not None:
             options["preconditions"] = {"uid": uid}
-        self._document("delete", "DELETE", kind, name, namespace=namespace, body=options)
+        return self._document("delete", "DELETE", kind, name, namespace=namespace, body=options)
 
     # changes
 
@@ -329,6 +333,8 @@ class Cluster:
         everywhere: bool = False,
         labels: str = "",
         fields: str = "",
+        trim: Callable[[Document], Document] | None = None,
+        listening: Callable[[str | None], None] | None = None,
         longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> Iterator[Change]:
         """First all that there is, then every change, until `stop` is set.
@@ -336,8 +342,12 @@ class Cluster:
         Whatever happens to the connection, no state is missed for good: when the server has forgotten what came meanwhile, all is
         listed anew, and what vanished is said as well. While the server is away it is asked again, with growing pauses. What it
         refuses is raised; so is the first failure to reach it.
+
+        `trim` takes from each document what is of no use; it must leave the metadata. `listening` is told the version up to which
+        everything has been said, when a connection stands and now and then after that, and None when it is lost.
         """
-        select = {"namespace": namespace, "everywhere": everywhere, "labels": labels, "fields": fields}
+        tell = listening or (lambda version: None)
+        select = {"namespace": namespace, "everywhere": everywhere, "labels": labels, "fields": fields, "trim": trim}
         known: dict[str, Document] = {}
         version, begun, failures = "", False, 0
         while not stop.is_set():
@@ -347,20 +357,26 @@ class Cluster:
                     begun = True
                     yield from _differences(known, documents)
                 failures += 1  # unless anything comes: a connection that ends at once is no better than none
-                for reached, change in self._changes(kind, version, stop, **select):
+                for reached, change in self._changes(kind, version, stop, tell=tell, **select):
                     version, failures = reached, 0
                     if change is not None:
                         _remember(known, change)
                         yield change
+                    else:
+                        tell(version)
             except _Gone:
                 version = ""
+                tell(None)
             except Unanswered:
+                tell(None)
                 if not begun:
                     raise
             if failures:
                 stop.wait(min(_pause(failures), longest_pause_s))
 
-    def _changes(self, kind: Kind, version: str, stop: Stop, **select: Any) -> Iterator[tuple[str, Change | None]]:
+    def _changes(
+        self, kind: Kind, version: str, stop: Stop, *, tell: Callable[[str], None], **select: Any
+    ) -> Iterator[tuple[str, Change | None]]:
         """Versions after the given one and what changed with them (None: nothing that was asked for), over one connection."""
         params = {
             **_selectors(select["labels"], select["fields"]),
@@ -371,13 +387,17 @@ class Cluster:
         }
         asked, path = self._address("watch", kind, "", select["namespace"], everywhere=select["everywhere"])
         with self._stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
+            tell(version)
             for line in lines:
                 event = _parsed(line, asked)
                 document = event["object"]
                 if event["type"] == "ERROR":
                     raise _mistake(int(document.get("code") or 500), json.dumps(document).encode(), asked)
-                bookmark = event["type"] == "BOOKMARK"
-                yield document["metadata"]["resourceVersion"], None if bookmark else Change(event["type"].lower(), document)
+                reached = document["metadata"]["resourceVersion"]
+                if event["type"] == "BOOKMARK":
+                    yield reached, None
+                else:
+                    yield reached, Change(event["type"].lower(), select["trim"](document) if select["trim"] else document)
 
     # pods
 
@@ -590,7 +610,14 @@ class Cluster:
         return _parsed(answer.content, asked)
 
     def _listed(
-        self, kind: Kind, *, namespace: str | None, everywhere: bool, labels: str, fields: str
+        self,
+        kind: Kind,
+        *,
+        namespace: str | None,
+        everywhere: bool,
+        labels: str,
+        fields: str,
+        trim: Callable[[Document], Document] | None = None,
     ) -> tuple[list[Document], str]:
         """The documents and the version of the list."""
         asked, path = self._address("list", kind, "", namespace, everywhere=everywhere)
@@ -606,7 +633,8 @@ class Cluster:
                         break  # the list has grown too old between two pages
                     raise
                 for item in page.get("items") or ():
-                    found.append({"apiVersion": kind.api_version, "kind": kind.kind, **item})
+                    whole = {"apiVersion": kind.api_version, "kind": kind.kind, **item}
+                    found.append(trim(whole) if trim else whole)
                 token = page["metadata"].get("continue") or ""
                 if not token:
                     return found, str(page["metadata"].get("resourceVersion", ""))
@@ -806,7 +834,7 @@ def _lines(answer: httpx2.Response, asked: Asked, stop: Stop) -> Iterator[bytes]
 
 def _remembered(document: Document) -> Document:
     """Enough of a document to say later that it has vanished."""
-    meta = {key: value for key, value in document["metadata"].items() if key != "managedFields"}
+    meta = {key: value for key, value in document["metadata"].items() if key not in ("managedFields", "annotations")}
     return {"apiVersion": document.get("apiVersion"), "kind": document.get("kind"), "metadata": meta}
 
 

@@ -24,6 +24,7 @@ from outlast.cli import (
     inside,
     install,
     jobs,
+    operator,
     render,
     results,
     run,
@@ -126,6 +127,7 @@ app.command()(sync.sync)
 app.command()(install.install)
 app.command()(install.uninstall)
 app.command()(doctor.doctor)
+app.command()(operator.operator)
 app.command()(version)
 app.command(hidden=True)(agent)
 app.command(hidden=True)(evaluation)

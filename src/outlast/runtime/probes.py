@@ -23,6 +23,8 @@ class Health:
     reason: str = "starting"
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Name without prefix -> value."""
+    text: str = ""
+    """Metrics that are in Prometheus' format already."""
     end: str = ""
     """How the run has ended, while its worker stays up; see `ownership.Ended`."""
 
@@ -68,7 +70,7 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
                 case "/readyz":
                     self._answer(200 if health.ready else 503, health.reason + "\n")
                 case "/metrics":
-                    self._answer(200, exposition(health, labels))
+                    self._answer(200, health.text or exposition(health, labels))
                 case "/end":
                     self._answer(200 if health.end else 404, health.end)
                 case _:

@@ -1,0 +1,403 @@
+"""What the operator costs: from an applied job to its pods, pods a second beside a raw loop of POSTs, writes, memory, idle CPU.
+
+    python bench/operating.py --quick               100 jobs, about a minute
+    python bench/operating.py                       1,000 jobs of 4 pods
+    python bench/operating.py --decider trivial     without the decisions: the process alone
+
+With $KUBECONFIG it uses that cluster, in a namespace of its own that goes afterwards: pods that no node takes, so that the API
+server alone works. Without, a small server in Python in a process of its own, which is slower than any real one, and the
+bottleneck. The raw loop is the same client with as many threads, and POSTs pods of the same bytes; the two take turns. The
+ElasticJob API has to be in the cluster (`kubectl apply -f deploy/crd.yaml`) and no other operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import math
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from outlast import kinds, kube
+from outlast.contract import Label
+
+Document = dict[str, Any]
+PODS, THREADS = 4, 8
+NOWHERE = {"outlast.dev/bench": "nowhere"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--single", type=int, default=100, help="jobs that are applied one at a time")
+    parser.add_argument("--failures", type=int, default=100, help="pods that fail one at a time, with all jobs live")
+    parser.add_argument("--idle", type=float, default=30.0, help="seconds of which the CPU is measured when all is settled")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of the operator and of the raw loop")
+    parser.add_argument("--decider", choices=["real", "trivial"], default="real")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--operate", metavar="NAMESPACE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return serve(args.serve)
+    if args.operate:
+        return operate(args.operate, args.decider)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and clean up
+    if args.quick:
+        args.jobs, args.single, args.failures, args.idle, args.rounds = 100, 30, 30, 10.0, 2
+    with contextlib.ExitStack() as stack:
+        where = "the API server of $KUBECONFIG"
+        if not os.environ.get("KUBECONFIG"):
+            where = "a small API server in Python (the bottleneck)"
+            os.environ["KUBECONFIG"] = str(stack.enter_context(small_server()))
+        cluster = stack.enter_context(contextlib.closing(kube.connect()))
+        namespace = f"bench-{uuid.uuid4().hex[:8]}"
+        cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+        stack.callback(cluster.delete, kinds.NAMESPACE, namespace)
+        lines = measured(args, cluster, namespace, where)
+    text = "\n".join(lines)
+    print(text)
+    args.results.mkdir(exist_ok=True)
+    with open(args.results / f"{time.strftime('%Y-%m-%d')}-operator.md", "a") as file:
+        file.write(f"# The operator, {time.strftime('%H:%M')}\n\n{text}\n\n")
+
+
+def measured(args: argparse.Namespace, cluster: kube.Cluster, namespace: str, where: str) -> list[str]:
+    with Watched(cluster, namespace) as watched, operator(namespace, args.decider) as process:
+        mine = psutil.Process(process.pid)
+        say("one job at a time")
+        single = [one(cluster, namespace, watched, f"single-{n}") for n in range(args.single)]
+        sample = watched.sample("single-0-worker-0")
+        say("many jobs at once, in turn with the raw loop")
+        ours, raw, made = [], [], args.jobs // args.rounds
+        before, writes = args.single, 0
+        for turn in range(args.rounds):
+            names = [f"many-{turn}-{n}" for n in range(made)]
+            raws = [f"raw-{turn}-{n}" for n in range(made)]
+            kinds_of_turn: list[Callable[[], None]] = [
+                lambda names=names: ours.append(many(cluster, namespace, watched, names, mine)),
+                lambda raws=raws: raw.append(loop(cluster, namespace, watched, raws, sample)),
+            ]
+            for each in kinds_of_turn if turn % 2 == 0 else reversed(kinds_of_turn):
+                each()
+            before += made
+            say(f"operator {made * PODS / ours[-1]:.0f} pods/s, raw loop {made * PODS / raw[-1]:.0f} pods/s")
+        settle(process)
+        writes = asked(process)["writes"]
+        say("pods fail, one at a time")
+        failures = [fail(cluster, namespace, watched, f"many-0-{n % made}-worker-0") for n in range(args.failures)]
+        settle(process)
+        say("idle")
+        spent, begun = mine.cpu_times(), time.monotonic()
+        settled, looks = sum(asked(process)["writes"].values()), asked(process)["looks"]
+        time.sleep(args.idle)
+        now = mine.cpu_times()
+        idle = (now.user + now.system - spent.user - spent.system) / (time.monotonic() - begun)
+        looks = asked(process)["looks"] - looks
+        idle_writes = sum(asked(process)["writes"].values()) - settled
+        memory = mine.memory_info().rss
+    jobs = before
+    pods_written = writes.pop("create Pod", 0)
+    others = ", ".join(f"{value / jobs:.2f} × {name}" for name, value in sorted(writes.items()))
+    return [
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; {where}; decider: {args.decider}",
+        f"{jobs:,} jobs of {PODS} pods ({args.single} of them applied one at a time), {args.rounds} turns",
+        "",
+        "| what | operator | raw loop | ratio, or goal |",
+        "|---|---|---|---|",
+        f"| job applied → its {PODS} pods created, p50 | {1000 * statistics.median(single):.0f} ms | | ≤ 100 ms |",
+        f"| the same, p99 | {1000 * percentile(single, 99):.0f} ms | | ≤ 300 ms |",
+        f"| pods a second, {made} jobs at once, median | {rate(ours, made):.0f} | {rate(raw, made):.0f} "
+        f"| {statistics.median(raw) / statistics.median(ours):.2f} (goal 0.7) |",
+        f"| failed pod → its replacement created, p50 | {1000 * statistics.median(failures):.0f} ms | | |",
+        f"| the same, p99 | {1000 * percentile(failures, 99):.0f} ms | | ≤ 150 ms |",
+        f"| writes a job until its pods are there | {PODS} pods + {sum(writes.values()) / jobs:.2f} "
+        f"| {PODS} pods | ≤ pods + 6 for its whole life |",
+        f"| memory | {memory / 2**20:.0f} MiB | | ≤ 150 MB |",
+        f"| CPU when nothing happens (but {looks} looks) | {100 * idle:.2f} % | | ≤ 1 % |",
+        f"| writes when nothing happens | {idle_writes} in {args.idle:.0f} s | | 0 |",
+        "",
+        f"Pods written a job: {pods_written / jobs:.2f}. The other writes a job: {others}. When pods are there is seen by one "
+        "watch. Many jobs at once are applied while the operator is stopped (SIGSTOP); its time begins when it goes on, and all "
+        "its writes are part of it.",
+    ]
+
+
+def rate(seconds: Sequence[float], jobs: int) -> float:
+    return jobs * PODS / statistics.median(seconds)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def say(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+class Watched:
+    """When each pod was seen first, by one watch."""
+
+    def __init__(self, cluster: kube.Cluster, namespace: str) -> None:
+        self.cluster, self.namespace = cluster, namespace
+        self.seen: dict[str, tuple[str, float]] = {}
+        self.kept: dict[str, Document] = {}
+        self.stop = kube.Stop()
+        self.news = threading.Condition()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
+        for change in self.cluster.watch(kinds.POD, stop=self.stop, namespace=self.namespace):
+            meta = change.document["metadata"]
+            if change.type == "added":
+                with self.news:
+                    self.seen[meta["name"]] = (meta["uid"], time.monotonic())
+                    if meta["name"].endswith("-0-worker-0"):
+                        self.kept[meta["name"]] = change.document
+                    self.news.notify_all()
+
+    def __enter__(self) -> Watched:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.thread.join(5)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.news:
+            if not self.news.wait_for(condition, timeout=300):
+                sys.exit(f"after 300 s there are {len(self.seen)} pods; look at what the operator says")
+
+    def sample(self, name: str) -> Document:
+        """A pod as the operator wrote it, to be POSTed again."""
+        return kube.said(self.kept[name])
+
+
+def job(namespace: str, name: str) -> Document:
+    spec = {
+        "image": "example.invalid/none:1",
+        "script": "train.py",
+        "workers": {"replicas": PODS},
+        "resources": {"cpu": "1", "memory": "1Gi"},
+        "nodeSelector": NOWHERE,
+        "output": "s3://bench/runs",
+    }
+    return {
+        "apiVersion": kinds.ELASTIC_JOB.api_version,
+        "kind": "ElasticJob",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": spec,
+    }
+
+
+def workers(name: str) -> list[str]:
+    return [f"{name}-worker-{n}" for n in range(PODS)]
+
+
+def one(cluster: kube.Cluster, namespace: str, watched: Watched, name: str) -> float:
+    """Seconds from the answer to a job's creation until its last pod is there."""
+    cluster.create(job(namespace, name))
+    begun = time.monotonic()
+    watched.wait(lambda: all(worker in watched.seen for worker in workers(name)))
+    return max(watched.seen[worker][1] for worker in workers(name)) - begun
+
+
+def many(cluster: kube.Cluster, namespace: str, watched: Watched, names: Sequence[str], mine: psutil.Process) -> float:
+    """Seconds from when the operator goes on, with all the jobs there, until their last pod is."""
+    mine.suspend()  # for less than it may be without renewing its lease
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda name: cluster.create(job(namespace, name)), names))
+    wanted = [worker for name in names for worker in workers(name)]
+    begun = time.monotonic()
+    mine.resume()
+    watched.wait(lambda: all(worker in watched.seen for worker in wanted))
+    return max(watched.seen[worker][1] for worker in wanted) - begun
+
+
+def loop(cluster: kube.Cluster, namespace: str, watched: Watched, names: Sequence[str], sample: Document) -> float:
+    """Seconds for as many pods of the same bytes, by a loop of POSTs; they belong to nobody."""
+
+    def post(worker: str) -> None:
+        pod = copy.deepcopy(sample)
+        meta = pod["metadata"]
+        pod["metadata"] = {**meta, "name": worker, "labels": {k: v for k, v in meta["labels"].items() if k != Label.JOB}}
+        pod["metadata"].pop("ownerReferences", None)
+        cluster.create(pod)
+
+    wanted = [worker for name in names for worker in workers(name)]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(post, wanted))
+    watched.wait(lambda: all(worker in watched.seen for worker in wanted))
+    return max(watched.seen[worker][1] for worker in wanted) - begun
+
+
+def fail(cluster: kube.Cluster, namespace: str, watched: Watched, name: str) -> float:
+    """Seconds from the answer that a pod was evicted until its replacement is there."""
+    old = watched.seen[name][0]
+    change = {"status": {"phase": "Failed", "reason": "Evicted", "message": "the bench evicts it"}}
+    cluster.patch(kinds.POD, name, change, namespace=namespace, subresource="status")
+    begun = time.monotonic()
+    watched.wait(lambda: watched.seen[name][0] != old)
+    return watched.seen[name][1] - begun
+
+
+# ----------------------------------------------------------------------------------------------------------- other processes
+
+
+@contextlib.contextmanager
+def operator(namespace: str, decider: str) -> Iterator[subprocess.Popen[str]]:
+    """The operator in a process of its own; it answers each line it is given with its writes so far."""
+    command = [sys.executable, __file__, "--operate", namespace, "--decider", decider]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        while not asked(process)["ready"]:
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.terminate()
+        process.wait(15)
+
+
+def asked(process: subprocess.Popen[str]) -> Any:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("writes\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
+
+
+def settle(process: subprocess.Popen[str]) -> None:
+    """Wait until the operator has looked at nothing for 5 s: the scheduler says of each pod that no node takes it."""
+    deadline, looks = time.monotonic() + 180, -1
+    while looks != (looks := asked(process)["looks"]):
+        if time.monotonic() > deadline:
+            sys.exit("the operator never rests; look at what its decider wants to do")
+        time.sleep(5)
+
+
+def operate(namespace: str, decider: str) -> None:
+    import logging
+
+    from outlast.controller.leader import Leadership
+    from outlast.controller.operator import Operator, Settings
+
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    deciders: dict[kinds.Kind, Any] = {kinds.ELASTIC_JOB: trivial}
+    if decider == "real":
+        from outlast.controller import deciders as real
+
+        deciders = dict(real.ALL)
+    cluster = kube.connect()
+    made = Operator(
+        cluster,
+        deciders,
+        Leadership(cluster, "bench", namespace),
+        Settings(namespace=namespace, host="127.0.0.1", workers=THREADS),
+    )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+
+    def answer() -> None:
+        for _ in sys.stdin:
+            ready = made.leadership.holds() and not made.cache.unsynced()
+            print(json.dumps({"ready": ready, "writes": made.telemetry.writes(), "looks": made.telemetry.looks()}), flush=True)
+
+    threading.Thread(target=answer, daemon=True).start()
+    sys.exit(made.run(stop))
+
+
+def trivial(
+    job: Document,
+    pods: Sequence[Document],
+    leases: Sequence[Document],
+    nodes: Mapping[str, Document],
+    now: float,
+    since: float,
+    found: frozenset[str],
+) -> Any:
+    """A decider that makes the pods, replaces those that failed, and writes one status."""
+    from outlast.controller.plan import Deletion, Plan
+
+    meta = job["metadata"]
+    failed = [pod for pod in pods if (pod.get("status") or {}).get("phase") == "Failed"]
+    there = {pod["metadata"]["name"] for pod in pods}
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "uid": meta["uid"], "controller": True}
+    container = {"name": "worker", "image": job["spec"]["image"], "resources": {"requests": {"cpu": "1", "memory": "1Gi"}}}
+    creates = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": meta["namespace"],
+                "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)},
+                "ownerReferences": [owner],
+            },
+            "spec": {"containers": [container], "nodeSelector": NOWHERE, "restartPolicy": "Never"},
+        }
+        for index, name in enumerate(workers(meta["name"]))
+        if name not in there
+    ]
+    deletes = [
+        Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "it failed", grace_s=0)
+        for pod in failed
+        if not pod["metadata"].get("deletionTimestamp")
+    ]
+    judged = sorted({*(job.get("status") or {}).get("judged", []), *(pod["metadata"]["uid"] for pod in failed)})
+    status = {"state": "Pending", "judged": judged}
+    return Plan(
+        status=None if status == job.get("status") else status,
+        deletes=tuple(deletes),
+        creates=() if failed else tuple(creates),
+    )
+
+
+@contextlib.contextmanager
+def small_server() -> Iterator[Path]:
+    """A kubeconfig of the tests' API server, in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        config = Path(directory) / "config"
+        server = subprocess.Popen([sys.executable, __file__, "--serve", str(config)])
+        try:
+            deadline = time.monotonic() + 20
+            while not config.exists():
+                if time.monotonic() > deadline or server.poll() is not None:
+                    sys.exit("the small API server did not start")
+                time.sleep(0.05)
+            yield config
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def serve(config: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import apiserver
+
+    with apiserver.serving(apiserver.ApiServer(unserved=("kueue.x-k8s.io", "batch.volcano.sh", "scheduling.x-k8s.io"))) as url:
+        apiserver.kubeconfig(config.with_suffix(".new"), url)
+        config.with_suffix(".new").rename(config)
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

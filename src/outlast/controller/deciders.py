@@ -1,0 +1,63 @@
+"""Who decides about which kind of job: the one place to name another kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from outlast.controller import legacy, memory
+from outlast.controller.decide import decide
+from outlast.controller.observe import Limits, observe
+from outlast.controller.plan import Document, Plan
+from outlast.kinds import ELASTIC_JOB, LEGACY_JOB
+
+
+def elastic_job(
+    job: Document,
+    pods: Sequence[Document],
+    leases: Sequence[Document],
+    nodes: Mapping[str, Document],
+    now: float,
+    since: float,
+    found: frozenset[str],
+) -> Plan:
+    """What is to be done about an ElasticJob of ours."""
+    return decide(observe(job, pods, leases, nodes, now, since, found))
+
+
+def legacy_job(
+    job: Document,
+    pods: Sequence[Document],
+    leases: Sequence[Document],
+    nodes: Mapping[str, Document],
+    now: float,
+    since: float,
+    found: frozenset[str],
+) -> Plan:
+    """What is to be done about an ElasticJob of `elastic.pytorch.org`."""
+    ends = dict(_lost_at(pods, nodes))
+    plan = legacy.decide(job, pods, now, lost={node for node, end in ends.items() if end <= now})
+    later = [end for end in ends.values() if end > now]
+    return dataclasses.replace(plan, look_again=min([*later, plan.look_again or float("inf")])) if later else plan
+
+
+def _lost_at(pods: Sequence[Document], nodes: Mapping[str, Document]) -> Iterator[tuple[str, float]]:
+    """The pods' nodes that do not answer, or are gone, and from when on they are taken for lost."""
+    for pod in pods:
+        name = (pod.get("spec") or {}).get("nodeName")
+        if name and nodes and (silent := _silent_since(nodes.get(name))) is not None:
+            yield name, silent + Limits().lost_s
+
+
+def _silent_since(node: Document | None) -> float | None:
+    """None for one that answers."""
+    if node is None:
+        return float("-inf")
+    for condition in (node.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "Ready" and condition["status"] != "True":
+            return memory.seconds(condition.get("lastTransitionTime")) or 0.0
+    return None
+
+
+ALL = {ELASTIC_JOB: elastic_job, LEGACY_JOB: legacy_job}
+"""By kind."""

@@ -1,0 +1,90 @@
+"""The operator as a process of its own: from its environment and signals to an `Operator`, and its log on standard output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from outlast import contract, kube
+from outlast.contract import Env, Pod
+from outlast.controller.leader import Leadership
+from outlast.controller.operator import Decider, Operator, Settings
+from outlast.errors import OutlastError
+from outlast.kinds import Kind
+
+log = logging.getLogger(__name__)
+
+
+class Lines(logging.Formatter):
+    """Records as one JSON document a line: time, level, job, namespace, message, and the traceback of a bug."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A line."""
+        found: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
+        found |= {name: getattr(record, name) for name in ("namespace", "job") if hasattr(record, name)}
+        found["message"] = record.getMessage()
+        if record.exc_info:
+            found["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(found, ensure_ascii=False)
+
+
+class Text(logging.Formatter):
+    """Records for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A line, and the traceback of a bug."""
+        job = f"{record.namespace}/{record.job}: " if hasattr(record, "job") and hasattr(record, "namespace") else ""
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        lines = [f"{_time(record.created)} {job}{level}{record.getMessage()}"]
+        return "\n".join(lines + ([self.formatException(record.exc_info)] if record.exc_info else []))
+
+
+def write_log(*, text: bool) -> None:
+    """Write what the operator says to standard output."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(Text() if text else Lines())
+    ours = logging.getLogger("outlast")
+    ours.handlers, ours.propagate = [handler], False
+    ours.setLevel(logging.INFO)
+
+
+def identity(env: Mapping[str, str]) -> str:
+    """Who we are among operators: the pod, whose container is started again under the same name, or else this very process."""
+    return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+
+
+def port(env: Mapping[str, str]) -> int:
+    """Where probes are served. Raises OutlastError."""
+    given = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
+    if not given.isdecimal() or int(given) >= 2**16:
+        raise OutlastError(f"{Env.PROBE_PORT} ({given}) is no port; set it to one from 0 (any) to 65535")
+    return int(given)
+
+
+def main(deciders: Mapping[Kind, Decider], *, namespace: str | None, workers: int, text: bool, context: str | None) -> int:
+    """Run the operator until SIGTERM or SIGINT; its exit code. Raises OutlastError when it cannot begin."""
+    write_log(text=text)
+    settings = Settings(namespace=namespace, workers=workers, port=port(os.environ))
+    cluster = kube.connect(context)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
+    leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
+    try:
+        return Operator(cluster, deciders, leadership, settings).run(stop)
+    finally:
+        cluster.close()
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,762 @@
+"""The operator: what it knows (pure), who leads (pure), and the whole of it against a small API server over real HTTP, with a
+decider of a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from outlast import contract, kinds, kube
+from outlast.contract import Annotation, Label
+from outlast.controller import cache, deciders, leader, process
+from outlast.controller.cache import Cache, Key
+from outlast.controller.leader import Leadership, Seen, judge
+from outlast.controller.operator import Operator, Settings
+from outlast.controller.plan import Deletion, Document, Plan
+from outlast.controller.telemetry import Telemetry
+from outlast.controller.turns import Turns
+from outlast.errors import ClusterError, OutlastError, Unanswered
+from outlast.kinds import ELASTIC_JOB, LEASE, NODE, POD
+
+NOW = 1_767_225_600.0
+TRAIN = Key(ELASTIC_JOB, "default", "train")
+
+
+def a_document(kind: kinds.Kind, name: str, version: int, *, uid: str = "", job: str = "train", **more: Any) -> Document:
+    """A document as a watch brings it."""
+    meta = {"name": name, "uid": uid or f"uid-{name}", "resourceVersion": str(version), **more.pop("metadata", {})}
+    if kind.namespaced:
+        meta |= {"namespace": "default"}
+    if kind in (POD, LEASE):
+        meta |= {"labels": {Label.JOB: job}}
+    return cache.trimmed(kind, {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, **more})
+
+
+# ------------------------------------------------------------------------------------------------------------- what is known
+
+
+class Known:
+    """A cache in which everything was heard up to version 100, and what it has told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.cache = Cache([ELASTIC_JOB], lambda key, urgency: self.told.append((key.name, urgency)))
+        for kind in (ELASTIC_JOB, POD, LEASE, NODE):
+            self.cache.begin(kind)
+        self.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 10, status={"n": 0}))
+        for kind in (ELASTIC_JOB, POD, LEASE, NODE):
+            self.cache.heard(kind, "100", NOW)
+        self.told.clear()
+
+    def pods(self) -> list[str]:
+        return [pod["metadata"]["uid"] for pod in self.cache.look(TRAIN, NOW).pods]
+
+    def status(self) -> Any:
+        job = self.cache.look(TRAIN, NOW).job
+        return None if job is None else job["status"]
+
+
+def test_what_we_created_is_known_before_the_watch_brings_it_and_is_no_news_then() -> None:
+    known = Known()
+    known.cache.wrote(POD, pod := a_document(POD, "train-worker-0", 101))
+    assert known.pods() == ["uid-train-worker-0"]
+    known.cache.put(POD, pod)
+    assert (known.pods(), known.told) == (["uid-train-worker-0"], [])
+
+
+def test_what_came_and_went_before_its_answer_does_not_come_back() -> None:
+    known = Known()
+    pod = a_document(POD, "train-worker-0", 101)
+    known.cache.put(POD, pod)
+    known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
+    known.cache.wrote(POD, pod)
+    assert known.pods() == []
+
+
+def test_a_late_answer_does_not_hide_what_the_watch_said_since() -> None:
+    known = Known()
+    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 2}))
+    known.cache.wrote(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 104, status={"n": 1}))
+    assert known.status() == {"n": 2}
+
+
+def test_an_old_event_does_not_undo_our_write() -> None:
+    known = Known()
+    known.cache.wrote(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
+    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 0}, spec={"min": 3}))
+    assert (known.status(), known.told) == ({"n": 1}, [])
+    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
+    assert (known.status(), known.told) == ({"n": 1}, [])
+
+
+def test_what_others_write_after_us_is_news() -> None:
+    known = Known()
+    known.cache.wrote(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
+    known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 111, status={"n": 1}, spec={"min": 3}))
+    assert (known.status(), known.told) == ({"n": 1}, [("train", "now")])
+
+
+def test_what_we_deleted_is_gone_before_the_watch_says_so() -> None:
+    known = Known()
+    known.cache.put(POD, a_document(POD, "train-worker-0", 101))
+    known.cache.deleted(POD, "default", "train-worker-0", "uid-train-worker-0")
+    assert known.pods() == []
+    known.cache.put(POD, a_document(POD, "train-worker-0", 102, status={"phase": "Running"}))
+    assert known.pods() == []
+    known.told.clear()
+    known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
+    assert (known.pods(), known.told) == ([], [])
+
+
+def test_the_successor_of_what_we_deleted_is_there() -> None:
+    known = Known()
+    known.cache.put(POD, a_document(POD, "train-worker-0", 101, uid="a"))
+    known.cache.deleted(POD, "default", "train-worker-0", "a")
+    known.cache.wrote(POD, a_document(POD, "train-worker-0", 104, uid="b"))
+    assert known.pods() == ["b"]
+    known.cache.remove(POD, a_document(POD, "train-worker-0", 103, uid="a"))
+    assert known.pods() == ["b"]
+    known.cache.put(POD, a_document(POD, "train-worker-0", 104, uid="b"))
+    assert known.pods() == ["b"]
+
+
+def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it() -> None:
+    known = Known()
+    known.cache.wrote(POD, a_document(POD, "train-worker-0", 104))
+    known.cache.heard(POD, "104", NOW)
+    assert known.pods() == []
+
+
+def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is() -> None:
+    known = Known()
+    known.cache.heard(POD, None, NOW)
+    known.cache.wrote(POD, a_document(POD, "train-worker-1", 104))
+    known.cache.put(POD, a_document(POD, "train-worker-0", 110))
+    assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
+
+
+def test_what_vanished_while_a_new_watch_began_is_news() -> None:
+    known = Known()
+    known.cache.put(POD, a_document(POD, "train-worker-0", 101))
+    known.cache.put(POD, a_document(POD, "train-worker-1", 102))
+    known.told.clear()
+    known.cache.heard(POD, None, NOW)
+    known.cache.begin(POD)
+    known.cache.put(POD, a_document(POD, "train-worker-1", 102))
+    assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
+    known.cache.heard(POD, "120", NOW + 40)
+    assert (known.pods(), known.told) == (["uid-train-worker-1"], [("train", "now")])
+
+
+def test_while_a_watch_is_lost_nothing_was_listened_to_and_afterwards_only_since_then() -> None:
+    known = Known()
+    assert known.cache.look(TRAIN, NOW + 10).since == NOW
+    known.cache.heard(LEASE, None, NOW + 20)
+    assert known.cache.look(TRAIN, NOW + 50).since == NOW + 50
+    known.cache.heard(LEASE, "130", NOW + 60)
+    assert known.cache.look(TRAIN, NOW + 70).since == NOW + 60
+    known.cache.heard(LEASE, "140", NOW + 80)  # a bookmark, or the ordinary end of a watch and the next
+    assert known.cache.look(TRAIN, NOW + 90).since == NOW + 60
+
+
+def a_lease(version: int, renewed: str = "t0", report: str = "r", progress: str = "p") -> Document:
+    annotations = {Annotation.REPORT: report, Annotation.PROGRESS: progress}
+    return a_document(LEASE, "train-worker-0", version, metadata={"annotations": annotations}, spec={"renewTime": renewed})
+
+
+def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
+    known = Known()
+    known.cache.put(LEASE, a_lease(101))
+    known.told.clear()
+    known.cache.put(LEASE, a_lease(102, "t1"))
+    assert (known.told, known.cache.look(TRAIN, NOW).leases[0]["spec"]) == ([], {"renewTime": "t1"})
+    known.cache.put(LEASE, a_lease(103, "t1", progress="q"))
+    assert known.told == [("train", "later")]
+    known.cache.put(LEASE, a_lease(104, "t1", report="s", progress="q"))
+    assert known.told == [("train", "later"), ("train", "now")]
+
+
+def a_node(version: int, ready: str = "True", beat: str = "1", taints: Sequence[Document] = ()) -> Document:
+    conditions = [{"type": "Ready", "status": ready, "lastHeartbeatTime": beat}]
+    images = [{"names": ["x"] * 50}]
+    return a_document(NODE, "n1", version, spec={"taints": list(taints)}, status={"conditions": conditions, "images": images})
+
+
+def test_a_node_concerns_the_jobs_on_it_when_it_is_another() -> None:
+    known = Known()
+    put = functools.partial(known.cache.put, NODE)
+    put(a_node(101))
+    known.cache.put(POD, a_document(POD, "train-worker-0", 102, spec={"nodeName": "n1"}))
+    known.cache.put(POD, a_document(POD, "else-worker-0", 103, job="else", spec={"nodeName": "n2"}))
+    known.told.clear()
+    put(a_node(104, beat="2"))
+    assert known.told == []
+    put(a_node(105, ready="Unknown"))
+    put(a_node(106, ready="Unknown", taints=[{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]))
+    known.cache.remove(NODE, a_node(107))
+    assert known.told == [("train", "now")] * 3
+    assert known.cache.look(TRAIN, NOW).nodes == {}
+
+
+def test_a_pod_is_kept_without_what_it_was_told_to_run() -> None:
+    meta = {"annotations": {Annotation.JOB_FILE: "x" * 9999, "a": "b"}, "managedFields": [{}]}
+    spec = {"nodeName": "n", "volumes": [{}], "containers": [{"name": "worker", "env": [{}]}]}
+    kept = a_document(POD, "p", 1, metadata=meta, spec=spec, status={"phase": "Running"})
+    assert kept["spec"] == {"nodeName": "n", "containers": [{"name": "worker"}]}
+    assert (kept["metadata"]["annotations"], "managedFields" in kept["metadata"]) == ({"a": "b"}, False)
+    assert kept["status"] == {"phase": "Running"}
+
+
+# ------------------------------------------------------------------------------------------------------------------- turns
+
+
+def test_a_job_that_changes_during_its_turn_gets_another_afterwards() -> None:
+    turns: Turns[str] = Turns()
+    turns.add("a")
+    assert turns.take() == "a"
+    turns.add("a")
+    turns.add("b")
+    assert turns.take() == "b"
+    turns.done("a")
+    assert turns.take() == "a"
+
+
+def test_of_several_later_turns_the_earliest_counts_and_is_one() -> None:
+    now = [0.0]
+    turns: Turns[str] = Turns(lambda: now[0])
+    for when in (9.0, 5.0, 7.0):
+        turns.later("a", when)
+    now[0] = 4.9
+    assert turns.idle()
+    now[0] = 5.0
+    assert turns.take() == "a"
+    turns.done("a")
+    now[0] = 20.0
+    assert turns.idle()
+
+
+def test_what_rests_has_no_turn_before_whatever_changes() -> None:
+    now = [0.0]
+    turns: Turns[str] = Turns(lambda: now[0])
+    turns.add("a")
+    assert turns.take() == "a"
+    turns.add("a")
+    turns.rest("a", 5.0)
+    turns.done("a")
+    turns.add("a")
+    assert turns.idle()
+    now[0] = 5.0
+    assert turns.take() == "a"
+    turns.add("a")
+    turns.done("a")
+    assert turns.take() == "a"
+
+
+def test_closing_ends_the_wait_for_a_turn() -> None:
+    turns: Turns[str] = Turns()
+    threading.Timer(0.02, turns.close).start()
+    assert turns.take() is None
+
+
+# ------------------------------------------------------------------------------------------------------------------ leader
+
+
+def held(by: str, version: str = "1") -> Document:
+    return {"metadata": {"resourceVersion": version}, "spec": {"holderIdentity": by, "leaseDurationSeconds": 15}}
+
+
+@pytest.mark.parametrize(
+    ("lease", "seen", "clock", "verdict", "why"),
+    [
+        (None, None, 0.0, "create", "nobody has held the lease yet"),
+        (held("me"), None, 0.0, "renew", "the lease is ours"),
+        (held(""), None, 0.0, "take", "the lease was given back"),
+        (held("you"), None, 99.0, "wait", "you acts"),
+        (held("you"), Seen("1", 0.0), 14.9, "wait", "you acts"),
+        (held("you"), Seen("1", 0.0), 15.0, "take", "you has not renewed the lease for 15 s"),
+        (held("you", "2"), Seen("1", 0.0), 99.0, "wait", "you acts"),
+    ],
+)
+def test_a_lease_is_taken_only_when_it_has_lapsed_by_the_own_clock(
+    lease: Document | None, seen: Seen | None, clock: float, verdict: str, why: str
+) -> None:
+    assert judge(lease, "me", seen, clock)[::2] == (verdict, why)
+
+
+class Leases:
+    """One Lease, and a cluster that may be away."""
+
+    def __init__(self) -> None:
+        self.api = apiserver.ApiServer(unserved=())
+        self.away = False
+
+    def _there(self) -> Document | None:
+        if self.away:
+            raise Unanswered("the API server does not answer")
+        return self.api.documents.get((LEASE.resource, "home", contract.OPERATOR))
+
+    def get(self, kind: kinds.Kind, name: str, *, namespace: str | None = None) -> Document:
+        if (there := self._there()) is None:
+            raise leader.Absent("no lease")
+        return json.loads(json.dumps(there))  # type: ignore[no-any-return]
+
+    def create(self, document: Document) -> Document:
+        if self._there() is not None:
+            raise leader.Taken("another was faster")
+        return self.get(LEASE, "") if self.api.put(document) else {}
+
+    def replace(self, document: Document) -> Document:
+        there = self._there()
+        assert there is not None
+        if there["metadata"]["resourceVersion"] != document["metadata"]["resourceVersion"]:
+            raise leader.Conflict("another was faster")
+        return self.get(LEASE, "") if self.api.put(document) else {}
+
+
+def test_one_leads_at_a_time_and_another_takes_over_when_it_falls_silent() -> None:
+    cluster, clock = Leases(), [0.0]
+    a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
+    a.step()
+    b.step()
+    assert (a.holds(), b.holds()) == (True, False)
+    clock[0] = 9.0
+    a.step()
+    b.step()
+    clock[0] = 18.9  # a is paused; it stops acting before anybody else begins
+    assert (a.holds(), b.holds()) == (True, False)
+    clock[0] = 19.1
+    b.step()
+    assert (a.holds(), a.lost, b.holds()) == (False, True, False)
+    clock[0] = 24.1
+    b.step()
+    assert (a.holds(), b.holds()) == (False, True)
+    a.step()
+    assert (a.holds(), a.lost, b.holds()) == (False, True, True)
+
+
+def test_a_leader_that_cannot_renew_its_lease_acts_no_more() -> None:
+    cluster, clock = Leases(), [0.0]
+    a = Leadership(cluster, "a", "home", clock=lambda: clock[0])
+    a.step()
+    cluster.away = True
+    clock[0] = 9.9
+    with pytest.raises(ClusterError):
+        a.step()
+    assert a.holds()
+    clock[0] = 10.0
+    assert (a.holds(), a.lost) == (False, True)
+
+
+def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
+    cluster = Leases()
+    a, b = Leadership(cluster, "a", "home"), Leadership(cluster, "b", "home")
+    a.step()
+    b.step()
+    a.release()
+    b.step()
+    assert (a.holds(), b.holds()) == (False, True)
+    assert cluster.get(LEASE, "")["spec"]["leaseTransitions"] == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- telemetry
+
+
+def test_metrics_are_told_as_prometheus_reads_them() -> None:
+    telemetry = Telemetry()
+    telemetry.wrote("Pod", "create")
+    telemetry.looked(0.003)
+    telemetry.knows("j", "team", 'a"b', {"state": "Running", "goodput": 0.75})
+    telemetry.knows("j", "team", "c", {})
+    condition = {"type": "Restarting", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    failing = {"state": "Restarting", "restarts": 1, "conditions": [condition]}
+    telemetry.changed({"state": "Running"}, {**failing, "failure": {"code": 137}}, NOW)
+    telemetry.changed(failing, {"state": "Running", "restarts": 1, "interruptions": 2}, NOW + 4)
+    lines = telemetry.text(leads=True).splitlines()
+    told = [line for line in lines if not line.startswith("#") and "_bucket" not in line]
+    assert told == [
+        'outlast_jobs{state="Pending"} 1',
+        'outlast_jobs{state="Running"} 1',
+        "outlast_reconcile_seconds_sum 0.003",
+        "outlast_reconcile_seconds_count 1",
+        'outlast_restarts_total{cause="killed"} 1',
+        "outlast_interruptions_total 2",
+        "outlast_recovery_seconds_sum 4",
+        "outlast_recovery_seconds_count 1",
+        'outlast_goodput_ratio{namespace="team",job="a\\"b"} 0.75',
+        'outlast_operator_writes_total{kind="Pod",verb="create"} 1',
+        "outlast_operator_errors_total 0",
+        "outlast_operator_leader 1",
+    ]
+    assert 'outlast_recovery_seconds_bucket{le="2"} 0' in lines
+    assert 'outlast_recovery_seconds_bucket{le="5"} 1' in lines
+    assert 'outlast_recovery_seconds_bucket{le="+Inf"} 1' in lines
+    assert lines.count("# TYPE outlast_reconcile_seconds histogram") == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- the whole
+
+
+def pods_of(job: Document, pods: Sequence[Document], *, count: int) -> Plan:
+    """A decider of a few lines: `count` pods a job; those that failed are replaced; the status counts them."""
+    meta = job["metadata"]
+    ours = [pod for pod in pods if any(owner["uid"] == meta["uid"] for owner in pod["metadata"]["ownerReferences"])]
+    failed = [pod for pod in ours if (pod.get("status") or {}).get("phase") == "Failed"]
+    going = [pod for pod in failed if not pod["metadata"].get("deletionTimestamp")]
+    names = {pod["metadata"]["name"] for pod in ours}
+    known = job.get("status") or {}
+    status = {**known, "state": "Running", "judged": sorted({*known.get("judged", []), *(p["metadata"]["uid"] for p in failed)})}
+    status["restarts"] = len(status["judged"])
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "uid": meta["uid"]}
+    creates = tuple(
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": meta["namespace"],
+                "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)},
+                "ownerReferences": [owner],
+            },
+            "spec": {"containers": []},
+        }
+        for index in range(count)
+        if (name := f"{meta['name']}-worker-{index}") not in names
+    )
+    deletes = tuple(Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "it failed") for pod in going)
+    return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
+
+
+class World:
+    """A small API server and the operators that run against it."""
+
+    def __init__(self, api: apiserver.ApiServer, connect: Callable[[], kube.Cluster]) -> None:
+        self.api, self.connect = api, connect
+        self.running: list[tuple[Operator, threading.Event, threading.Thread, list[int]]] = []
+
+    def start(self, count: int = 2, *, me: str = "a", every_s: float = 5.0, duration_s: float = 15.0, **how: Any) -> Operator:
+        cluster = self.connect()
+
+        def decider(
+            job: Document,
+            pods: Sequence[Document],
+            leases: Sequence[Document],
+            nodes: Mapping[str, Document],
+            now: float,
+            since: float,
+            found: frozenset[str],
+        ) -> Plan:
+            return pods_of(job, pods, count=count)
+
+        leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
+        settings = Settings(host="127.0.0.1", pause_s=0.02)
+        operator = Operator(cluster, how.pop("deciders", {ELASTIC_JOB: decider}), leadership, settings, **how)
+        stop, codes = threading.Event(), list[int]()
+        thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
+        thread.start()
+        self.running.append((operator, stop, thread, codes))
+        return operator
+
+    def stop(self, number: int = -1) -> int:
+        """Stop one gracefully; its exit code."""
+        _, stop, thread, codes = self.running[number]
+        stop.set()
+        thread.join(15)
+        assert codes, "it did not stop"
+        return codes[0]
+
+    def apply(self, *names: str) -> None:
+        for name in names:
+            head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob"}
+            self.api.put({**head, "metadata": {"name": name}, "spec": {"image": "i"}})
+
+    def pods(self) -> list[str]:
+        with self.api.lock:
+            return sorted(key[2] for key in self.api.documents if key[0] == "pods")
+
+    def settled(self, names: Sequence[str], count: int = 2) -> None:
+        """Wait until each job has its pods and nobody has anything to do."""
+        wanted = sorted(f"{name}-worker-{index}" for name in names for index in range(count))
+        self.api.until(lambda: self.pods() == wanted)
+        self.api.until(lambda: all(each.turns.idle() for each, *_ in self.running if each.leadership.holds()))
+
+    def writes(self) -> list[str]:
+        """What was asked to be changed, but for the operators' own Lease."""
+        with self.api.lock:
+            return [each for each in self.api.asked if not each.startswith("GET ") and "/leases" not in each]
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    api = apiserver.ApiServer(unserved=("kueue.x-k8s.io",))
+    with apiserver.serving(api) as url, contextlib.ExitStack() as open_:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        world = World(api, lambda: open_.enter_context(contextlib.closing(kube.connect(namespace="default"))))
+        yield world
+        for number in range(len(world.running)):
+            world.stop(number)
+
+
+def test_each_job_gets_exactly_its_pods_each_asked_for_once_and_then_nothing_is_written(world: World) -> None:
+    names = [f"job-{n}" for n in range(5)]
+    world.apply(*names[:3])
+    world.start()
+    world.settled(names[:3])
+    world.apply(*names[3:])
+    world.settled(names)
+    assert sorted(each.partition(" ")[0] for each in world.writes()) == ["POST"] * 10 + ["PUT"] * 5
+    before = len(world.writes())
+    world.api.cut()  # what the watches bring again is no news
+    world.api.until(lambda: len(world.api.watchers) == 4)
+    world.settled(names)
+    assert len(world.writes()) == before
+
+
+def test_a_failed_pod_is_replaced_and_judged_once(world: World) -> None:
+    world.apply("train")
+    operator = world.start()
+    world.settled(["train"])
+    pod = world.api.documents["pods", "default", "train-worker-1"]
+    world.api.put({**pod, "metadata": dict(pod["metadata"]), "status": {"phase": "Failed"}})
+    uid = pod["metadata"]["uid"]
+    world.api.until(lambda: uid not in {each["metadata"]["uid"] for each in list(world.api.documents.values())})
+    world.settled(["train"])
+    assert world.api.documents[ELASTIC_JOB.resource, "default", "train"]["status"] == {
+        "state": "Running",
+        "judged": [uid],
+        "restarts": 1,
+    }
+    assert operator.telemetry.writes() == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
+
+
+def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:
+    world.apply("a")
+    world.start()
+    world.settled(["a"])
+    with world.api.lock:
+        world.api.cut(forget=True)
+        world.apply("b")
+        world.api.remove("pods", "a-worker-0")
+    world.settled(["a", "b"])
+
+
+def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
+    world.apply("a")
+    operator = world.start()
+    world.settled(["a"])
+    world.api.well = False
+    world.api.cut()
+    world.api.until(lambda: not operator.cache.listening())
+    world.apply("b")
+    world.api.remove("pods", "a-worker-1")
+    world.api.well = True
+    world.settled(["a", "b"])
+    assert operator.cache.listening()
+
+
+@pytest.mark.parametrize("broken", range(6))
+def test_whatever_write_fails_or_is_lost_on_its_way_the_end_is_the_same(world: World, broken: int) -> None:
+    """The n-th write is done and its answer lost, or it is refused; by turns."""
+    count = [0]
+
+    def lost(handler: BaseHTTPRequestHandler) -> bool:
+        count[0] += 1
+        if count[0] - 1 != broken:
+            return False
+        if broken % 2:
+            apiserver.send(handler, *apiserver.status(403, "Forbidden", "not now"))
+        else:
+            world.api.prescribed.clear()
+            handler.wfile = open("/dev/null", "wb")  # type: ignore[assignment]  # noqa: SIM115
+            world.api.answer(handler)
+            handler.wfile.close()
+            handler.close_connection = True
+        return True
+
+    world.api.prescribe("^(POST|PUT|DELETE) .*(pods|elasticjobs)", *[lost] * 50)
+    world.apply("a", "b")
+    world.start()
+    world.settled(["a", "b"])
+    # 4, the one that is done without an answer (it is noted twice), and perhaps that again before the watch brings it
+    assert sum("POST" in each for each in world.writes()) <= 6
+
+
+def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_pod(world: World) -> None:
+    """Each life ends after one more write: nothing is remembered but what the server has."""
+    world.apply("a", "b")
+    for _ in range(6):
+        operator = world.start(me="a")
+        written = len(world.writes())
+        world.api.until(lambda written=written: len(world.writes()) > written)
+        operator.leadership._renewed = float("-inf")  # from here on it may write nothing, as if it had been killed
+        *_, thread, codes = world.running[-1]
+        thread.join(15)
+        assert codes == [1]
+        if len(world.pods()) == 4 and len(world.writes()) >= 6:
+            break
+    world.start(me="a")
+    world.settled(["a", "b"])
+    posted = [each for each in world.writes() if each.startswith("POST")]
+    assert len(posted) <= 4 + 6 * 2  # what a life had on its way when it ended, one for each job, may be asked for again
+
+
+def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
+    first = world.start(me="a", every_s=0.2, duration_s=6.0)
+    world.api.until(lambda: first.leadership.holds())
+    second = world.start(me="b", every_s=0.2, duration_s=6.0)
+    world.apply("a")
+    world.settled(["a"])
+    assert (first.leadership.holds(), second.leadership.holds()) == (True, False)
+    assert second.telemetry.writes() == {}
+    assert world.stop(0) == 0
+    world.api.until(lambda: second.leadership.holds())
+    world.apply("b")
+    world.settled(["a", "b"])
+    assert second.telemetry.writes() == {"create Pod": 2, "update ElasticJob": 1}
+
+
+def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
+    operator = world.start(me="a", every_s=0.05, duration_s=3.0)
+    world.api.until(lambda: operator.leadership.holds())
+    lease = world.api.documents[LEASE.resource, "default", contract.OPERATOR]
+    world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
+    *_, thread, codes = world.running[0]
+    thread.join(10)
+    assert codes == [1]
+    world.apply("a")
+    assert world.pods() == []
+
+
+def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.api.unserved = ("outlast.dev",)
+    with caplog.at_level(logging.INFO, "outlast"):
+        operator = world.start()
+        world.api.until(lambda: "waiting for elasticjobs.outlast.dev" in caplog.text)
+        world.api.until(lambda: operator.cache.unsynced() == [ELASTIC_JOB])
+        assert get(operator, "/readyz") == (503, "waiting until all is known of elasticjobs.outlast.dev\n")
+        assert get(operator, "/healthz")[0] == 200
+        world.api.unserved = ()
+        world.apply("a")
+        world.settled(["a"])
+
+
+def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(job: Document, pods: Sequence[Document], *_: Any) -> Plan:
+        if job["metadata"]["name"] == "bad":
+            raise ZeroDivisionError("a bug")
+        return pods_of(job, pods, count=1)
+
+    world.apply("bad", "good")
+    operator = world.start(deciders={ELASTIC_JOB: broken})
+    world.api.until(lambda: world.pods() == ["good-worker-0"])
+    world.api.until(lambda: "outlast_operator_errors_total 2" in operator.telemetry.text(leads=True))
+    bugs = [record for record in caplog.records if "a bug" in record.getMessage()]
+    assert bugs[0].exc_info is not None
+    assert (getattr(bugs[0], "job", ""), bugs[0].getMessage()) == ("bad", "a bug; the next try is in 0 s")
+
+
+def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    def restless(job: Document, *_: Any) -> Plan:
+        return Plan(status={"n": (job.get("status") or {}).get("n", 0) + 1})
+
+    world.apply("a")
+    world.start(deciders={ELASTIC_JOB: restless})
+    world.api.until(lambda: "looks in a row found something to do" in caplog.text)
+    assert len(world.writes()) <= 12
+    world.api.put(
+        {
+            **(job := world.api.documents[ELASTIC_JOB.resource, "default", "a"]),
+            "spec": {"image": "j"},
+            "metadata": dict(job["metadata"]),
+        }
+    )
+    time.sleep(0.1)  # during which it would be looked at again, because it has changed
+    assert len(world.writes()) <= 12
+
+
+def test_what_is_told_on_its_port(world: World) -> None:
+    operator = world.start()
+    world.apply("a")
+    world.settled(["a"])
+    assert get(operator, "/healthz") == (200, "acting\n")
+    assert get(operator, "/readyz") == (200, "acting\n")
+    code, text = get(operator, "/metrics")
+    assert code == 200
+    assert 'outlast_jobs{state="Running"} 1\n' in text
+    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2\n' in text
+
+
+def get(operator: Operator, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://{operator.address}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: World) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(job: Document, pods: Sequence[Document], *_: Any) -> Plan:
+        begun.set()
+        go_on.wait(5)
+        return pods_of(job, pods, count=2)
+
+    world.apply("a")
+    world.start(deciders={ELASTIC_JOB: slow})
+    assert begun.wait(10)
+    _, stop, thread, codes = world.running[0]
+    stop.set()
+    time.sleep(0.05)  # it is told while the look goes on
+    go_on.set()
+    thread.join(10)
+    assert codes == [0]
+    assert world.pods() == ["a-worker-0", "a-worker-1"]
+    assert world.api.documents[LEASE.resource, "default", contract.OPERATOR]["spec"]["holderIdentity"] == ""
+
+
+def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is_gone() -> None:
+    pods = [a_document(POD, "p", 1, spec={"nodeName": "n1"})]
+    silent = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    other = {"n2": a_node(2)}
+    assert dict(deciders._lost_at(pods, {**other, "n1": a_node(1)})) == {}
+    assert dict(deciders._lost_at(pods, {**other, "n1": {"status": {"conditions": [silent]}}})) == {"n1": NOW + 30}
+    assert dict(deciders._lost_at(pods, other)) == {"n1": float("-inf")}
+    assert dict(deciders._lost_at(pods, {})) == {}  # nodes are not known at all
+
+
+# ------------------------------------------------------------------------------------------------------------- the process
+
+
+def test_a_line_of_the_log_is_a_document() -> None:
+    record = logging.LogRecord("outlast", logging.WARNING, "", 0, "lost %s", ("worker 3",), None)
+    record.created, record.job, record.namespace = NOW, "train", "team"
+    assert json.loads(process.Lines().format(record)) == {
+        "time": "2026-01-01T00:00:00.000Z",
+        "level": "warning",
+        "namespace": "team",
+        "job": "train",
+        "message": "lost worker 3",
+    }
+    assert process.Text().format(record) == "2026-01-01T00:00:00.000Z team/train: warning: lost worker 3"
+
+
+def test_the_port_and_the_name_come_from_the_environment() -> None:
+    assert (process.port({}), process.port({"OUTLAST_PROBE_PORT": "0"})) == (8080, 0)
+    with pytest.raises(OutlastError, match=r"OUTLAST_PROBE_PORT \(http\) is no port; set it to one from 0"):
+        process.port({"OUTLAST_PROBE_PORT": "http"})
+    assert process.identity({"OUTLAST_POD": "operator-1"}) == "operator-1"
+    assert process.identity({}) != process.identity({})
