@@ -144,7 +144,7 @@ class Chaos(RuleBasedStateMachine):
 
 
 def test_every_situation_settles() -> None:
-    examples = int(os.environ.get("OUTLAST_TEST_EXAMPLES", "25"))
+    examples = int(os.environ.get("OUTLAST_TEST_EXAMPLES", "15"))
     run_state_machine_as_test(
         Chaos,
         settings=settings(max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)),
