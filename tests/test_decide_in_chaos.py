@@ -110,8 +110,7 @@ class Chaos(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([-3600, -5, 5, 3600]))
     def the_clock_jumps(self, seconds: int) -> None:
-        self.cluster.now += seconds
-        self.cluster.since = self.cluster.now
+        self.cluster.jump(seconds)
 
     @invariant()
     def there_are_never_too_many(self) -> None:

@@ -23,6 +23,7 @@ from outlast.controller import act, cache
 from outlast.controller.cache import Cache, Key, Looked, Urgency
 from outlast.controller.hands import Deposed, Hands
 from outlast.controller.leader import Leadership
+from outlast.controller.observe import HEARD
 from outlast.controller.plan import Plan
 from outlast.controller.telemetry import Telemetry
 from outlast.controller.turns import Turns
@@ -194,7 +195,8 @@ class Operator:
                     if change.type == "deleted":
                         self.cache.remove(kind, change.document)
                     else:
-                        self.cache.put(kind, change.document)
+                        heard_at = {HEARD: self._clock()} if kind == LEASE else {}
+                        self.cache.put(kind, {**change.document, **heard_at})
             except NotServed as error:
                 if kind in self.deciders and kind != ELASTIC_JOB:
                     self.cache.forgo(kind, self._clock())  # may come later, and nobody waits for it
