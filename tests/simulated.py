@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from outlast import kinds
@@ -156,7 +157,7 @@ class Cluster:
                 self.put(copy.deepcopy(document))
         if plan.status is not None:
             write(f"status {plan.status['state']}: {plan.status['reason']}")
-            self.job["status"] = copy.deepcopy(dict(plan.status))
+            self.job["status"] = stored(plan.status)
         for deletion in plan.deletes:
             write(f"delete {deletion.name}: {deletion.reason}")
             self.delete(deletion.kind, deletion.name, deletion.uid, deletion.grace_s)
@@ -399,6 +400,13 @@ class Cluster:
             assert self.now < end, (self.status, self.writes[-20:])
             self.pass_()
             self.look()
+
+
+def stored(value: Any) -> Any:
+    """As an API server keeps it: without what is null."""
+    if isinstance(value, Mapping):
+        return {key: stored(each) for key, each in value.items() if each is not None}
+    return [stored(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def ready(well: bool, now: float) -> Document:

@@ -29,8 +29,8 @@ from outlast.status import Failure, State
 
 SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
-CAUSE_S = 0.5
-"""How long the echoes of a failure wait for its cause."""
+CAUSE_S = 1.5
+"""How long the echoes of a failure wait for its cause: kubelets tell within about a second how a container ended."""
 PROGRESS_S = 30.0
 """How often steps are written while nothing else is."""
 LEAVE_S = 60.0
@@ -290,11 +290,13 @@ def ended_workers(look: Look) -> None:
         if end is None or pod.succeeded:
             continue
         if pod.uid not in look.memory.judged_pods:
-            if end.counted:
+            if end.counted and _counted_by_its_echo(look, pod):
+                look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
+            elif end.counted:
                 _judge(look, _pods_failure(look, pod, end.code, end.sentence, end.time), raised=None, node=pod.node)
                 if look.over:
                     return
-            elif look.wanted:
+            elif len(look.alive) < look.wanted:  # else it was to go
                 look.know(interruptions=look.memory.interruptions + 1)
                 look.notes.append(Note("Normal", "WorkerInterrupted", f"worker {pod.index} {end.sentence}; it is made anew"))
             _judged(look, pod)
@@ -576,11 +578,8 @@ def _judge(look: Look, failure: Failure, *, raised: int | None, node: str) -> No
     judged = failure.model_copy(update={"step": raised})
     verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy)
     counted = isinstance(verdict, restarts.Stop) or verdict.counted
-    pod = next((pod for pod in look.seen.pods if pod.index == failure.worker), None)
-    words = pod.last_words if pod is not None else ""
     told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
-    kept = {**told.model_dump(exclude_none=True), "node": node, **({"logTail": words} if words else {})}
-    look.know(failure=kept)
+    look.know(failure=_kept(look, told, node))
     if isinstance(verdict, restarts.Stop):
         what = "WrongConfiguration" if failure.code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"
         what = "NoProgress" if "times in a row" in verdict.reason else what
@@ -592,10 +591,26 @@ def _judge(look: Look, failure: Failure, *, raised: int | None, node: str) -> No
     look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
 
 
+def _kept(look: Look, failure: Failure, node: str) -> Document:
+    """A failure as the status keeps it, with the last lines of its worker's log if they are known."""
+    pod = next((pod for pod in look.seen.pods if pod.index == failure.worker), None)
+    words = {"logTail": pod.last_words} if pod is not None and pod.last_words else {}
+    return {**failure.model_dump(exclude_none=True, exclude={"log_tail"}), "node": node, **words}
+
+
 def _judged(look: Look, pod: Pod) -> None:
-    """Remember that this pod's end has been judged, and forget those that are gone."""
+    """Remember that this pod's end has been judged, and with it what the others of its world say; forget pods that are gone."""
+    known = look.memory
     there = {each.uid for each in look.seen.pods}
-    look.know(judged_pods=tuple([uid for uid in look.memory.judged_pods if uid in there] + [pod.uid]))
+    look.know(judged_pods=tuple([uid for uid in known.judged_pods if uid in there] + [pod.uid]))
+    if known.world and pod.index in known.world.members and known.called is None:
+        look.know(judged=known.world.generation)
+
+
+def _counted_by_its_echo(look: Look, pod: Pod) -> bool:
+    """Whether a worker has ended in a world whose end was counted already: the others were heard first."""
+    known = look.memory
+    return known.world is not None and pod.index in known.world.members and known.judged >= known.world.generation
 
 
 def _silent_at(look: Look, told: Told) -> float | None:

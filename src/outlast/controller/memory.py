@@ -259,4 +259,11 @@ def _world(fields: Mapping[str, Any]) -> World:
 
 
 def _without_nothing(found: Document) -> Document:
-    return {key: value for key, value in found.items() if value is not None}
+    """Without what is None, at any depth: API servers leave that out, and what is read back is to be what was written."""
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: cleaned(each) for key, each in value.items() if each is not None}
+        return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return dict(cleaned(found))

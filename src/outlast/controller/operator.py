@@ -49,7 +49,7 @@ WATCH_S = 10.0
 """The same between two tries of a watch: a definition that is installed now should not be noticed a minute later."""
 STUCK_S = 300.0
 """A look that takes so long never ends: the process is to be started again."""
-BUSY = 10
+BUSY = 30
 """So many looks in a row that each found something to do are more than any change of a job needs."""
 TOLD_S = 5.0
 """When members tell of their progress, the job is looked at within so long, once for all of them."""

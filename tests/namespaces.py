@@ -1,0 +1,137 @@
+"""A restricted namespace of a real cluster, and jobs in it. For tests marked `cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from outlast import manifests, spec
+
+Document = dict[str, Any]
+STEPS = ("--epochs=250",)
+
+
+class Namespace:
+    """A restricted namespace, and kubectl in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def kubectl(self, *words: str, given: object = None, fails: bool = False) -> str:
+        text = json.dumps(given) if given is not None else None
+        done = subprocess.run(["kubectl", "-n", self.name, *words], input=text, capture_output=True, text=True, check=False)
+        assert fails or done.returncode == 0, done.stderr
+        return done.stdout
+
+    def apply(self, documents: list[Document]) -> None:
+        items = {"apiVersion": "v1", "kind": "List", "items": documents}
+        self.kubectl("apply", "--server-side", "--validate=strict", "-f", "-", given=items)
+
+    def run(self, name: str, topology: str, **fields: object) -> list[Document]:
+        """Apply a job that trains the smoke recipe; its documents."""
+        documents = manifests.render(a_job(name, **fields), topology, namespace=self.name)
+        self.apply(documents)
+        return documents
+
+    def pods(self, job: str) -> list[Document]:
+        return list(json.loads(self.kubectl("get", "pods", "-l", f"outlast.dev/job={job}", "-o", "json"))["items"])
+
+    def logs(self, job: str) -> str:
+        return self.kubectl("logs", "-l", f"outlast.dev/job={job}", "--tail=-1", "--prefix", fails=True)
+
+    def wait(self, what: Callable[[], object], why: Callable[[], str], timeout_s: float = 240) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (found := what()):
+            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{why()}"
+            time.sleep(1)
+        return found
+
+    def weights(self, job: str) -> str:
+        """What the smoke recipe says at its end, once it does."""
+
+        def done() -> re.Match[str] | None:
+            return re.search(r"\[DONE\].* ranks agree on weights (\w+)", self.logs(job))
+
+        return str(self.wait(done, lambda: self.logs(job))[1])
+
+    def at_epoch(self, job: str, epoch: int) -> None:
+        """Wait until it trains beyond that epoch."""
+
+        def there() -> bool:
+            return any(int(found) >= epoch for found in re.findall(r"\[EPOCH\] (\d+)/", self.logs(job)))
+
+        self.wait(there, lambda: self.logs(job))
+
+    def ended(self, job: Document, condition: str) -> Document:
+        """The condition of a `batch/v1` Job, once it has it."""
+
+        def found() -> Document | None:
+            status = json.loads(self.kubectl("get", "job", job["metadata"]["name"], "-o", "json"))["status"]
+            return next((c for c in status.get("conditions", ()) if c["type"] == condition and c["status"] == "True"), None)
+
+        return dict(self.wait(found, lambda: self.logs(job["metadata"]["labels"]["outlast.dev/job"])))
+
+
+def a_job(name: str, **fields: object) -> spec.Job:
+    whole: Document = {
+        "image": os.environ["OUTLAST_TEST_IMAGE"],
+        "module": "outlast.recipes.smoke",
+        "args": list(STEPS),
+        "workers": {"replicas": 2},
+        "resources": {"cpu": "0.2", "memory": "700Mi"},
+        "checkpoint": {"every": "20 steps"},
+        "interruption": {"grace": "20s"},
+        **fields,
+    }
+    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}, "spec": whole}
+    return spec.parse(json.dumps(document))
+
+
+def kind(documents: list[Document], wanted: str) -> Document:
+    return next(each for each in documents if each["kind"] == wanted)
+
+
+def a_server(namespace: str) -> list[Document]:
+    """`rclone serve s3` in a pod, and its Service."""
+    confined = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    user = {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
+    command = "mkdir -p /buckets/bucket && exec rclone serve s3 --addr :8080 --auth-key key,secret --vfs-cache-mode=off /buckets"
+    container = {
+        "name": "s3",
+        "image": os.environ["OUTLAST_TEST_IMAGE"],
+        "command": ["sh", "-c", command],
+        "env": [{"name": "HOME", "value": "/tmp"}],
+        "securityContext": confined,
+        "readinessProbe": {"tcpSocket": {"port": 8080}, "periodSeconds": 1},
+        "volumeMounts": [{"name": "buckets", "mountPath": "/buckets"}, {"name": "tmp", "mountPath": "/tmp"}],
+    }
+    volumes = [{"name": "buckets", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
+    meta = {"name": "s3", "namespace": namespace}
+    fields = {"securityContext": user, "containers": [container], "volumes": volumes}
+    return [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, "labels": {"app": "s3"}}, "spec": fields},
+        {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {"selector": {"app": "s3"}, "ports": [{"port": 8080}]}},
+    ]
+
+
+@contextmanager
+def made() -> Iterator[Namespace]:
+    """A namespace for some tests; they are skipped where there is no image for them."""
+    if "OUTLAST_TEST_IMAGE" not in os.environ:
+        pytest.skip("OUTLAST_TEST_IMAGE does not name an image that the cluster has")
+    found = Namespace(f"outlast-{secrets.token_hex(3)}")
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    found.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": found.name, "labels": labels}}])
+    try:
+        yield found
+    finally:
+        found.kubectl("delete", "namespace", found.name, "--wait=false")
