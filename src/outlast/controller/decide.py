@@ -296,7 +296,7 @@ def ended_workers(look: Look) -> None:
                 _judge(look, _pods_failure(look, pod, end.code, end.sentence, end.time), raised=None, node=pod.node)
                 if look.over:
                     return
-            elif len(look.alive) < look.wanted:  # else it was to go
+            elif look.wanted:
                 look.know(interruptions=look.memory.interruptions + 1)
                 look.notes.append(Note("Normal", "WorkerInterrupted", f"worker {pod.index} {end.sentence}; it is made anew"))
             _judged(look, pod)
@@ -347,7 +347,7 @@ def leaving_nodes(look: Look) -> None:
             sentence = f"worker {pod.index} leaves: its node {pod.node} is going away ({pod.node_leaves})"
             look.notes.append(Note("Normal", "NodeLeaving", sentence))
             look.know(interruptions=look.memory.interruptions + 1)
-            _judged(look, pod)
+            _expected_to_end(look, pod)
             look.delete(pod, sentence)
 
 
@@ -439,6 +439,7 @@ def _waits(look: Look, state: world.State, reason: str) -> None:
 def _suspended(look: Look, reason: str) -> None:
     """Nobody trains any more: the pods go, and whoever comes later begins a world after this one."""
     for pod in look.alive:
+        _expected_to_end(look, pod)
         look.delete(pod, reason)
     look.trained_until_now()
     if look.memory.closed is None:
@@ -478,6 +479,7 @@ def surplus_workers(look: Look) -> None:
             continue  # the world is called together without it first
         if known.called is not None and known.world is not None and pod.index in known.called.leaving:
             continue
+        _expected_to_end(look, pod)
         look.delete(pod, f"{look.wanted} workers are wanted, and worker {pod.index} is in no world")
 
 
@@ -599,12 +601,18 @@ def _kept(look: Look, failure: Failure, node: str) -> Document:
 
 
 def _judged(look: Look, pod: Pod) -> None:
-    """Remember that this pod's end has been judged, and with it what the others of its world say; forget pods that are gone."""
+    """Remember that this pod's end has been judged, and with it what the others of its world say."""
+    _expected_to_end(look, pod)
     known = look.memory
-    there = {each.uid for each in look.seen.pods}
-    look.know(judged_pods=tuple([uid for uid in known.judged_pods if uid in there] + [pod.uid]))
     if known.world and pod.index in known.world.members and known.called is None:
         look.know(judged=known.world.generation)
+
+
+def _expected_to_end(look: Look, pod: Pod) -> None:
+    """Remember that there is nothing to be learned from this pod's end, and forget pods that are gone."""
+    there = {each.uid for each in look.seen.pods}
+    kept = [uid for uid in look.memory.judged_pods if uid in there and uid != pod.uid]
+    look.know(judged_pods=(*kept, pod.uid))
 
 
 def _counted_by_its_echo(look: Look, pod: Pod) -> bool:
