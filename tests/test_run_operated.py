@@ -140,6 +140,7 @@ def test_training_outlasts_the_api_server_and_a_worker_that_is_killed_and_comes_
         assert "has ended before (Succeeded: workers 0 and 1 are done); nothing is left to do" in pods.log(1)
 
 
+@pytest.mark.slow
 def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoever_is_there(operated):
     with operated() as operator:
         pods = operator.pods
@@ -154,6 +155,7 @@ def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoev
         assert pods.log(1).endswith("outlast | worker 1: the job is given up (exit 79)\n")
 
 
+@pytest.mark.slow
 def test_pods_that_are_told_to_go_save_and_an_operator_that_knows_nothing_goes_on_beyond_them(operated):
     with operated() as operator:
         pods = operator.pods
