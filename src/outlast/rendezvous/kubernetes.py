@@ -150,14 +150,20 @@ class Client:
             cluster = None
             try:
                 cluster = self._connected()
-                self._hear(cluster.get(ELASTIC_JOB, self._job))  # whoever watches is not told of what was gone before
-                line.well()
-                failures = 0
-                name = f"metadata.name={self._job}"
-                for change in cluster.watch(ELASTIC_JOB, stop=watching, fields=name, longest_pause_s=LONGEST_PAUSE_S):
+                name, there = f"metadata.name={self._job}", set[str]()
+
+                def stands(version: str | None, there: set[str] = there) -> None:
+                    if version is not None and not there:  # whoever watches is not told of what was gone before
+                        raise Absent(f"there is no ElasticJob {self._job}")
+
+                watch = cluster.watch(ELASTIC_JOB, stop=watching, fields=name, longest_pause_s=LONGEST_PAUSE_S, listening=stands)
+                for change in watch:
                     if change.type == "deleted":
                         raise Absent(f"ElasticJob {self._job} does not exist any more")
+                    there.add(self._job)
                     self._hear(change.document)
+                    line.well()
+                    failures = 0
             except Absent:
                 self._leave("the job was deleted", contract.Exit.INTERRUPTED)
                 return

@@ -136,7 +136,8 @@ class Agent:
             print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
             done = self.exit.code == contract.Exit.DONE
             metrics = {"done": float(done), "failed": float(not done)}
-            self.health = probes.Health(True, False, self.exit.reason, metrics, self._end(self.exit.code))
+            end = self._end(self.exit.code)
+            self.health = probes.Health(True, False, self.exit.reason, metrics, end=end)
             self._told.wait()
             return lifecycle.Exit(contract.Exit.DONE, self.exit.reason)
         return self.exit
