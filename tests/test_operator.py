@@ -760,3 +760,20 @@ def test_the_port_and_the_name_come_from_the_environment() -> None:
         process.port({"OUTLAST_PROBE_PORT": "http"})
     assert process.identity({"OUTLAST_POD": "operator-1"}) == "operator-1"
     assert process.identity({}) != process.identity({})
+
+
+def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_gone() -> None:
+    def a_pod(name: str, kind: str = "ElasticJob", *, going: bool = True, node: str = "n1") -> Document:
+        meta = {"name": name, "uid": f"uid-{name}", "ownerReferences": [{"kind": kind, "uid": "gone"}]}
+        return {
+            "metadata": {**meta, **({"deletionTimestamp": "2026-01-01T00:00:00Z"} if going else {})},
+            "spec": {"nodeName": node},
+        }
+
+    silent = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    nodes = {"n1": {"status": {"conditions": [silent]}}, "n2": {"status": {"conditions": []}}}
+    pods = [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")]
+    plan = deciders.orphans(pods, nodes, NOW + 31)
+    assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
+    early = deciders.orphans(pods, nodes, NOW + 10)
+    assert (early.deletes, early.look_again) == ((), NOW + 30)

@@ -16,6 +16,7 @@ from typing import Any
 
 from outlast import contract, kube
 from outlast.contract import Env, Pod
+from outlast.controller.deciders import orphans
 from outlast.controller.leader import Leadership
 from outlast.controller.operator import Decider, Operator, Settings
 from outlast.errors import OutlastError
@@ -81,7 +82,7 @@ def main(deciders: Mapping[Kind, Decider], *, namespace: str | None, workers: in
     home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
     leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
     try:
-        return Operator(cluster, deciders, leadership, settings).run(stop)
+        return Operator(cluster, deciders, leadership, settings, orphans=orphans).run(stop)
     finally:
         cluster.close()
 
