@@ -10,10 +10,10 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from outlast.contract import OPERATOR
+from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.errors import Absent, ClusterError, Conflict, Taken
 from outlast.kinds import EVENT, Kind, kind_of
@@ -150,7 +150,7 @@ def event(job: Mapping[str, Any], note: Note, now: float) -> Document:
     """The Event of a note."""
     meta = job["metadata"]
     said = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_S))))
-    time = datetime.fromtimestamp(now, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    time = memory.text(now)
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,

@@ -128,12 +128,15 @@ class Look:
             conditions = memory.conditioned(
                 (), "Created", "JobCreated", "the operator has taken it up", self.seen.generation, self.now
             )
-        type_ = "Queued" if state is State.PENDING and what == "Queued" else _CONDITION[state]
-        if type_:
-            conditions = memory.conditioned(conditions, type_, what, reason, self.seen.generation, self.now)
+        if state is not State.PENDING:
+            conditions = memory.conditioned(conditions, str(state), what, reason, self.seen.generation, self.now)
         self.know(state=state, reason=reason, conditions=conditions)
         if note or before.state is not state:
             self.notes.append(Note("Warning" if warning or state is State.FAILED else "Normal", what, reason))
+
+    def pod(self, index: int) -> Pod | None:
+        """The pod of a worker, as far as there is one."""
+        return next((pod for pod in self.seen.pods if pod.index == index), None)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
@@ -397,7 +400,7 @@ def _state(look: Look) -> world.State:
     members = {}
     for id, told in look.seen.told.items():
         done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
-        pod = next((pod for pod in look.seen.pods if pod.index == id), None)
+        pod = look.pod(id)
         cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
         gone = pod is None or pod.ended or cut or _silent_at(look, told) is None
         if done or not gone:
@@ -562,8 +565,8 @@ def _judge_processes(look: Look, pending: list[tuple[bool, Failure]]) -> None:
     echo, failure = min(pending, key=lambda each: (each[0], not contract.killed(each[1].code), each[1].time))
     generation = failure.generation
     if not (echo and _explained(look)):
-        node = next((pod.node for pod in look.seen.pods if pod.index == failure.worker), "")
-        _judge(look, failure, raised=None if echo else failure.step, node=node)
+        pod = look.pod(failure.worker)
+        _judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "")
     look.know(judged=max(look.memory.judged, generation))
 
 
@@ -595,7 +598,7 @@ def _judge(look: Look, failure: Failure, *, raised: int | None, node: str) -> No
 
 def _kept(look: Look, failure: Failure, node: str) -> Document:
     """A failure as the status keeps it, with the last lines of its worker's log if they are known."""
-    pod = next((pod for pod in look.seen.pods if pod.index == failure.worker), None)
+    pod = look.pod(failure.worker)
     words = {"logTail": pod.last_words} if pod is not None and pod.last_words else {}
     return {**failure.model_dump(exclude_none=True, exclude={"log_tail"}), "node": node, **words}
 
@@ -679,15 +682,6 @@ def _why(reason: str) -> str:
     return "WorkerLost" if reason.startswith("lost") else "WorkerFailed"
 
 
-_CONDITION = {
-    State.PENDING: "",
-    State.RUNNING: "Running",
-    State.RESIZING: "Resizing",
-    State.RESTARTING: "Restarting",
-    State.SUSPENDED: "Suspended",
-    State.SUCCEEDED: "Succeeded",
-    State.FAILED: "Failed",
-}
 RULES: tuple[Callable[[Look], None], ...] = (
     finished,
     unreadable,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from outlast.controller import legacy, memory
+from outlast.controller import legacy
 from outlast.controller.decide import decide
-from outlast.controller.observe import Limits, observe
+from outlast.controller.observe import Limits, observe, silent_since
 from outlast.controller.plan import Deletion, Document, Plan
 from outlast.kinds import ELASTIC_JOB, LEGACY_JOB
 
@@ -62,18 +62,8 @@ def _lost_at(pods: Sequence[Document], nodes: Mapping[str, Document]) -> Iterato
     """The pods' nodes that do not answer, or are gone, and from when on they are taken for lost."""
     for pod in pods:
         name = (pod.get("spec") or {}).get("nodeName")
-        if name and nodes and (silent := _silent_since(nodes.get(name))) is not None:
+        if name and nodes and (silent := silent_since(nodes.get(name))) is not None:
             yield name, silent + Limits().lost_s
-
-
-def _silent_since(node: Document | None) -> float | None:
-    """None for one that answers."""
-    if node is None:
-        return float("-inf")
-    for condition in (node.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Ready" and condition["status"] != "True":
-            return memory.seconds(condition.get("lastTransitionTime")) or 0.0
-    return None
 
 
 ALL = {ELASTIC_JOB: elastic_job, LEGACY_JOB: legacy_job}

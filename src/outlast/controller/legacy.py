@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
+from outlast.backends import pods as podwords
+from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.kinds import LEGACY_JOB
 from outlast.manifests import legacy
@@ -117,14 +118,16 @@ class _Sight:
 
     @cached_property
     def succeeded(self) -> dict[int, Document]:
-        return {index: pod for index, pod in self.own.items() if _phase(pod) == "Succeeded"}
+        return {index: pod for index, pod in self.own.items() if podwords.phase(pod) == "Succeeded"}
 
     @cached_property
     def failures(self) -> list[_Failure]:
         """Pods that have failed and are still there, of those that are wanted. A worker that was started when another was done
         found the training closed: that is no failure."""
-        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if _phase(pod) == "Failed"]
-        found = [each for each in found if each.index < self.wanted and not _leaves(each.pod) and not self._late(each.pod)]
+        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if podwords.phase(pod) == "Failed"]
+        found = [
+            each for each in found if each.index < self.wanted and not podwords.leaves(each.pod) and not self._late(each.pod)
+        ]
         return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
 
     def _met_elsewhere(self, failure: _Failure) -> bool:
@@ -132,13 +135,13 @@ class _Sight:
         if failure.index == 0 or failure.code != 1:
             return False
         host = self.own.get(0)
-        if host is None or _leaves(host):
+        if host is None or podwords.leaves(host):
             return True
-        if _phase(host) == "Failed":
+        if podwords.phase(host) == "Failed":
             how = _failure(0, host, self.job)
             return how.disrupted or how.code in RETRYABLE
         began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
-        return _seconds(host["metadata"]["creationTimestamp"]) > _seconds(began)
+        return podwords.seconds(host["metadata"]["creationTimestamp"]) > podwords.seconds(began)
 
     def _echo(self, failure: _Failure) -> _Failure:
         sentence = f"{failure.sentence} since worker 0, where workers meet, was lost"
@@ -147,15 +150,15 @@ class _Sight:
     @cached_property
     def late(self) -> list[Document]:
         """Pods that have nothing to do any more: others were done before they began."""
-        return [pod for pod in self.own.values() if self.succeeded and not _over(pod) and self._late(pod)]
+        return [pod for pod in self.own.values() if self.succeeded and not podwords.over(pod) and self._late(pod)]
 
     def _late(self, pod: Document) -> bool:
         ends = [_terminated(each, self.job).get("finishedAt") for each in self.succeeded.values()]
         state = _container(pod, self.job).get("state") or {}
         began = (state.get("terminated") or state.get("running") or {}).get("startedAt")
         if not began:
-            return _phase(pod) == "Pending"
-        return any(end and _seconds(end) <= _seconds(began) for end in ends)
+            return podwords.phase(pod) == "Pending"
+        return any(end and podwords.seconds(end) <= podwords.seconds(began) for end in ends)
 
     @cached_property
     def stale(self) -> dict[int, Document]:
@@ -164,7 +167,7 @@ class _Sight:
         return {
             index: pod
             for index, pod in self.own.items()
-            if not _over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
+            if not podwords.over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
         }
 
     # Restarts
@@ -189,7 +192,7 @@ class _Sight:
     def stuck(self) -> Iterator[Deletion]:
         for pod in self.own.values():
             node = pod["spec"].get("nodeName", "")
-            if node in self.lost and not _over(pod):
+            if node in self.lost and not podwords.over(pod):
                 yield _deletion(pod, f"its node {node} is lost", grace_s=0)
             elif (due := _due(pod)) is not None and due <= self.now:
                 yield _deletion(pod, f"its node {node or '(none)'} has not ended it in time", grace_s=0)
@@ -206,7 +209,7 @@ def _end(sight: _Sight) -> Plan | None:
     if said := _failed(sight):
         return _over_with(sight, "Failed", f"ElasticJob {sight.name} is failed because {said}.")
     done = sight.succeeded.keys() & set(range(sight.wanted))
-    others = [index for index, pod in sight.own.items() if not _over(pod)] + [each.index for each in sight.failures]
+    others = [index for index, pod in sight.own.items() if not podwords.over(pod)] + [each.index for each in sight.failures]
     if done and not others:
         return _over_with(sight, "Succeeded", f"ElasticJob {sight.name} is successfully completed.")
     return None
@@ -241,12 +244,12 @@ def _go_on(sight: _Sight) -> Plan:
     going = {each.uid for each in deletes}
 
     def delete(pod: Document, reason: str, *, grace_s: int | None = None) -> None:
-        if not _leaves(pod) and pod["metadata"]["uid"] not in going:
+        if not podwords.leaves(pod) and pod["metadata"]["uid"] not in going:
             going.add(pod["metadata"]["uid"])
             deletes.append(_deletion(pod, reason, grace_s=grace_s))
 
     for index, pod in sorted(sight.own.items(), reverse=True):
-        if index >= sight.wanted and _phase(pod) != "Succeeded":
+        if index >= sight.wanted and podwords.phase(pod) != "Succeeded":
             delete(pod, f"{sight.wanted} workers are wanted")
     for pod in sight.late:
         delete(pod, "others are done: there is nothing left to train", grace_s=0)
@@ -283,7 +286,7 @@ def _over_with(sight: _Sight, end: str, message: str) -> Plan:
     status = _counted(sight)
     status["conditions"] = _conditions(sight, end, message)
     status["state"] = end
-    status["completionTime"] = _text(sight.now)
+    status["completionTime"] = memory.text(sight.now)
     note = Note("Normal" if end == "Succeeded" else "Warning", f"ElasticJob{end}", message)
     return Plan(status=status, notes=(note,))
 
@@ -294,11 +297,15 @@ def _afterwards(sight: _Sight) -> Plan:
     deletes = list(sight.stuck())
     for pod in sight.own.values():
         # A job that has ended trains no more, whatever is kept of it.
-        if not _leaves(pod) and (policy == "All" or not _over(pod)) and pod["metadata"]["uid"] not in {e.uid for e in deletes}:
+        if (
+            not podwords.leaves(pod)
+            and (policy == "All" or not podwords.over(pod))
+            and pod["metadata"]["uid"] not in {e.uid for e in deletes}
+        ):
             deletes.append(_deletion(pod, f"the job is over, and cleanPodPolicy is {policy}"))
     later, remove = [sight.next_stuck()], None
     if (ttl := sight.spec.get("ttlSecondsAfterFinished")) is not None:
-        at = _seconds(sight.status.get("completionTime") or _text(sight.now)) + ttl
+        at = podwords.seconds(sight.status.get("completionTime") or memory.text(sight.now)) + ttl
         later.append(at if at > sight.now else None)
         if at <= sight.now:
             meta, reason = sight.job["metadata"], f"ttlSecondsAfterFinished ({ttl}) is over"
@@ -319,8 +326,8 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
     """The status to be, if it is not as it is, and what is to be told about it."""
     status, name = _counted(sight), sight.name
     before = sight.status.get("state")
-    here = {i: pod for i, pod in sight.own.items() if i < sight.wanted and not _leaves(pod)}
-    running = [pod for pod in here.values() if _phase(pod) == "Running"]
+    here = {i: pod for i, pod in sight.own.items() if i < sight.wanted and not podwords.leaves(pod)}
+    running = [pod for pod in here.values() if podwords.phase(pod) == "Running"]
     whole = len(here) == sight.wanted or before in ("Running", "Suspended")
     if not sight.wanted:
         state, message = "Suspended", f"ElasticJob {name} is suspended: 0 workers are wanted."
@@ -351,7 +358,7 @@ def _counted(sight: _Sight) -> Document:
     return {
         **kept,
         "selector": ",".join(f"{key}={value}" for key, value in legacy.selector(sight.name).items()),
-        **({"startTime": sight.status.get("startTime") or _text(sight.now)} if sight.wanted else {}),
+        **({"startTime": sight.status.get("startTime") or memory.text(sight.now)} if sight.wanted else {}),
         "replicaStatuses": _replicas(sight),
         "restarts": sight.restarts,
         **({"judged": judged} if judged else {}),
@@ -359,7 +366,7 @@ def _counted(sight: _Sight) -> Document:
 
 
 def _replicas(sight: _Sight) -> Document:
-    phases = [_phase(pod) for pod in sight.own.values() if not _leaves(pod)]
+    phases = [podwords.phase(pod) for pod in sight.own.values() if not podwords.leaves(pod)]
     counts = {"succeeded": phases.count("Succeeded"), "failed": phases.count("Failed")}
     return {"Worker": {"active": len(phases) - sum(counts.values()), **counts}}
 
@@ -367,7 +374,7 @@ def _replicas(sight: _Sight) -> Document:
 def _conditions(sight: _Sight, state: str, message: str) -> list[Document]:
     """The conditions with a new one on top. Running and Restarting go for each other; an end leaves Running, which is False."""
     before: dict[str, Document] = {each["type"]: each for each in sight.status.get("conditions") or ()}
-    now = _text(sight.now)
+    now = memory.text(sight.now)
 
     def condition(kind: str, truth: str, reason: str, text: str) -> Document:
         old: Document = before.get(kind, {})
@@ -419,7 +426,7 @@ def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
     else:
         sentence = f"failed with exit code {code}"
     times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
-    when = [_seconds(each) for each in [ended.get("finishedAt"), *times] if each]
+    when = [podwords.seconds(each) for each in [ended.get("finishedAt"), *times] if each]
     return _Failure(index, pod, code, disrupted, sentence, when[0] if when else 0.0)
 
 
@@ -442,21 +449,9 @@ def _index(pod: Document) -> int | None:
     return int(found) if found.isdecimal() else None
 
 
-def _phase(pod: Document) -> str:
-    return str((pod.get("status") or {}).get("phase") or "Pending")
-
-
-def _over(pod: Document) -> bool:
-    return _phase(pod) in ("Succeeded", "Failed")
-
-
-def _leaves(pod: Document) -> bool:
-    return bool(pod["metadata"].get("deletionTimestamp"))
-
-
 def _due(pod: Document) -> float | None:
     """When a pod that is being deleted is overdue; its deletionTimestamp is when its grace ends."""
-    return _seconds(pod["metadata"]["deletionTimestamp"]) + OVERDUE_S if _leaves(pod) else None
+    return podwords.seconds(pod["metadata"]["deletionTimestamp"]) + OVERDUE_S if podwords.leaves(pod) else None
 
 
 def _deletion(pod: Document, reason: str, *, grace_s: int | None = None) -> Deletion:
@@ -466,7 +461,7 @@ def _deletion(pod: Document, reason: str, *, grace_s: int | None = None) -> Dele
 def _deadline(sight: _Sight) -> float | None:
     """When the job has run for too long; never while no workers are wanted."""
     limit, start = sight.spec.get("activeDeadlineSeconds"), sight.status.get("startTime")
-    return _seconds(start) + limit if limit and start and sight.wanted else None
+    return podwords.seconds(start) + limit if limit and start and sight.wanted else None
 
 
 def _pause(restarts: int) -> float:
@@ -476,12 +471,4 @@ def _pause(restarts: int) -> float:
 
 def _breath(failure: _Failure) -> float:
     """A pause for a pod that was lost as soon as it was made: its node would refuse the next one as well."""
-    return _PAUSE_S if failure.time - _seconds(failure.pod["metadata"]["creationTimestamp"]) < _PAUSE_S else 0.0
-
-
-def _seconds(when: str) -> float:
-    return datetime.fromisoformat(when).timestamp()
-
-
-def _text(when: float) -> str:
-    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _PAUSE_S if failure.time - podwords.seconds(failure.pod["metadata"]["creationTimestamp"]) < _PAUSE_S else 0.0

@@ -11,8 +11,6 @@ from outlast.manifests import disruption, gang, labels, names, objects, places, 
 from outlast.manifests.request import Request
 
 Document = dict[str, Any]
-SCHEME = "kubernetes://"
-"""Of OUTLAST_RENDEZVOUS in pods that the operator makes; the name of the job follows."""
 
 
 def setup(seen: Seen) -> tuple[Document, ...]:
@@ -62,7 +60,7 @@ def _request(seen: Seen) -> Request:
 def _worker(seen: Seen, request: Request, index: int = 0) -> pods.Worker:
     return pods.Worker(
         index=variables.plain(str(index)),
-        rendezvous=f"{SCHEME}{seen.name}",
+        rendezvous=f"{contract.KUBERNETES}{seen.name}",
         subdomain=request.names.service,
         account=rbac.account(seen.name),
         gang=gang.of(request, seen.name),

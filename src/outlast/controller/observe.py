@@ -113,8 +113,6 @@ class Told:
     step: int | None = None
     steps: int | None = None
     committed: int = 0
-    present: bool = True
-    """Whether the pod that says so is still there."""
 
 
 @dataclass(frozen=True)
@@ -230,15 +228,19 @@ def _owned(pod: Document, uid: str) -> bool:
 def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     name = str(pod["spec"].get("nodeName") or "")
     node = nodes.get(name)
-    lost: float | None = None
-    if name and nodes and node is None:
-        lost = float("-inf")
     taints = ((node or {}).get("spec") or {}).get("taints") or ()
-    for condition in ((node or {}).get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Ready" and condition["status"] != "True":
-            lost = memory.seconds(condition.get("lastTransitionTime")) or 0.0
     leaving = next((taint["key"] for taint in taints if taint["key"] in LEAVING), "")
-    return Pod(pod, podwords.index(pod), name, lost, leaving)
+    return Pod(pod, podwords.index(pod), name, silent_since(node) if name and nodes else None, leaving)
+
+
+def silent_since(node: Document | None) -> float | None:
+    """Since when a node does not answer: -inf for one that is gone, None for one that does."""
+    if node is None:
+        return float("-inf")
+    for condition in (node.get("status") or {}).get("conditions") or ():
+        if condition["type"] == "Ready" and condition["status"] != "True":
+            return memory.seconds(condition.get("lastTransitionTime")) or 0.0
+    return None
 
 
 def _told(lease: Document, run: str, pods: Sequence[Pod]) -> list[tuple[int, Told]]:
@@ -268,4 +270,4 @@ def _told(lease: Document, run: str, pods: Sequence[Pod]) -> list[tuple[int, Tol
     pod = next((pod for pod in pods if pod.index == index), None)
     if pod is not None and pod.uid != holder:
         return []
-    return [(index, Told(member, beat, report.get("failure"), step, progress.get("steps"), committed, present=pod is not None))]
+    return [(index, Told(member, beat, report.get("failure"), step, progress.get("steps"), committed))]
