@@ -24,7 +24,8 @@ test: $(READY)  ## Run the tests, but not those that take minutes
 	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
 
 test-slow: $(READY)  ## Run the tests that take minutes
-	$(BIN)/pytest -m "slow and not cluster and not gpu"
+	$(BIN)/pytest -m "slow and not jobs and not cluster and not gpu" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"
 
 check: $(READY)  ## Check format, lint, types, imports, and that generated pages are current
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,21 @@ def status(code: int, reason: str, message: str, **details: Any) -> tuple[int, D
     return code, body
 
 
+@dataclass(eq=False)
+class Watcher:
+    """Who watches what, and the lines that are to be told; None ends it."""
+
+    resource: str
+    namespace: str
+    query: dict[str, str]
+    news: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+
+    def tell(self, resource: str, document: Document, line: bytes) -> None:
+        here = self.namespace in ("", document["metadata"].get("namespace"))
+        if resource == self.resource and here and _selected(document, self.query):
+            self.news.put(line)
+
+
 class ApiServer:
     """Documents by kind, namespace and name."""
 
@@ -36,8 +52,9 @@ class ApiServer:
         self.version = 100
         self.oldest = 0
         """Watches from before this version are told 410."""
-        self.events: list[tuple[int, str, str, Document]] = []
-        self.watchers: list[queue.Queue[bytes | None]] = []
+        self.events: list[tuple[int, str, bytes]] = []
+        """Version, resource and line of all that has happened."""
+        self.watchers: list[Watcher] = []
         self.asked: list[str] = []
         """Methods and paths with queries, in order."""
         self.prescribed: list[tuple[str, Callable[[BaseHTTPRequestHandler], bool]]] = []
@@ -88,9 +105,10 @@ class ApiServer:
                     self.remove(key[0], key[2], key[1])
 
     def tell(self, type_: str, resource: str, document: Document) -> None:
-        self.events.append((self.version, type_, resource, json.loads(json.dumps(document))))
+        line = json.dumps({"type": type_, "object": document}).encode() + b"\n"
+        self.events.append((self.version, resource, line))
         for watcher in self.watchers:
-            watcher.put(json.dumps({"type": type_, "resource": resource, "object": document}).encode())
+            watcher.tell(resource, document, line)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait until something is so, such as that somebody watches; fail when that takes too long."""
@@ -106,7 +124,7 @@ class ApiServer:
                 self.oldest = self.version + 1
                 self.version += 1
             for watcher in self.watchers:
-                watcher.put(None)
+                watcher.news.put(None)
 
     # what it does
 
@@ -128,6 +146,9 @@ class ApiServer:
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         if url.path == "/version":
             return send(handler, 200, {"gitVersion": "v1.36.0"})
+        if served := re.fullmatch(r"/apis/([^/]+/[^/]+)", url.path):
+            names = [{"name": k.plural} for k in KINDS if k.api_version == served[1] and k.group not in self.unserved]
+            return send(handler, 200, {"resources": names}) if names else send(handler, *status(404, "NotFound", "not found"))
         if url.path.endswith("/selfsubjectaccessreviews"):
             return send(handler, 201, {"status": {"allowed": body["spec"]["resourceAttributes"]["verb"] != "delete"}})
         match = re.fullmatch(
@@ -209,38 +230,35 @@ class ApiServer:
 
     def watch(self, handler: BaseHTTPRequestHandler, resource: str, namespace: str, query: dict[str, str]) -> None:
         since = int(query["resourceVersion"])
-        news: queue.Queue[bytes | None] = queue.Queue()
+        watcher = Watcher(resource, namespace, query)
         with self.lock:
             if since < self.oldest:
                 send(handler, *status(410, "Expired", "too old resource version"))
                 return
-            for version, type_, which, document in self.events:
-                if version > since:
-                    news.put(json.dumps({"type": type_, "resource": which, "object": document}).encode())
-            self.watchers.append(news)
+            for version, which, line in self.events:
+                if version > since and which == resource:
+                    watcher.tell(which, json.loads(line)["object"], line)
+            self.watchers.append(watcher)
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Connection", "close")
         handler.end_headers()
         handler.close_connection = True
         try:
-            while (line := news.get()) is not None:
-                event = json.loads(line)
-                if event["type"] == "RAW":
-                    handler.wfile.write(event["object"].encode())
-                elif event["resource"] == resource and _selected(event["object"], query):
-                    handler.wfile.write(line + b"\n")
+            handler.wfile.flush()
+            while (line := watcher.news.get()) is not None:
+                handler.wfile.write(line)
                 handler.wfile.flush()
         except OSError:  # who watched has gone
             pass
         finally:
             with self.lock:
-                self.watchers.remove(news)
+                self.watchers.remove(watcher)
 
     def raw(self, text: str) -> None:
         """Write this to all who watch, as it is."""
         for watcher in self.watchers:
-            watcher.put(json.dumps({"type": "RAW", "object": text}).encode())
+            watcher.news.put(text.encode())
 
 
 def send(handler: BaseHTTPRequestHandler, code: int, body: Any, **headers: str) -> None:
@@ -296,6 +314,7 @@ def serving(api: ApiServer) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else what is written in two parts waits 40 ms for an acknowledgement
 
         def _any(self) -> None:
             api.answer(self)

@@ -14,7 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
 from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
+from namespaces import Namespace, made
+from operated import undisturbed_pods  # noqa: F401 (fixture)
 from outlast import cli, spec
 from outlast.backends.local import LocalBackend
 from outlast.status import JobStatus
@@ -32,6 +35,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith(JOBS):
             item.add_marker("jobs")
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[Namespace]:
+    """A namespace of a real cluster."""
+    with made() as found:
+        yield found
 
 
 class Machine:

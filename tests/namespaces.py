@@ -124,11 +124,11 @@ def a_server(namespace: str) -> list[Document]:
 
 
 @contextmanager
-def made() -> Iterator[Namespace]:
+def made(prefix: str = "outlast") -> Iterator[Namespace]:
     """A namespace for some tests; they are skipped where there is no image for them."""
     if "OUTLAST_TEST_IMAGE" not in os.environ:
         pytest.skip("OUTLAST_TEST_IMAGE does not name an image that the cluster has")
-    found = Namespace(f"outlast-{secrets.token_hex(3)}")
+    found = Namespace(f"{prefix}-{secrets.token_hex(3)}")
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     found.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": found.name, "labels": labels}}])
     try:

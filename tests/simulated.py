@@ -13,16 +13,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast import kinds
+from outlast.backends import pods as podwords
 from outlast.contract import RENEW_S, Annotation, Label
 from outlast.controller import memory, observe
 from outlast.controller.decide import decide
 from outlast.controller.plan import Plan
+from outlast.controller.queues import Found, Share, Sight
 from outlast.kinds import Kind, kind_of
+from outlast.manifests import kueue
+from simulated_deciders import Deciders, Node
 
 Document = dict[str, Any]
-BEGAN = 1_000_000.0
+BEGAN = 1_000_000.0123456789
 STEP_S = 1.0
 SAVE_S = 0.5
+PROBED_S = 120.0
+"""After so long a kubelet kills a worker that has never answered."""
+GRACE_S = 50.0
+"""When a node that is silent is called so: kube-controller-manager --node-monitor-grace-period."""
 EVERY = 20
 """Steps between checkpoints, unless a test says otherwise."""
 
@@ -50,6 +58,8 @@ class Agent:
     begins: float = 0.0
     beat: float = 0.0
     reported: str = ""
+    wanted: Document | None = None
+    """What the operator wants, where others decide."""
 
 
 class Cluster:
@@ -58,6 +68,7 @@ class Cluster:
     def __init__(self, workers: Document, *, steps: int = 400, nodes: int = 6, **fields: Any) -> None:
         self.now = BEGAN
         self.since = BEGAN
+        self.limits = observe.Limits()
         self.steps = steps
         self.every = EVERY
         self.committed = 0
@@ -72,8 +83,15 @@ class Cluster:
         """The most pods that were alive at one time, since this was set to 0."""
         self.done_steps: list[tuple[int, int]] = []
         """(generation, step) of every step that was done."""
+        self.lost: dict[str, float] = {}
+        """Nodes that are, and since when."""
         self.reached = True
         """Whether agents reach the API server."""
+        self.found: frozenset[str] = frozenset()
+        """API groups of other systems."""
+        self.kueue: Kueue | None = None
+        self.deciders = Deciders(self.now) if (fields.get("rendezvous") or {}).get("backend") == "etcd" else None
+        """Who decides in the operator's place."""
         for n in range(nodes):
             self.put(
                 {
@@ -142,7 +160,8 @@ class Cluster:
         pods = [d for (kind, _), d in documents.items() if kind == "Pod"]
         leases = [d for (kind, _), d in documents.items() if kind == "Lease"]
         nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}
-        plan = decide(observe.observe(documents["ElasticJob", "train"], pods, leases, nodes, self.now, self.since))
+        listed = documents["ElasticJob", "train"], pods, leases, nodes
+        plan = decide(observe.observe(*listed, self.now, self.since, self.has(), self.limits))
         left = [dies_after if dies_after is not None else 10**6]
 
         def write(what: str) -> None:
@@ -154,13 +173,17 @@ class Cluster:
         for document in (*plan.setup, *plan.apply):
             if (document["kind"], document["metadata"]["name"]) not in self.documents or document in plan.apply:
                 write(f"set up {document['kind']}")
-                self.put(copy.deepcopy(document))
+                self.apply(copy.deepcopy(document))
         if plan.status is not None:
             write(f"status {plan.status['state']}: {plan.status['reason']}")
             self.job["status"] = stored(plan.status)
         for deletion in plan.deletes:
             write(f"delete {deletion.name}: {deletion.reason}")
             self.delete(deletion.kind, deletion.name, deletion.uid, deletion.grace_s)
+        for document in plan.statuses:
+            write(f"status of {document['metadata']['name']}")
+            assert self.kueue, "only Workloads are written to"
+            self.kueue.told(copy.deepcopy(document))
         for pod in plan.creates:
             write(f"create {pod['metadata']['name']}")
             self.create(copy.deepcopy(pod))
@@ -169,9 +192,21 @@ class Cluster:
             self.documents.clear()
         return plan
 
+    def apply(self, document: Document) -> None:
+        """What is there keeps what it does not say."""
+        there = self.documents.get((document["kind"], document["metadata"]["name"]), {})
+        assert document["kind"] != "Workload" or not there or Share(there).waits, "what has quota cannot be changed"
+        self.put({**there, **document, "metadata": {**there.get("metadata", {}), **document["metadata"]}})
+
+    def has(self) -> Found:
+        """What the operator finds."""
+        return Found(self.found | {kueue.GROUP}, self.kueue.sight()) if self.kueue else Found(self.found)
+
     def create(self, pod: Document) -> None:
         name = pod["metadata"]["name"]
         assert ("Pod", name) not in self.documents, f"{name} is there"
+        if self.kueue:
+            self.kueue.allows(pod)
         self.made[name] = self.made.get(name, 0) + 1
         pod["metadata"]["creationTimestamp"] = memory.text(self.now)
         pod["status"] = {"phase": "Pending"}
@@ -188,6 +223,9 @@ class Cluster:
         pod = self.documents.get((kind.kind, name))
         if pod is None or pod["metadata"]["uid"] != uid:
             return
+        if kind.kind != "Pod":
+            del self.documents[kind.kind, name]
+            return
         if grace_s == 0 or (pod["status"]["phase"] in ("Succeeded", "Failed")) or "nodeName" not in pod["spec"]:
             self.gone(pod)
             return
@@ -202,11 +240,17 @@ class Cluster:
     def gone(self, pod: Document) -> None:
         self.documents.pop(("Pod", pod["metadata"]["name"]), None)
         self.agents.pop(pod["metadata"]["uid"], None)
+        self.silence(pod["metadata"]["uid"])
+
+    def silence(self, uid: str, *, said: bool = False) -> None:
+        """Its agent has gone, and has said so or not."""
+        if self.deciders and (node := self.deciders.nodes.pop(uid, None)) and said:
+            node.leave()
 
     def answers(self, pod: Document) -> bool:
         """Whether the pod's node does."""
-        node = self.documents.get(("Node", pod["spec"].get("nodeName", "")))
-        return node is not None and node["status"]["conditions"][0]["status"] == "True"
+        node = pod["spec"].get("nodeName", "")
+        return ("Node", node) in self.documents and node not in self.lost
 
     # what happens to pods
 
@@ -220,16 +264,25 @@ class Cluster:
                 {"type": "DisruptionTarget", "status": "True", "reason": disrupted, "lastTransitionTime": memory.text(self.now)}
             ]
         self.agents.pop(pod["metadata"]["uid"], None)
+        self.silence(pod["metadata"]["uid"], said=code in (0, 75))
         if "deletionTimestamp" in pod["metadata"]:
             self.gone(pod)
 
+    def end_beside(self, pod: Document, code: int, *, reason: str = "") -> None:
+        """Its worker ends, and another container that it has does not."""
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": memory.text(self.now)}}
+        beside = {"name": "proxy", "state": {"running": {}}}
+        pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "worker", "state": state}, beside]}
+        self.agents.pop(pod["metadata"]["uid"], None)
+        self.silence(pod["metadata"]["uid"], said=code in (0, 75))
+
     def lose(self, node: str) -> None:
-        """A node is no more to be reached; its pods are as they were, as far as anybody knows."""
-        self.documents["Node", node]["status"] = ready(False, self.now)
-        self.documents["Node", node]["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
+        """A node is no more to be reached; as far as anybody knows its pods are as they were, and for GRACE_S the node itself."""
+        self.lost.setdefault(node, self.now)
         for pod in self.pods:
             if pod["spec"].get("nodeName") == node:
                 self.agents.pop(pod["metadata"]["uid"], None)
+                self.silence(pod["metadata"]["uid"])
 
     def agent_of(self, index: int) -> Agent | None:
         return next((agent for agent in self.agents.values() if agent.index == index), None)
@@ -247,8 +300,8 @@ class Cluster:
     def drop(self, agent: Agent, *, echo: bool, code: int = 1) -> None:
         said = f"rank {agent.index} on worker {agent.index} failed"
         failure = {
-            "rank": agent.index, "code": code, "reason": said, "traceback": "", "time": self.now, "echo": echo,
-            "step": self.step if not echo and code == 1 else None, "committed": self.committed,
+            "rank": agent.index, "code": code, "reason": said, "traceback": "", "log_tail": f"{said}\n", "time": self.now,
+            "echo": echo, "step": self.step if not echo and code == 1 else None, "committed": self.committed,
         }  # fmt: skip
         agent.standing, agent.failed, agent.failure, agent.since = "waiting", True, failure, self.now
         agent.saving_until = None
@@ -258,9 +311,16 @@ class Cluster:
     def pass_(self, seconds: float = STEP_S) -> None:
         """Let time pass: kubelets start pods, agents live."""
         self.now += seconds
+        for node, since in self.lost.items():
+            document = self.documents.get(("Node", node))
+            if document is not None and self.now >= since + GRACE_S and not document["spec"].get("taints"):
+                document["status"] = ready(False, self.now)
+                document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
+        if self.kueue:
+            self.kueue.admits()
         for pod in list(self.pods):
             uid = pod["metadata"]["uid"]
-            if (until := memory.seconds(pod["metadata"].get("deletionTimestamp"))) and self.now > until and self.answers(pod):
+            if (until := podwords.seconds(pod["metadata"].get("deletionTimestamp"))) and self.now > until and self.answers(pod):
                 self.gone(pod)
                 continue
             if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"] and self.answers(pod):
@@ -270,6 +330,11 @@ class Cluster:
                 }
                 index = int(pod["metadata"]["labels"][Label.WORKER])
                 self.agents[uid] = Agent(index, uid, since=self.now, begins=self.now + 1)
+            agent = self.agents.get(uid)
+            if agent and agent.frozen and not agent.reported and self.now > agent.begins + PROBED_S and self.answers(pod):
+                self.end(pod, 137)
+        if self.deciders:
+            self.decide(self.deciders)
         for agent in list(self.agents.values()):
             if not agent.frozen:
                 self.live(agent)
@@ -278,12 +343,39 @@ class Cluster:
             if not agent.frozen and self.reached:
                 self.report(agent)
 
+    def decide(self, deciders: Deciders) -> None:
+        """Agents that are well decide among themselves."""
+        deciders.pass_(self.now)
+        seen = max((generation for generation, _ in self.done_steps), default=0)
+        for agent in self.agents.values():
+            if agent.frozen or self.now < agent.begins:
+                continue
+            if agent.uid not in deciders.nodes:
+                deciders.nodes[agent.uid] = Node(deciders.etcd, agent.index, agent.uid, self.job["spec"], seen)
+            if self.reached:
+                agent.wanted = (self.status.get("rendezvous") or {}).get("wanted")
+            failure = agent.failure if agent.failed else None
+            deciders.nodes[agent.uid].act(agent.standing, agent.generation, failure, agent.wanted)
+        for node in deciders.nodes.values():
+            node.listen()
+
+    def told(self, agent: Agent) -> Document:
+        """What an agent is told."""
+        operator = self.status.get("rendezvous") or {} if self.reached else {}
+        if self.deciders is None:
+            return operator
+        if (closed := operator.get("closed")) and closed["code"] != 75:
+            return {"closed": closed}
+        return self.deciders.told(agent.uid) if agent.uid in self.deciders.nodes else {}
+
     def live(self, agent: Agent) -> None:
         pod = next(pod for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
-        told = self.status.get("rendezvous") or {} if self.reached else {}
+        told = self.told(agent)
         if told.get("run") and told["run"] != f"train-{self.job['metadata']['uid'][:8]}":
             return
         if closed := told.get("closed"):
+            if self.reached:
+                self.report(agent)
             self.end(pod, closed["code"])
             return
         world, called = told.get("world"), told.get("called")
@@ -327,6 +419,8 @@ class Cluster:
     def train(self, seconds: float) -> None:
         """Every world whose members all train makes its steps."""
         world = (self.status.get("rendezvous") or {}).get("world")
+        if self.deciders:
+            world = dataclasses.asdict(self.deciders.world) if self.deciders.world else None
         inside = [
             a for a in self.agents.values() if world and a.index in world["members"] and a.generation == world["generation"]
         ]
@@ -348,8 +442,13 @@ class Cluster:
             for agent in inside:
                 agent.standing, agent.since = "done", self.now
 
+    def may_report(self, agent: Agent) -> bool:
+        """Whether the Role of the job's workers names its Lease."""
+        leases = (rule for role in self.all("Role") for rule in role["rules"] if "leases" in rule["resources"])
+        return any(f"train-worker-{agent.index}" in rule["resourceNames"] for rule in leases)
+
     def report(self, agent: Agent) -> None:
-        if self.now < agent.begins:
+        if self.now < agent.begins or not self.may_report(agent):
             return
         said = {
             "run": f"train-{self.job['metadata']['uid'][:8]}", "id": agent.index, "standing": agent.standing,
@@ -357,10 +456,14 @@ class Cluster:
             "failed": agent.failed, "failure": agent.failure,
         }  # fmt: skip
         text = json.dumps(said)
-        if text == agent.reported and self.now - agent.beat < RENEW_S:
+        node = self.deciders.nodes.get(agent.uid) if self.deciders else None
+        decided = node.decided if node else ""
+        if text + decided == agent.reported and self.now - agent.beat < RENEW_S:
             return
-        agent.reported, agent.beat = text, self.now
-        progress = {"step": self.step, "steps": self.steps, "committed": self.committed, "time": self.now}
+        agent.reported, agent.beat = text + decided, self.now
+        progress = {
+            "generation": agent.generation, "step": self.step, "steps": self.steps, "committed": self.committed, "time": self.now
+        }  # fmt: skip
         self.put(
             {
                 "apiVersion": "coordination.k8s.io/v1",
@@ -368,7 +471,11 @@ class Cluster:
                 "metadata": {
                     "name": f"train-worker-{agent.index}",
                     "labels": {Label.JOB: "train", Label.WORKER: str(agent.index)},
-                    "annotations": {Annotation.REPORT: text, Annotation.PROGRESS: json.dumps(progress)},
+                    "annotations": {
+                        Annotation.REPORT: text,
+                        Annotation.PROGRESS: json.dumps(progress),
+                        **({Annotation.DECIDED: decided} if decided else {}),
+                    },
                 },
                 "spec": {"holderIdentity": agent.uid, "renewTime": memory.text(self.now)},
             }
@@ -378,6 +485,9 @@ class Cluster:
         """Every clock in the cluster is set; who waits for something waits no longer than before."""
         self.now += seconds
         self.since = self.now
+        self.lost = {node: since + seconds for node, since in self.lost.items()}
+        if self.deciders:
+            self.deciders.jumped += seconds
         for agent in self.agents.values():
             agent.begins += seconds
             agent.beat += seconds
@@ -400,6 +510,84 @@ class Cluster:
             assert self.now < end, (self.status, self.writes[-20:])
             self.pass_()
             self.look()
+
+
+class Kueue:
+    """Quota for so many pods in one flavor; Workloads are admitted in the order of their creation."""
+
+    def __init__(self, cluster: Cluster, quota: int, *, partly: bool = True) -> None:
+        self.cluster, self.quota, self.partly = cluster, quota, partly
+        self.flavor: Document = {
+            "metadata": {"name": "spot"},
+            "spec": {"nodeLabels": {"pool": "spot"}, "tolerations": [{"key": "spot", "operator": "Exists"}]},
+        }
+        self.classes: list[Document] = []
+        self.held = False
+        """Whether nothing is admitted for now."""
+        self.serial = 0
+        cluster.kueue = self
+
+    def sight(self) -> Sight:
+        workloads = copy.deepcopy(self.cluster.all("Workload"))
+        return Sight(kinds.WORKLOAD_V1BETA2, workloads, {"spot": self.flavor}, self.classes)
+
+    def shares(self) -> list[Share]:
+        return [Share(each) for each in self.cluster.all("Workload")]
+
+    @property
+    def used(self) -> int:
+        return sum(share.count for share in self.shares() if share.true("QuotaReserved") and not share.true("Finished"))
+
+    def admits(self) -> None:
+        """What fits into the quota, first come first served."""
+        for document in self.cluster.all("Workload"):
+            if "creationTimestamp" not in document["metadata"]:
+                self.serial += 1
+                document["metadata"]["creationTimestamp"] = memory.text(BEGAN + self.serial)
+                document["spec"]["podSets"][0].setdefault("count", 1)
+        waiting = [share for share in self.shares() if share.waits and share.document["spec"].get("active", True)]
+        for share in [] if self.held else sorted(waiting, key=lambda each: str(each.document["metadata"]["creationTimestamp"])):
+            free, least = self.quota - self.used, share.document["spec"]["podSets"][0].get("minCount", share.asked)
+            count = share.asked if share.asked <= free else free if self.partly and least <= free else 0
+            if count:
+                assignment = {"name": "main", "flavors": {"cpu": "spot"}, "count": count}
+                self._say(share, admission={"clusterQueue": "all", "podSetAssignments": [assignment]})
+                self._say(share, ("QuotaReserved", True, "Reserved", ""), ("Evicted", False, "Reserved", ""))
+                self._say(share, ("Admitted", True, "Admitted", "The workload is admitted"))
+            else:
+                self._say(share, ("QuotaReserved", False, "Pending", f"{share.asked} more pods are needed, {free} are free"))
+
+    def evict(self, share: Share, message: str = "Preempted to accommodate a workload") -> None:
+        self._say(share, ("Evicted", True, "Preempted", message))
+
+    def told(self, document: Document) -> None:
+        """The operator writes the status of a Workload."""
+        before = self.cluster.documents.get(("Workload", document["metadata"]["name"]))
+        assert before is not None
+        assert before["metadata"]["uid"] == document["metadata"]["uid"]
+        before["status"] = document["status"]
+        if not Share(before).true("QuotaReserved") or Share(before).true("Finished"):
+            assert not self.using(before["metadata"]["name"]), "quota is given back while pods use it"
+        assert self.using(before["metadata"]["name"]) <= Share(before).count
+
+    def allows(self, pod: Document) -> None:
+        """No pod without quota."""
+        named = pod["metadata"]["annotations"][kueue.WORKLOAD]
+        share = Share(self.cluster.documents["Workload", named])
+        assert share.holds, f"{named} is not admitted"
+        assert self.using(named) < share.count, f"{named} has no quota for another pod"
+        assert pod["spec"]["nodeSelector"]["pool"] == "spot"
+        assert {"key": "spot", "operator": "Exists"} in pod["spec"]["tolerations"]
+
+    def using(self, name: str) -> int:
+        """How many pods use the quota of a Workload."""
+        there = [pod for pod in self.cluster.pods if pod["status"]["phase"] in ("Pending", "Running")]
+        return sum(pod["metadata"]["annotations"].get(kueue.WORKLOAD) == name for pod in there)
+
+    def _say(self, share: Share, *conditions: tuple[str, bool, str, str], **fields: Any) -> None:
+        said = Share(self.cluster.documents["Workload", share.name])
+        changed = [each for each in conditions if each[1] != said.true(each[0]) or each[3] or said.condition(each[0])]
+        share.document["status"] = said.but(self.cluster.now, changed, **fields)["status"]
 
 
 def stored(value: Any) -> Any:

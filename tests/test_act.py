@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from outlast import errors, kinds, kube
 from outlast.contract import Label
 from outlast.controller.act import AGAIN_S, Done, act, event
 from outlast.controller.plan import Deletion, Note, Plan
+from outlast.controller.together import Threads
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]
@@ -62,6 +64,11 @@ def writes(api: apiserver.ApiServer) -> list[str]:
     return [f"{method} {path.split('/namespaces/default/')[1]}" for method, path in asked if method != "GET"]
 
 
+def told(cluster: kube.Cluster) -> list[tuple[str, str, str]]:
+    """The Events that there are."""
+    return [(each["type"], each["reason"], each["message"]) for each in cluster.list_(kinds.EVENT)]
+
+
 def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     job = a_job(api)
     old = api.put(a_pod(job, 1))
@@ -79,10 +86,40 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
         "POST services",
         "PATCH configmaps/c",
         "PUT elasticjobs/train/status",
+        "POST events",
         "DELETE pods/train-worker-1",
         "POST pods",
-        "POST events",
     ]
+
+
+def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_before_its_role(
+    api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    job, meeting = a_job(api), threading.Barrier(3, timeout=10)
+
+    def meet(_: Any) -> bool:
+        meeting.wait()  # nobody is answered before all three have asked
+        return False
+
+    api.prescribe("POST .*/(services|roles|pods)", *[meet] * 6)
+    rbac = "rbac.authorization.k8s.io/v1"
+    role = {"apiVersion": rbac, "kind": "Role", "metadata": {"name": "train", "namespace": "default"}, "rules": []}
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "train"}
+    services = [{**a_service(), "metadata": {"name": name, "namespace": "default"}} for name in ("a", "b")]
+    plan = Plan(
+        setup=({**role, "kind": "RoleBinding", "roleRef": ref}, role, *services),
+        status={"state": "Pending"},
+        creates=tuple(a_pod(job, index) for index in range(3)),
+        notes=(Note("Normal", "A", "a"),),
+    )
+    later: list[Callable[[], None]] = []
+    assert act(cluster, job, plan, NOW, Threads(2), later.append) == Done(None)
+    asked = writes(api)
+    assert sorted(asked[:3]) == ["POST roles", "POST services", "POST services"]
+    assert asked[3:] == ["POST rolebindings", "PUT elasticjobs/train/status", *["POST pods"] * 3]
+    for do in later:
+        do()
+    assert writes(api)[-1] == "POST events"
 
 
 def test_the_status_is_replaced_as_a_whole(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -161,17 +198,81 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
     with caplog.at_level(logging.WARNING):
         done = act(cluster, job, Plan(creates=(pod,), look_again=NOW + 60), NOW)
     assert [record.getMessage() for record in caplog.records] == ([said] if said else [])
-    assert done == Done(NOW + AGAIN_S if said else NOW + 60)
+    stays = said if said.endswith("give the job another name") else ""
+    assert done == Done(NOW + AGAIN_S if said else NOW + 60, blocked=stays)
+    assert told(cluster) == ([("Warning", "FailedCreate", stays)] if stays else [])
+
+
+def an_owned_service(job: Document, **owner: str) -> Document:
+    """What a job needs, of this owner, or of the job."""
+    whole = {**a_pod(job)["metadata"]["ownerReferences"][0], **owner}
+    return {**a_service(), "metadata": {"name": "train", "namespace": "default", "ownerReferences": [whole]}}
+
+
+def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
+    api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    job = a_job(api)
+    api.put(an_owned_service(job, uid="of-the-earlier-job"))
+    plan = Plan(setup=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
+    said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
+    assert act(cluster, job, plan, NOW) == Done(NOW + AGAIN_S, said)
+    assert told(cluster) == [("Normal", "NameTaken", said)]
+    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
+    assert not cluster.list_(kinds.POD)
+    api.remove("services", "train")  # by the garbage collector
+    assert [act(cluster, job, plan, NOW + 1), act(cluster, job, Plan(setup=plan.setup), NOW + 1)] == [Done(None)] * 2
+    (made,) = cluster.list_(kinds.SERVICE)
+    assert made["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Pending"}
+
+
+@pytest.mark.parametrize("owner", [None, {"kind": "Release", "uid": "r"}])
+def test_what_is_not_of_the_job_is_used_and_said(
+    owner: dict[str, str] | None, api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    job = a_job(api)
+    api.put(a_service() if owner is None else an_owned_service(job, **owner))
+    assert act(cluster, job, Plan(setup=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
+    said = "Service train is there and not of this job, which uses it as it is; delete it if that is not meant"
+    assert told(cluster) == [("Warning", "NameTaken", said)]
+    assert len(cluster.list_(kinds.POD)) == 1
 
 
 def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     job = a_job(api)
     title = 'pods "train-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
     api.prescribe("POST .*/pods", apiserver.status(403, "Forbidden", title))
-    with pytest.raises(errors.Refused, match="exceeded quota: q"):
-        act(cluster, job, Plan(status={"state": "Pending"}, creates=(a_pod(job, 0), a_pod(job, 1))), NOW)
+    lost = Note("Warning", "NodeLost", "worker 0 was lost")
+    plan = Plan(status={"state": "Pending"}, creates=(a_pod(job, 0), a_pod(job, 1)), notes=(lost,))
+    written: list[str] = []
+    with pytest.raises(errors.Refused, match="exceeded quota: q") as caught:
+        act(cluster, job, plan, NOW, written=lambda: written.append("status"))
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Pending"}
+    assert written == ["status"]
+    assert sorted(told(cluster)) == [("Warning", "FailedCreate", str(caught.value)), ("Warning", "NodeLost", "worker 0 was lost")]
     assert not cluster.list_(kinds.POD)
+
+
+def test_without_what_pods_need_no_pod_is_made(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    job = a_job(api)
+    api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
+    with pytest.raises(errors.Refused, match="exceeded quota: q"):
+        act(cluster, job, Plan(setup=(a_service(),), status={"state": "Created"}, creates=(a_pod(job),)), NOW)
+    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
+    assert not cluster.list_(kinds.POD)
+
+
+def test_a_pod_that_another_controller_made_for_the_job_gets_the_label_by_which_it_is_watched(
+    api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    job = a_job(api)
+    pod = a_pod(job, 0)
+    labels = pod["metadata"]["labels"]
+    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train"}}})
+    assert act(cluster, job, Plan(creates=(pod,)), NOW) == Done(None)
+    there = cluster.get(kinds.POD, "train-worker-0")["metadata"]
+    assert (there["uid"], there["labels"]) == (old["metadata"]["uid"], {"job-name": "train", **labels})
 
 
 def test_an_event_that_cannot_be_written_is_only_said(
@@ -200,3 +301,11 @@ def test_the_same_event_within_ten_minutes_is_one() -> None:
     }
     assert (made["type"], made["reason"], made["message"]) == ("Warning", "WorkerLost", "lost worker 3")
     assert made["firstTimestamp"] == made["lastTimestamp"] == "2026-01-01T00:00:00Z"
+
+
+def test_what_is_said_again_is_counted(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    job, plan = a_job(api), Plan(notes=(Note("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is made anew"),))
+    for after in (0, 60, 120, 600):
+        act(cluster, job, plan, NOW + after)
+    told = [(each["count"], each["firstTimestamp"][11:19], each["lastTimestamp"][11:19]) for each in cluster.list_(kinds.EVENT)]
+    assert sorted(told) == [(1, "00:10:00", "00:10:00"), (3, "00:00:00", "00:02:00")]

@@ -30,7 +30,7 @@ def a_file(directory: Path, *, image: str) -> Path:
     fields: dict[str, Any] = {
         "image": image,
         "module": "outlast.recipes.smoke",
-        "args": ["--steps=100000", "--step-s=0.05"],
+        "args": ["--epochs=100000"],
         "workers": {"replicas": 2, "min": 1, "max": 2},
         "resources": {"cpu": "50m", "memory": "64Mi"},
         "interruption": {"grace": "1s"},

@@ -317,6 +317,11 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
     ]
 
 
+def test_a_failure_without_a_traceback_shows_the_tail_of_its_log() -> None:
+    failed = Failure(worker=0, code=3, reason="rank 0 on worker 0 exited with code 3", log_tail="no such file\nbye\n")
+    assert show.failure(failed) == "rank 0 on worker 0 exited with code 3 (exit code 3)\n    no such file\n    bye"
+
+
 def test_only_what_changed_is_said() -> None:
     old = a_status(warnings=["a"])
     assert show.changes(None, old) == ["Running: world of 2", "warning: a"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from outlast import contract, spec
+from outlast import contract, kinds, manifests, spec
 from outlast.errors import InvalidJob
 from outlast.manifests import cel, crd, disruption, install, labels, rbac
 from outlast.manifests.request import Document
@@ -56,7 +56,8 @@ def test_the_schema_is_structural(place: str) -> None:
     part = PARTS[place]
     either = part.get("x-kubernetes-int-or-string", False)
     assert not part.keys() & {"$ref", "allOf", "oneOf", "not", "const", "title", "nullable", "definitions", "$defs", "examples"}
-    assert ("type" in part) is not either
+    whole = part.keys() == {"description", "x-kubernetes-preserve-unknown-fields"} and place.startswith(".spec.template.")
+    assert ("type" in part) is not (either or whole)
     assert part.get("anyOf") == ([{"type": "integer"}, {"type": "string"}] if either else None)
     assert part.get("additionalProperties") is not False
     if part.get("type") == "object":
@@ -69,6 +70,16 @@ def test_the_schema_is_structural(place: str) -> None:
 def test_metadata_says_nothing_but_the_name() -> None:
     assert set(SCHEMA["properties"]["metadata"]) == {"type", "properties"}
     assert set(SCHEMA["properties"]["metadata"]["properties"]) == {"name"}
+
+
+@pytest.mark.parametrize(("length", "said"), [(51, []), (52, [cel.NAME["message"]])])
+def test_the_name_of_each_worker_is_a_host_name(length: int, said: list[str]) -> None:
+    document = {**HEAD, "metadata": {"name": "j" * length}, "spec": {"module": "m"}}
+    assert list(broken_rules(document)) == said
+    assert len(contract.worker_name("j" * length, contract.MOST_WORKERS - 1)) == 12 + length
+    if said:
+        with pytest.raises(InvalidJob, match="at most 51 characters"):
+            spec.parse(yaml.safe_dump(document))
 
 
 def test_every_field_of_the_spec_is_explained() -> None:
@@ -171,6 +182,15 @@ def test_what_the_job_file_refuses_the_schema_refuses(fields: Document) -> None:
         spec.parse(yaml.safe_dump(document))
 
 
+def test_a_fraction_of_a_core_is_sent_as_text_and_refused_as_a_number() -> None:
+    """What may be a number or a text is a whole number in a structural schema."""
+    read = spec.parse(yaml.safe_dump({**HEAD, "spec": {"module": "m", "image": "i", "resources": {"cpu": 0.2, "cpuLimit": 1.5}}}))
+    (sent,) = manifests.render(read)
+    assert sent["spec"]["resources"] == {"cpu": "200m", "cpuLimit": "1500m"}
+    assert taken(sent) == []
+    assert taken({**sent, "spec": {**sent["spec"], "resources": {"cpu": 0.2}}})
+
+
 # Rules between fields
 
 
@@ -181,13 +201,13 @@ def rules() -> Iterator[tuple[str, Schema, cel.Rule]]:
 
 
 def test_rules_are_where_the_models_have_some() -> None:
-    assert {place for place, _, _ in rules()} == {".spec", ".spec.workers", ".spec.rendezvous", ".spec.environment"}
+    assert {place for place, _, _ in rules()} == {"", ".spec", ".spec.workers", ".spec.rendezvous", ".spec.environment"}
 
 
 def test_rules_name_fields_that_there_are() -> None:
     for _, part, rule in rules():
         assert set(re.findall(r"self\.(\w+)", rule["rule"])) <= part["properties"].keys()
-        assert rule.get("fieldPath", ".")[1:] in {"", *part["properties"]}
+        assert rule.get("fieldPath", ".").split(".")[1] in {"", *part["properties"]}
         assert rule["message"]
         assert "\n" not in rule["message"]
 
@@ -299,6 +319,7 @@ def broken_rules(document: Document, before: Document | None = None) -> Iterator
     new, old = specified(document), specified(before or document)
     for place, _, rule in rules():
         part, was = ((each if place == ".spec" else each.get(place.rpartition(".")[2])) for each in (new, old))
+        part = document if place == "" else part
         change = "oldSelf" in rule["rule"]
         asked = part is not None and (not change or (before is not None and was is not None))
         if asked and not program(rule["rule"])({"self": part, "oldSelf": was} if change else {"self": part}):
@@ -383,6 +404,7 @@ def test_what_may_change_while_a_job_runs(fields: Document) -> None:
         ("tolerations", [{"operator": "Exists"}]),
         ("secrets", [{"name": "a"}]),
         ("tracking", {"tensorboard": True}),
+        ("managedBy", "kueue.x-k8s.io/multikueue"),
         ("template", {"spec": {"hostNetwork": False}}),
         ("template", {"metadata": {"labels": {"a": "b"}}}),
         ("template", {"metadata": {"annotations": {"a": "b"}}}),
@@ -532,6 +554,15 @@ def test_the_operator_may_do_what_it_lets_workers_do() -> None:
     assert triples(given) <= triples(held)
 
 
+def test_the_operator_may_look_at_all_that_it_makes_beside_pods() -> None:
+    """It looks whose a document is that has the name of one that it makes."""
+    (held,) = [each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and "rules" in each]
+    made = [*rbac.members("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
+    found = [kinds.kind_of(document) for document in made]
+    wanted = {(kind.group, kind.plural, "get") for kind in (*found, kinds.SERVICE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)}
+    assert wanted <= triples(held)
+
+
 def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
     return {
         (group, resource, verb)
@@ -572,14 +603,39 @@ def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:
     assert "patch" in scale[0]["verbs"]
 
 
-def test_members_of_etcd_tell_clients_their_own_names() -> None:
-    (members,) = [each for each in INSTALLED if each["kind"] == "StatefulSet"]
-    (service,) = [each for each in INSTALLED if each["kind"] == "Service"]
+def an_etcd(wanted: install.Etcd) -> tuple[dict[str, Any], dict[str, str]]:
+    """The StatefulSet, and the flags of its members."""
+    (members,) = [each for each in install.etcd(wanted=wanted) if each["kind"] == "StatefulSet"]
     (container,) = members["spec"]["template"]["spec"]["containers"]
-    flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["command"][1:])
-    host = "outlast-etcd.outlast-system.svc.cluster.local"
+    return members["spec"], dict(flag.removeprefix("--").split("=", 1) for flag in container["command"][1:])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_members_of_etcd_tell_clients_their_own_names(count: int) -> None:
+    members, flags = an_etcd(install.Etcd(count))
+    host = "outlast-etcd-peers.$(OUTLAST_NAMESPACE).svc.cluster.local"
     assert flags["advertise-client-urls"] == f"http://$(OUTLAST_POD).{host}:2379"
     assert flags["initial-advertise-peer-urls"] == f"http://$(OUTLAST_POD).{host}:2380"
-    assert flags["initial-cluster"] == ",".join(f"outlast-etcd-{n}=http://outlast-etcd-{n}.{host}:2380" for n in range(3))
-    assert service["spec"]["publishNotReadyAddresses"]
-    assert members["spec"]["volumeClaimTemplates"][0]["metadata"]["name"] == container["volumeMounts"][0]["name"]
+    assert flags["initial-cluster"] == ",".join(f"outlast-etcd-{n}=http://outlast-etcd-{n}.{host}:2380" for n in range(count))
+    assert (members["serviceName"], members["replicas"]) == ("outlast-etcd-peers", count)
+
+
+def test_peers_find_members_that_are_not_ready_and_clients_those_that_are() -> None:
+    clients, peers = [each["spec"] for each in install.etcd() if each["kind"] == "Service"]
+    assert (peers["clusterIP"], peers["publishNotReadyAddresses"]) == ("None", True)
+    assert clients.keys() == {"selector", "ports"}
+    assert [port["port"] for port in clients["ports"]] == [2379]
+
+
+@pytest.mark.parametrize("storage", [None, "gp3", "none"])
+def test_etcd_is_where_its_storage_says(storage: str | None) -> None:
+    members, flags = an_etcd(install.Etcd(1, storage))
+    (mount,) = members["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert flags["data-dir"].startswith(mount["mountPath"])
+    if storage == "none":
+        (volume,) = members["template"]["spec"]["volumes"]
+        assert (volume["name"], volume["emptyDir"]) == (mount["name"], {"sizeLimit": "2Gi"})
+        assert "volumeClaimTemplates" not in members
+    else:
+        (claim,) = members["volumeClaimTemplates"]
+        assert (claim["metadata"]["name"], claim["spec"].get("storageClassName")) == (mount["name"], storage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,12 @@ from typing import Any
 import pytest
 
 from outlast import kinds
-from simulated import EVERY, Cluster, Killed, trains
+from outlast.backends import pods as podwords
+from outlast.contract import RENEW_S, Annotation, Label
+from outlast.controller import memory
+from outlast.controller.observe import Limits
+from outlast.controller.telemetry import Telemetry
+from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
 
 
 def a_cluster(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) -> Cluster:
@@ -60,6 +66,142 @@ def test_a_job_trains_to_its_end_and_is_then_left_alone() -> None:
     assert 0.7 < cluster.status["goodput"] <= 1
 
 
+def test_the_rate_is_that_of_the_world_that_trains() -> None:
+    cluster = training(2)
+    assert (cluster.status["step"] > 0, "rate" in cluster.status) == (True, False), "there is one report only"
+    cluster.run(40)
+    assert cluster.status["rate"] == 1.0
+    cluster.change(suspend=True)
+    cluster.until(lambda c: not c.pods)
+    assert "rate" not in cluster.status
+    cluster.run(200)
+    cluster.change(suspend=False)
+    cluster.until(trains(2))
+    cluster.run(60)
+    assert cluster.status["rate"] == 1.0, "the time in which it was suspended does not count"
+
+
+def test_the_first_step_of_a_world_is_written_when_it_is_heard_and_then_every_30_s() -> None:
+    cluster = training(2, steps=10_000)
+    for _ in range(2):
+        again(cluster, by=lambda: cluster.fail(1))  # until 10 s after the new world
+        assert cluster.step - cluster.status["step"] <= RENEW_S + 1
+        before = len(cluster.writes)
+        cluster.run(300)
+        assert len(cluster.writes) - before == 10
+
+
+def test_a_job_costs_nine_writes_beside_its_pods_and_its_progress() -> None:
+    cluster = a_cluster(2, steps=25)
+    cluster.until(lambda c: c.status.get("state") == "Succeeded")
+    cluster.run(120)
+    assert len([write for write in cluster.writes if not write.startswith("create")]) == 9
+
+
+def test_workers_that_come_one_after_another_are_written_once() -> None:
+    cluster = a_cluster(4, low=4)
+    cluster.until(lambda c: len(c.agents) == 4)
+    for agent in cluster.agents.values():
+        agent.begins = agent.since = cluster.now + 1.5 * agent.index + (10 if agent.index == 3 else 0)
+    cluster.until(trains(4))
+    said = dict.fromkeys(write.partition(": waiting for ")[2] for write in cluster.writes if "waiting" in write)
+    assert list(said) == [
+        "workers 0, 1, 2 and 3: 0 of at least 4 workers are here",
+        "worker 3: 3 of at least 4 workers are here",
+    ]
+
+
+def test_what_was_written_is_read_back_as_it_is() -> None:
+    cluster = training(2, steps=10_000)
+    statuses = 0
+    for second in range(200):
+        if second in (50, 90):
+            cluster.fail(second % 2)
+        cluster.pass_(0.987654321)
+        plan = cluster.look()
+        if plan.status is not None and not plan.deletes and not plan.creates:
+            statuses += 1
+            assert cluster.look().status is None, plan.status
+    assert statuses > 8
+    digits = [len(str(each).partition(".")[2]) for each in floats(cluster.status)]
+    assert max(digits) <= 4, cluster.status
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"state": "Flying"},
+        {"failures": [{}]},
+        {"judged": {"silent": [{"uid": "x", "worker": 1, "node": "n", "since": 1.0, "of-another-version": 1}, {}]}},
+        {"accounting": {"reported": {"step": 1}}},
+        {"rendezvous": {"world": {"generation": 1}, "called": {"generation": 9}, "closed": {"reason": "because"}}},
+        {"rendezvous": {"world": {"generation": 1, "members": [], "address": "", "reason": "", "at": 1.0}}},
+    ],
+)
+def test_what_makes_no_sense_in_a_status_is_as_if_it_were_not_there(nonsense: dict[str, Any]) -> None:
+    cluster = training(2)
+    cluster.status.update(nonsense)
+    cluster.look()
+    cluster.run(60)
+    assert trains(2)(cluster)
+    again(cluster, by=lambda: cluster.end(pod(cluster, 1), 137))
+
+
+def test_what_prometheus_is_told_is_what_has_happened() -> None:
+    cluster, counted = a_cluster(2, steps=10_000), Telemetry()
+
+    def run(seconds: int) -> None:
+        for _ in range(seconds):
+            cluster.pass_()
+            before = cluster.status
+            plan = cluster.look()
+            if plan.status is not None:
+                counted.changed(before, plan.status, plan.notes, cluster.now)
+                counted.knows("elasticjobs", "team", "train", plan.status)
+
+    run(30)
+    cluster.fail(1)  # heard, called together and formed anew in one look
+    run(60)
+    cluster.end(pod(cluster, 0), 137, reason="OOMKilled")
+    run(60)
+    cluster.end(pod(cluster, 1), 137, disrupted="EvictionByEvictionAPI")
+    run(60)
+    cluster.change(replicas=3)  # a planned change is no recovery
+    run(60)
+    assert cluster.status["state"] == "Running"
+    told = [line for line in counted.text(leads=True).splitlines() if line.startswith("outlast_") and "_bucket" not in line]
+    assert told[:1] == ['outlast_jobs{state="Running"} 1']
+    assert 'outlast_restarts_total{cause="error"} 1' in told
+    assert 'outlast_restarts_total{cause="oom"} 1' in told
+    assert 'outlast_interruptions_total{cause="told"} 1' in told
+    assert "outlast_recovery_seconds_count 3" in told
+    recovery = next(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
+    assert 1 + 2 + 1 <= recovery <= 1 + 3 + 2, "of the failing process, of the container since it ended, since the loss was seen"
+    goodput = next(float(line.split()[1]) for line in told if line.startswith("outlast_goodput_ratio"))
+    assert goodput == cluster.status["goodput"]
+    told_at = podwords.seconds(cluster.status["progressTime"])
+    assert goodput == pytest.approx(cluster.status["step"] * STEP_S / (told_at - BEGAN), abs=0.04)
+
+
+def floats(value: Any) -> list[float]:
+    """All that are in a document."""
+    if isinstance(value, dict | list):
+        return [each for part in (value.values() if isinstance(value, dict) else value) for each in floats(part)]
+    return [value] if isinstance(value, float) else []
+
+
+def test_workers_that_end_one_after_another_when_the_job_is_over_are_no_news() -> None:
+    cluster = a_cluster(3, steps=20)
+    cluster.until(lambda c: c.status.get("state") == "Succeeded")
+    assert (cluster.status["replicas"], len(cluster.alive())) == (0, 3)
+    cluster.look()
+    before = len(cluster.writes)
+    for each in cluster.alive():
+        cluster.end(each, 0)
+        cluster.look()
+    assert cluster.writes[before:] == []
+
+
 def test_scaling_makes_exactly_so_many_pods_and_loses_no_step() -> None:
     cluster = training(2)
     total = 2
@@ -99,6 +241,29 @@ def test_a_process_that_fails_costs_no_pod() -> None:
     assert cluster.status["restarts"] == 1
     failure = cluster.status["lastFailure"]
     assert (failure["worker"], failure["reason"], failure["node"]) == (1, "rank 1 on worker 1 failed", "node-1")
+    assert failure["logTail"] == "rank 1 on worker 1 failed\n"
+
+
+def test_an_agent_that_says_no_log_tail_is_understood() -> None:
+    def fail(cluster: Cluster) -> None:
+        cluster.fail(1)
+        for agent in cluster.agents.values():
+            agent.failure.pop("log_tail")
+
+    cluster = training()
+    again(cluster, by=lambda: fail(cluster))
+    assert "logTail" not in cluster.status["lastFailure"]
+
+
+def test_the_last_words_of_a_pod_that_failed_are_kept() -> None:
+    def end(cluster: Cluster) -> None:
+        ended = pod(cluster, 1)
+        cluster.end(ended, 139)
+        ended["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = "Segmentation fault"
+
+    cluster = training()
+    again(cluster, by=lambda: end(cluster))
+    assert cluster.status["lastFailure"]["logTail"] == "Segmentation fault"
 
 
 def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
@@ -127,7 +292,7 @@ def test_a_killed_container_is_made_anew_and_counts(index: int) -> None:
 
 
 def test_running_out_of_memory_again_and_again_ends_by_the_budget() -> None:
-    cluster = training(low=2, restarts={"limit": 3}, steps=10_000)
+    cluster = training(low=2, restarts={"limit": 3}, resources={"memory": "16Gi"}, steps=10_000)
     cluster.every = 10_000  # no progress
     for _ in range(40):
         for each in cluster.pods:
@@ -137,7 +302,7 @@ def test_running_out_of_memory_again_and_again_ends_by_the_budget() -> None:
         if cluster.status["state"] == "Failed":
             break
     assert cluster.status["reason"].startswith(
-        "worker 0 was killed: out of memory; raise resources.memory; restarts.limit (3 within"
+        "worker 0 was OOMKilled: it used more than its limit of 16Gi; raise resources.memory; restarts.limit (3 within"
     )
     assert cluster.made["train-worker-0"] == 4
 
@@ -150,6 +315,44 @@ def test_a_disruption_never_counts(reason: str) -> None:
     for n in (1, 2, 3):
         again(cluster, by=lambda: cluster.end(pod(cluster, 1), 137, disrupted=reason))
         assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, n)
+
+
+def test_a_worker_that_ends_beside_a_container_that_runs_on_has_ended() -> None:
+    cluster = training(2)
+    cluster.end_beside(pod(cluster, 0), 75)
+    cluster.run(40)
+    assert (cluster.status["restarts"], cluster.status["interruptions"], trains(2)(cluster)) == (0, 1, True)
+    cluster.end_beside(pod(cluster, 1), 137, reason="OOMKilled")
+    cluster.run(40)
+    failure = cluster.status["lastFailure"]["reason"]
+    assert (failure.startswith("worker 1 was OOMKilled"), cluster.status["restarts"], trains(2)(cluster)) == (True, 1, True)
+    assert cluster.made == {"train-worker-0": 2, "train-worker-1": 2}
+    cluster.end_beside(pod(cluster, 0), 78)
+    cluster.run(70)
+    assert (cluster.status["state"], cluster.alive()) == ("Failed", [])
+
+
+def test_all_workers_are_done_although_other_containers_of_their_pods_run_on() -> None:
+    cluster = training(2)
+    for each in list(cluster.pods):
+        cluster.end_beside(each, 0)
+    cluster.run(5)
+    assert cluster.status["state"] == "Succeeded"
+    cluster.run(70)
+    assert cluster.pods == [], "they are told to go, as cleanPodPolicy says"
+
+
+def test_a_pod_that_finalizers_of_others_keep_is_deleted_once_and_named() -> None:
+    cluster = training(2, low=2)
+    kept = pod(cluster, 0)
+    cluster.end(kept, 137)
+    kept["metadata"] |= {"deletionTimestamp": memory.text(cluster.now), "deletionGracePeriodSeconds": 0, "finalizers": ["a/b"]}
+    cluster.look()
+    before = len(cluster.writes)
+    cluster.look()
+    cluster.look()
+    assert [each for each in cluster.writes[before:] if each.startswith("delete")] == []
+    assert cluster.status["reason"].endswith("worker 0 has gone, and its name is kept by the finalizers a/b; have them removed")
 
 
 def test_a_pod_that_is_deleted_saves_first_and_comes_back() -> None:
@@ -170,26 +373,82 @@ def test_workers_leave_a_node_that_is_going_away() -> None:
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
 
 
-def test_a_lost_node_is_given_up_after_a_short_time() -> None:
+@pytest.mark.parametrize("low", [1, 2])
+def test_a_lost_node_is_given_up_after_a_short_time_and_nobody_is_blamed(low: int) -> None:
+    cluster = training(low=low)
+    began, node = cluster.now, pod(cluster, 1)["spec"]["nodeName"]
+    cluster.lose(node)
+    cluster.run(30)
+    assert cluster.status["world"] == ([0] if low == 1 else [])
+    writes = again(cluster, by=lambda: None)
+    assert f"delete train-worker-1: worker 1 was lost: its node {node} has not answered for 30 s" in writes
+    assert cluster.now - began < 70
+    assert pod(cluster, 1)["spec"]["nodeName"] != node
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
+
+
+def test_how_long_a_node_may_be_silent_can_be_said() -> None:
     cluster = training()
+    cluster.limits = Limits(lost_s=120)
     began, node = cluster.now, pod(cluster, 1)["spec"]["nodeName"]
     writes = again(cluster, by=lambda: cluster.lose(node))
-    assert f"delete train-worker-1: worker 1 was lost: its node {node} has not answered for 30 s" in writes
-    assert cluster.now - began < 90
-    assert pod(cluster, 1)["spec"]["nodeName"] != node
+    assert f"delete train-worker-1: worker 1 was lost: its node {node} has not answered for 120 s" in writes
+    assert cluster.now - began > 120
 
 
-def test_a_worker_that_stands_still_as_a_whole_is_replaced() -> None:
-    cluster = training()
+@pytest.mark.parametrize("told", [True, False])
+def test_a_node_that_has_joined_and_is_not_told_of_yet_is_not_taken_for_lost(told: bool) -> None:
+    cluster = a_cluster()
+    cluster.limits = Limits(lost_s=10)
+    cluster.look()
+    node = pod(cluster, 1)["spec"]["nodeName"]
+    late, uid = cluster.documents.pop(("Node", node)), pod(cluster, 1)["metadata"]["uid"]
+    for _ in range(9):
+        cluster.now += 1
+        cluster.look()
+    if told:
+        cluster.put(late)
+    cluster.now += 1
+    cluster.look()
+    assert (pod(cluster, 1)["metadata"]["uid"] == uid) is told
+    assert cluster.status["interruptions"] == (not told)
+
+
+@pytest.mark.parametrize("low", [1, 2])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_counts_once(index: int, low: int) -> None:
+    cluster = training(low=low)
 
     def freeze() -> None:
-        agent = cluster.agent_of(0)
+        agent = cluster.agent_of(index)
         assert agent is not None
         agent.frozen = True
 
     writes = again(cluster, by=freeze)
-    assert "delete train-worker-0: worker 0 has said nothing for 30 s" in writes
-    assert cluster.status["lastFailure"]["reason"] == "worker 0 has said nothing for 30 s"
+    assert f"delete train-worker-{index}: worker {index} has said nothing for 30 s" in writes
+    assert cluster.status["lastFailure"]["reason"] == f"worker {index} has said nothing for 30 s"
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (1, 0)
+
+
+def test_a_worker_that_stands_still_again_and_again_ends_the_job_by_the_budget() -> None:
+    cluster = training(low=2, restarts={"limit": 2, "window": "1h"})
+    cluster.every = 10_000
+    for _ in range(3):
+        cluster.run(5)
+        agent = cluster.agent_of(0)
+        assert agent is not None
+        agent.frozen = True
+        cluster.run(100)
+    assert cluster.status["state"] == "Failed"
+    assert "worker 0 has said nothing for 30 s" in cluster.status["lastFailure"]["reason"]
+
+
+@pytest.mark.parametrize("kind", ["Role", "Service", "ServiceAccount", "RoleBinding"])
+def test_what_workers_need_is_made_anew_when_somebody_has_deleted_it(kind: str) -> None:
+    cluster = training(2)
+    (name,) = [name for each, name in cluster.documents if each == kind]
+    again(cluster, by=lambda: (cluster.documents.pop((kind, name)), cluster.fail(1)))
+    assert (kind, name) in cluster.documents
 
 
 def test_a_wrong_configuration_ends_the_job_at_once() -> None:
@@ -200,6 +459,31 @@ def test_a_wrong_configuration_ends_the_job_at_once() -> None:
     assert cluster.status["state"] == "Failed"
     assert "the configuration is wrong, a restart would not help" in cluster.status["reason"]
     assert cluster.status["conditions"][-1]["reason"] == "WrongConfiguration"
+
+
+def test_a_node_whose_clock_is_ahead_keeps_nobody_waiting() -> None:
+    cluster = training(2)
+    for agent in cluster.agents.values():
+        cluster.drop(agent, echo=True)
+        agent.failure = {**(agent.failure or {}), "time": cluster.now + 3600}
+    cluster.until(lambda c: c.status["generation"] == 2 and trains(2)(c), 30)
+    assert (cluster.status["restarts"], cluster.status["lastFailure"]["time"] < cluster.now) == (1, True)
+
+
+def test_an_operator_whose_clock_is_behind_the_one_before_it_goes_on_at_once() -> None:
+    cluster = training(2, low=2, restarts={"limit": 20})
+    cluster.every = 10**6
+    for _ in range(3):
+        cluster.end(pod(cluster, 0), 137)
+        cluster.run(1)
+        cluster.until(trains(2))
+    cluster.end(pod(cluster, 0), 137)
+    cluster.look()
+    cluster.jump(-3600)
+    cluster.until(trains(2), 90)
+    step = cluster.status["step"]
+    cluster.run(70)
+    assert cluster.status["step"] >= step + 30, "it is told how far training is"
 
 
 def test_the_api_server_is_away_and_nobody_is_taken_for_dead() -> None:
@@ -234,6 +518,19 @@ def test_a_job_that_never_starts_says_why() -> None:
     assert (cluster.status["state"], cluster.status["conditions"][-1]["reason"]) == ("Failed", "StartupDeadlineExceeded")
 
 
+def test_of_workers_that_cannot_be_scheduled_the_first_that_was_named_stays_named() -> None:
+    cluster = a_cluster(3, nodes=0)
+    cluster.run(5)
+    refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
+    for index in (2, 0, 1):
+        pod(cluster, index)["status"]["conditions"] = [refused]
+        cluster.run(5)
+        assert cluster.status["reason"].endswith("; worker 2 cannot be scheduled: no GPU")
+    pod(cluster, 2)["status"]["conditions"] = []
+    cluster.run(5)
+    assert cluster.status["reason"].endswith("; worker 0 cannot be scheduled: no GPU")
+
+
 def test_an_ended_job_goes_after_its_time_and_is_never_run_again() -> None:
     cluster = a_cluster(2, steps=10, ttlSecondsAfterFinished=100)
     cluster.until(lambda c: c.status.get("state") == "Succeeded")
@@ -262,9 +559,70 @@ def test_a_node_on_which_workers_keep_failing_gets_no_more() -> None:
         cluster.documents["Pod", "train-worker-1"]["spec"]["nodeName"] = node
     cluster.committed = 0
     again(cluster, by=lambda: cluster.end(pod(cluster, 1), 139))
-    affinity = pod(cluster, 1)["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    wanted = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": [node]}
-    assert wanted in affinity["nodeSelectorTerms"][0]["matchExpressions"]
+    affinity = pod(cluster, 1)["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    avoided = {"key": "metadata.name", "operator": "NotIn", "values": [node]}  # one node a field, says the API server
+    assert {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
+
+
+@pytest.mark.parametrize("reason", ["UnexpectedAdmissionError", "NodeShutdown", "OutOfnvidia.com/gpu"])
+def test_nodes_that_refuse_pods_are_not_asked_every_second_and_nobody_is_blamed(reason: str) -> None:
+    cluster = a_cluster(1)
+    for _ in range(120):
+        cluster.pass_()
+        for each in cluster.pods:
+            if each["status"]["phase"] == "Running":
+                cluster.agents.pop(each["metadata"]["uid"], None)
+                times = {"lastTransitionTime": memory.text(cluster.now), "type": "Ready", "status": "False"}
+                each["status"] = {"phase": "Failed", "reason": reason, "conditions": [times]}
+        cluster.look()
+    assert 8 <= cluster.made["train-worker-0"] <= 12
+    assert cluster.status["restarts"] == 0
+    assert f"worker 0 was refused or lost by its node ({reason})" in cluster.status["reason"]
+
+
+def test_pods_that_end_up_on_nodes_that_go_away_are_not_made_every_second() -> None:
+    cluster = a_cluster(1, nodes=1)
+    cluster.until(trains(1))
+    taints = [{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]
+    cluster.documents["Node", "node-0"]["spec"]["taints"] = taints
+    schedule = cluster.create
+
+    def tolerated(made: dict[str, Any]) -> None:
+        schedule(made)
+        cluster.documents["Pod", made["metadata"]["name"]]["spec"]["nodeName"] = "node-0"
+
+    cluster.create = tolerated  # type: ignore[method-assign]
+    before = cluster.made["train-worker-0"]
+    cluster.run(120)
+    assert 5 <= cluster.made["train-worker-0"] - before <= 12
+
+
+def test_a_job_that_is_scaled_down_lets_go_in_order_also_where_its_max_follows() -> None:
+    cluster = Cluster({"replicas": 4, "min": 1})
+    cluster.until(trains(4))
+    again(cluster, 4, by=lambda: cluster.delete(kinds.POD, "train-worker-0", pod(cluster, 0)["metadata"]["uid"]))
+    assert cluster.status["world"] == [1, 2, 3, 0]
+    again(cluster, by=lambda: cluster.change(replicas=2))
+    assert (cluster.status["world"], cluster.status["restarts"]) == ([1, 2], 0)
+    assert repeated(cluster) == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "least"),
+    [({"replicas": 2}, 1), ({"replicas": 3, "min": 1}, 1), ({"replicas": 3, "min": 2, "max": 4}, 2), ({}, 0)],
+)
+def test_a_drain_may_always_take_one_worker_and_leaves_as_many_as_are_needed(workers: dict[str, int], least: int) -> None:
+    cluster = Cluster(workers)
+    cluster.look()
+    assert cluster.documents["PodDisruptionBudget", "train"]["spec"]["minAvailable"] == least
+
+
+def test_what_is_changed_after_the_end_is_observed() -> None:
+    cluster = a_cluster(1, steps=5)
+    cluster.until(lambda c: c.status.get("state") == "Succeeded")
+    cluster.change()
+    cluster.run(3)
+    assert cluster.status["observedGeneration"] == 2
 
 
 def test_a_job_of_the_same_name_waits_for_the_pods_of_the_one_before() -> None:
@@ -282,6 +640,14 @@ def test_a_job_of_the_same_name_waits_for_the_pods_of_the_one_before() -> None:
         cluster.gone(each)
     cluster.until(trains(2))
     assert cluster.status["run"] == "train-ffffffff"
+
+
+def test_pods_that_only_have_the_label_of_the_job_are_in_nobodys_way() -> None:
+    cluster = a_cluster(2)
+    labels = {Label.JOB: "train", Label.WORKER: "0"}
+    meta = {"name": "train-8d1f-0-x7k2p", "labels": labels, "creationTimestamp": memory.text(BEGAN)}
+    cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {"phase": "Succeeded"}})
+    cluster.until(lambda c: len(c.status.get("world") or ()) == 2)  # an Indexed Job of this name was there before
 
 
 def test_an_operator_that_is_killed_three_hundred_times_misses_nothing() -> None:
@@ -309,3 +675,121 @@ def test_an_operator_that_is_killed_three_hundred_times_misses_nothing() -> None
     cluster.until(lambda c: c.status["state"] == "Succeeded", 3000)
     repeated(cluster)
     assert cluster.most <= 4
+
+
+VOLCANO, COSCHEDULING = "scheduling.volcano.sh", "scheduling.x-k8s.io"
+
+
+def schedulers(cluster: Cluster) -> set[str | None]:
+    return {pod["spec"].get("schedulerName") for pod in cluster.pods}
+
+
+def test_a_gang_is_found_when_the_job_is_taken_up_and_stays_the_same() -> None:
+    cluster = a_cluster(3, low=2)
+    cluster.found = frozenset([VOLCANO])
+    cluster.until(trains(3))
+    assert schedulers(cluster) == {"volcano"}
+    group = cluster.documents["PodGroup", "train"]
+    assert (group["apiVersion"], group["spec"]) == ("scheduling.volcano.sh/v1beta1", {"minMember": 2})
+    cluster.found = frozenset([COSCHEDULING])
+    again(cluster, 3, by=lambda: cluster.end(pod(cluster, 1), 137))
+    cluster.change(min=3)
+    cluster.run(5)
+    assert cluster.documents["PodGroup", "train"]["spec"] == {"minMember": 3}
+    assert schedulers(cluster) == {"volcano"}
+    assert cluster.status["gang"] == "volcano"
+
+
+def test_a_scheduler_that_comes_later_takes_over_no_job() -> None:
+    cluster = training(3, low=2)
+    cluster.found = frozenset([VOLCANO])
+    again(cluster, 3, by=lambda: cluster.end(pod(cluster, 1), 137))
+    assert (schedulers(cluster), cluster.all("PodGroup")) == ({None}, [])
+
+
+def test_a_gang_that_nobody_could_start_is_said_and_begun_when_somebody_can() -> None:
+    cluster = a_cluster(2, low=2, scheduling={"gang": "coscheduling"})
+    cluster.run(5)
+    assert cluster.status["reason"] == (
+        "no pods can be made: scheduling.gang is coscheduling, and the cluster has no PodGroups of scheduling.x-k8s.io; "
+        "ask who runs the cluster for the coscheduling plugin, or set scheduling.gang to none"
+    )
+    assert cluster.pods == []
+    cluster.found = frozenset([COSCHEDULING])
+    cluster.until(trains(2))
+    assert schedulers(cluster) == {"scheduler-plugins-scheduler"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"code": "./"}, "code (./) is on this machine"),
+        ({"data": [{"from": "./cifar", "to": "/data"}]}, "data[0].from (./cifar) is on this machine"),
+        ({"environment": {"requirements": "/home/me/requirements.txt"}}, "environment (/home/me/requirements.txt) is on this"),
+        ({"template": {"spec": None}}, "template.spec must be a mapping"),
+        ({"template": {"metadata": {"annotations": "a=b"}}}, "template.metadata.annotations must be a mapping"),
+        ({"template": {"spec": {"volumes": [{"name": {}}]}}}, "template.spec.volumes[0] has no name"),
+    ],
+)
+def test_a_job_that_no_pod_can_be_made_of_says_so(fields: dict[str, Any], why: str) -> None:
+    cluster = a_cluster(2, **fields)
+    cluster.run(5)
+    assert cluster.status["reason"].startswith(f"no pods can be made: train: {why}")
+    assert (cluster.status["state"], len(cluster.writes)) == ("Pending", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "account"),
+    [
+        ({}, "train-worker"),
+        ({"spec": {"serviceAccountName": "reads-s3"}}, "reads-s3"),
+        ({"spec": {"serviceAccountName": None}}, "default"),
+    ],
+)
+def test_the_account_that_workers_have_may_say_that_they_are_there(template: dict[str, Any], account: str) -> None:
+    cluster = a_cluster(1, template=template)
+    cluster.look()
+    (binding,) = cluster.all("RoleBinding")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "team"}]
+
+
+def test_a_name_in_the_template_has_no_meaning() -> None:
+    cluster = a_cluster(2, template={"metadata": {"name": "trainer", "labels": {"team": "vision"}}})
+    cluster.until(trains(2))
+    assert [(p["metadata"]["name"], p["metadata"]["labels"]["team"]) for p in cluster.pods] == [
+        ("train-worker-0", "vision"),
+        ("train-worker-1", "vision"),
+    ]
+
+
+def test_a_job_that_somebody_else_manages_is_left_alone() -> None:
+    cluster = a_cluster(2, managedBy="kueue.x-k8s.io/multikueue")
+    cluster.run(10)
+    assert cluster.writes == []
+    cluster = a_cluster(2, managedBy="outlast.dev/operator")
+    cluster.until(trains(2))
+
+
+def test_a_worker_of_another_job_cannot_speak_for_one_of_this() -> None:
+    cluster = training(2)
+    lease = cluster.documents["Lease", "train-worker-1"]
+    annotations = lease["metadata"]["annotations"]
+    report = {**json.loads(annotations[Annotation.REPORT]), "failed": True, "failure": {"code": 78, "reason": "I say so"}}
+    meta = {**lease["metadata"], "name": "other-worker-1", "annotations": {Annotation.REPORT: json.dumps(report)}}
+    cluster.put({**lease, "metadata": meta})
+    cluster.run(20)
+    assert (cluster.status["state"], cluster.status["generation"]) == ("Running", 1)
+
+
+def test_a_failure_that_cannot_be_read_counts_and_the_job_goes_on() -> None:
+    """Agents of another version tell of failures without a sentence."""
+    cluster = training(2)
+
+    def fails() -> None:
+        cluster.fail(1)
+        for agent in cluster.agents.values():
+            agent.failure = {key: value for key, value in (agent.failure or {}).items() if key != "reason"}
+
+    again(cluster, by=fails)
+    said = "worker 1 failed, and its report of how cannot be read: its agent is of another version"
+    assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, said)

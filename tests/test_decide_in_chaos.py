@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -19,13 +20,16 @@ WORKER = st.integers(0, MOST - 1)
 class Chaos(RuleBasedStateMachine):
     """Things go wrong, in any order, and the operator dies after any of its writes."""
 
+    FIELDS: ClassVar[dict[str, Any]] = {}
+
     def __init__(self) -> None:
         super().__init__()
         self.failures = 0
 
     @initialize(replicas=st.integers(1, MOST))
     def begin(self, replicas: int) -> None:
-        self.cluster = Cluster({"replicas": replicas, "min": 1, "max": MOST}, steps=600, restarts={"limit": 1000})
+        workers = {"replicas": replicas, "min": 1, "max": MOST}
+        self.cluster = Cluster(workers, steps=600, restarts={"limit": 1000}, **self.FIELDS)
         self.wanted = replicas
 
     def pod(self, index: int) -> dict[str, Any] | None:
@@ -126,7 +130,8 @@ class Chaos(RuleBasedStateMachine):
 
         def settled(c: Cluster) -> bool:
             ended = c.status.get("state") in ("Succeeded", "Failed")
-            return ended or (trains(self.wanted)(c) and not any(agent.frozen for agent in c.agents.values()))
+            well = len(c.agents) == self.wanted and not any(agent.frozen for agent in c.agents.values())
+            return ended or (trains(self.wanted)(c) and well)
 
         cluster.until(settled, 900)
         if cluster.status["state"] == "Running":
@@ -142,9 +147,26 @@ class Chaos(RuleBasedStateMachine):
         assert steps == set(range(1, cluster.steps + 1))
 
 
-def test_every_situation_settles() -> None:
+class WithAnEtcd(Chaos):
+    """The same where agents decide who trains together."""
+
+    FIELDS: ClassVar[dict[str, Any]] = {"rendezvous": {"backend": "etcd", "endpoint": "etcd:2379"}}
+
+    @rule(seconds=st.integers(1, 60), empty=st.booleans())
+    def the_etcd_is_away(self, seconds: int, empty: bool) -> None:
+        deciders = self.cluster.deciders
+        assert deciders
+        deciders.etcd.up = False
+        self.cluster.run(seconds)
+        if empty:
+            deciders.etcd.lose_data()
+        deciders.etcd.restart()
+
+
+@pytest.mark.parametrize("situations", [Chaos, pytest.param(WithAnEtcd, marks=pytest.mark.slow)])
+def test_every_situation_settles(situations: type[Chaos]) -> None:
     examples = int(os.environ.get("OUTLAST_TEST_EXAMPLES", "15"))
     run_state_machine_as_test(
-        Chaos,
+        situations,
         settings=settings(max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)),
     )

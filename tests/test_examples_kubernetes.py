@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
 from pathlib import Path
@@ -47,13 +48,31 @@ def test_a_command_of_an_example_renders(
             schemas.validate(document, NEWEST, strict=True)
 
 
-def test_two_numbers_make_512_ranks_of_4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "pods"), [("two-numbers", "completions"), ("statefulset", "replicas")])
+def test_two_numbers_make_512_ranks_of_4(
+    name: str, pods: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
     found = []
-    for _, command in [each for each in COMMANDS if each[0] == "two-numbers"]:
+    for _, command in [each for each in COMMANDS if each[0] == name]:
         with pytest.raises(SystemExit):
             cli.main(shlex.split(command))
-        job = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
-        (container,) = job["spec"]["template"]["spec"]["containers"]
-        found.append(job["spec"]["completions"] * container["resources"]["limits"]["nvidia.com/gpu"])
+        made = list(yaml.safe_load_all(capsys.readouterr().out))[-1]
+        (container,) = made["spec"]["template"]["spec"]["containers"]
+        found.append(made["spec"][pods] * container["resources"]["limits"]["nvidia.com/gpu"])
     assert found == [4, 512]
+
+
+HAND_MADE = [
+    document
+    for file in ("two", "third")
+    for document in yaml.safe_load_all((ROOT / "examples" / "pods" / f"{file}.yaml").read_text())
+]
+
+
+def test_pods_made_by_hand_differ_in_their_names_alone() -> None:
+    names = [each["metadata"].pop("name") for each in copy.deepcopy(HAND_MADE)]
+    assert names == ["hand-made-1", "hand-made-2", "hand-made-3"]
+    first, *others = [{**each, "metadata": {**each["metadata"], "name": ""}} for each in HAND_MADE]
+    assert others == [first, first]
+    schemas.validate(HAND_MADE[0], NEWEST, strict=True)

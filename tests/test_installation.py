@@ -55,7 +55,7 @@ def test_what_is_installed_is_what_deploy_holds() -> None:
     held = [document for name in names for document in yaml.safe_load_all((ROOT / "deploy" / name).read_text())]
     assert installation.documents() == held
     etcd = list(yaml.safe_load_all((ROOT / "deploy" / "etcd" / "etcd.yaml").read_text()))
-    assert [each for each in installation.documents(etcd=True) if each not in held] == etcd
+    assert [each for each in installation.documents(etcd=install.Etcd()) if each not in held] == etcd
     assert runpy.run_path(str(ROOT / "deploy" / "render.py"))["pages"]().keys() >= set(names)
 
 
@@ -91,9 +91,8 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing() -> None:
 
 
 def test_everything_is_in_the_namespace_that_is_asked_for() -> None:
-    made = json.dumps(installation.documents(namespace="ml-platform", etcd=True))
+    made = json.dumps(installation.documents(namespace="ml-platform", etcd=install.Etcd()))
     assert "outlast-system" not in made
-    assert "outlast-etcd.ml-platform.svc.cluster.local" in made
     with pytest.raises(OutlastError, match="--namespace default: that one is the cluster's own; choose another"):
         installation.check_namespace("default")
 
@@ -259,7 +258,7 @@ def test_without_the_definition_no_rights_to_it_are_kept() -> None:
 
 def test_with_crds_nothing_is_left_and_again_there_is_nothing_to_do() -> None:
     cluster = established(FakeCluster())
-    bring(cluster, etcd=True)
+    bring(cluster, etcd=install.Etcd())
     remove(cluster, crds=True)
     assert cluster.documents == {}
     assert {each.split()[0] for each in remove(cluster, crds=True)} == {"absent"}
@@ -302,12 +301,38 @@ def test_what_every_namespace_has_does_not_keep_it() -> None:
     assert "deleted    Namespace outlast-system" in remove(cluster)
 
 
-def test_etcds_volumes_keep_their_namespace() -> None:
+def test_etcds_volumes_go_with_it() -> None:
     cluster = established(FakeCluster())
-    bring(cluster, etcd=True)
-    claim = {"name": "data-outlast-etcd-0", "namespace": "outlast-system"}
+    bring(cluster, etcd=install.Etcd())
+    members = cluster.get(kinds.STATEFUL_SET, "outlast-etcd", namespace="outlast-system")["spec"]
+    assert members["persistentVolumeClaimRetentionPolicy"]["whenDeleted"] == "Delete"
+    (template,) = members["volumeClaimTemplates"]
+    claim = {"name": "data-outlast-etcd-0", "namespace": "outlast-system", "labels": template["metadata"]["labels"]}
     cluster.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": claim})
-    assert any("etcd's volumes are still in it: PersistentVolumeClaim data-outlast-etcd-0" in each for each in remove(cluster))
+    assert "deleted    Namespace outlast-system" in remove(cluster)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (install.Etcd(), install.Etcd(), ""),
+        (install.Etcd(3, "gp3"), install.Etcd(3, "gp3"), ""),
+        (install.Etcd(3), install.Etcd(1), "--etcd-members 3 and"),
+        (install.Etcd(3, "gp3"), install.Etcd(), "--etcd-members 3 --etcd-storage gp3 and"),
+        (install.Etcd(1, "none"), install.Etcd(), "--etcd-members 1 --etcd-storage none and"),
+    ],
+)
+def test_an_etcd_that_cannot_be_changed_so_is_left_alone(first: install.Etcd, then: install.Etcd, said: str) -> None:
+    cluster = established(FakeCluster())
+    bring(cluster, etcd=first)
+    before = copy.deepcopy(cluster.documents)
+    if not said:
+        assert "changed" not in " ".join(bring(cluster, etcd=then)).replace("unchanged", "")
+    else:
+        with pytest.raises(OutlastError, match=said) as refused:
+            bring(cluster, etcd=then)
+        assert "kubectl -n outlast-system delete statefulset outlast-etcd" in str(refused.value)
+    assert cluster.documents == before
 
 
 # The command line
@@ -344,7 +369,7 @@ def test_install_that_waits_for_an_operator_that_cannot_run_says_why(
             "metadata": {
                 "name": "operator-a",
                 "namespace": "outlast-system",
-                "labels": {"app.kubernetes.io/component": "operator"},
+                "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/component": "operator"},
             },
             "spec": {"containers": [{"name": "operator"}]},
             "status": {"phase": "Pending", "containerStatuses": [{"name": "operator", "image": install.IMAGE, "state": waits}]},
@@ -368,6 +393,38 @@ def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeClust
     cluster.then = run
     code, out, _ = outlast(capsys, "install", "--wait")
     assert (code, out.splitlines()[-1]) == (0, "the operator runs")
+
+
+def test_install_that_waits_waits_for_etcd_as_well(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    serve = cluster.then
+
+    def run(document: Document) -> None:
+        serve(document)
+        if document["kind"] == "StatefulSet":
+            document["status"] = {"updatedReplicas": 1, "readyReplicas": 1}
+
+    cluster.then = run
+    code, out, err = outlast(
+        capsys, "install", "--etcd", "--etcd-members", "1", "--etcd-storage", "none", "--wait", "--timeout", "1"
+    )
+    assert (code, out.splitlines()[-1]) == (1, "etcd runs")
+    assert err.startswith("\nThe operator does not run after 1 s:\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--etcd-members", "1"], "--etcd-members and --etcd-storage say how etcd is to be; add --etcd, or leave them out"),
+        (["--etcd", "--etcd-storage", "none"], "--etcd-storage none goes with --etcd-members 1 only: of 3, one that comes back"),
+    ],
+)
+def test_an_etcd_that_could_not_be_is_refused(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    code, _, err = outlast(capsys, "install", *words)
+    assert code == 2
+    assert said in err
+    assert cluster.documents == {}
 
 
 def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
@@ -405,7 +462,7 @@ def real() -> Iterator[kube.Cluster]:
 @pytest.mark.cluster
 def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: kube.Cluster) -> None:
     """Puts roles into the cluster and removes them, and the definition of ElasticJob where there is none."""
-    wanted = installation.documents(namespace="why-install", etcd=True)
+    wanted = installation.documents(namespace="why-install", etcd=install.Etcd())
     would = [done.what for done in installation.bring(real, wanted, dry_run=True)]
     made = [done.what for done in installation.bring(real, wanted)]
     assert made == would
@@ -413,10 +470,10 @@ def test_a_real_cluster_is_given_all_once_and_gives_all_back(real: kube.Cluster)
     assert {done.what for done in installation.bring(real, wanted)} == {"unchanged"}
     (again,) = installation.bring(real, wanted[:1])
     assert again.what == "unchanged"
-    other = installation.documents(namespace="why-install", etcd=True, image="example.com/operator:2")
+    other = installation.documents(namespace="why-install", etcd=install.Etcd(), image="example.com/operator:2")
     changed = [done for done in installation.bring(real, other) if done.what == "changed"]
     assert [str(done) for done in changed] == ["changed    Deployment outlast-operator in why-install"]
-    causes = installation.wait(real, "why-install", timeout_s=5)
+    causes = installation.wait(real, wanted[-1], timeout_s=5)
     assert causes
     gone = {
         str(done).split(":")[0].split(maxsplit=1)[1]: done.what for done in installation.remove(real, namespace="why-install")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import certifi
+import httpx2
 import pytest
 
 import apiserver
@@ -24,6 +25,7 @@ from outlast import answers, errors, kube, kubeconfig
 from outlast.answers import Asked
 from outlast.backends.kubernetes import KubernetesBackend
 from outlast.cli import inside
+from outlast.rendezvous import kubernetes as rendezvous
 
 
 @pytest.fixture
@@ -44,21 +46,61 @@ def a_pod(name: str, **labels: str) -> kube.Document:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": {}}
 
 
-def test_a_pod_reaches_its_api_server_without_the_proxy_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def in_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pod that has an account."""
     account = tmp_path / "account"
     account.mkdir()
     (account / "token").write_text("secret")
     (account / "namespace").write_text("team-a")
     shutil.copy(certifi.where(), account / "ca.crt")
     monkeypatch.setattr(kubeconfig, "ACCOUNT", account)
-    monkeypatch.setattr(kubeconfig, "files", lambda _: [])
     for name, value in {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "443"}.items():
         monkeypatch.setenv(f"KUBERNETES_{name}", value)
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_a_pod_reaches_its_api_server_without_the_proxy_of_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kubeconfig, "files", lambda _: [])
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     cluster = kube.connect()
     assert (cluster.server, cluster.namespace) == ("https://10.0.0.1:443", "team-a")
     assert not cluster.client.trust_env
     cluster.close()
+
+
+@pytest.mark.usefixtures("in_a_pod")
+def test_a_member_speaks_for_its_pod_whatever_its_training_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", "http://elsewhere")))
+    with contextlib.closing(kube.connect()) as cluster:
+        assert cluster.server == "http://elsewhere"
+    client = rendezvous.Client("train", run="r", id=0, member="m", namespace="n", state=tmp_path, processes=1)
+    with contextlib.closing(client._connected()) as cluster:
+        assert cluster.server == "https://10.0.0.1:443"
+
+
+LONG_RULE = f"metadata.name is longer than 51 characters; {'shorten it, ' * 10}since: workers are called so"
+
+
+def test_threads_do_not_share_a_client_until_there_are_many(
+    api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube, "_CLIENTS", 3)
+    mine, others = cluster.client, []
+
+    def look() -> None:
+        cluster.list_(kube.POD)
+        others.append(cluster.client)
+
+    for _ in range(4):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert cluster.client is mine
+    assert [others.index(each) for each in others] == [0, 1, 2, 0]
+    assert others[2] is mine
+    cluster.close()
+    assert all(each.is_closed for each in (mine, *others))
 
 
 FORBIDDEN = 'pods is forbidden: User "eve" cannot list resource "pods" in API group "" in the namespace "team-a"'
@@ -99,10 +141,29 @@ ASKED = Asked("apply", kube.JOB, "train", "team-a", "https://c")
                 422,
                 "Invalid",
                 "Job.batch is invalid",
-                causes=[{"field": "spec.template", "message": "Invalid value: " + "x" * 200 + ": field is immutable"}],
+                causes=[
+                    {"field": "spec.template", "message": "Invalid value: core.Spec{" + "X:0, " * 40 + "}: field is immutable"}
+                ],
             ),
             errors.Refused,
             "cannot be applied: spec.template: field is immutable",
+        ),
+        (
+            apiserver.status(
+                422,
+                "Invalid",
+                "Job.batch is invalid",
+                causes=[{"field": "spec.a", "message": "Invalid value: " + json.dumps({"x": "}: y" * 40}) + ": is: immutable"}],
+            ),
+            errors.Refused,
+            "cannot be applied: spec.a: is: immutable",
+        ),
+        (
+            apiserver.status(
+                422, "Invalid", "b is invalid", causes=[{"field": "metadata.name", "message": f"Invalid value: {LONG_RULE}"}]
+            ),
+            errors.Refused,
+            f"cannot be applied: metadata.name: {LONG_RULE}",
         ),
         (
             apiserver.status(
@@ -159,6 +220,11 @@ def test_documents_are_applied_read_changed_and_deleted(cluster: kube.Cluster) -
     cluster.delete(kube.POD, "one", uid=made["metadata"]["uid"])
     with pytest.raises(errors.Absent, match="Pod one in namespace default does not exist"):
         cluster.get(kube.POD, "one")
+
+
+@pytest.mark.parametrize(("said", "low", "high"), [("7", 7.0, 7.0), ("", 0.25, 0.5), ("3600", 30.0, 30.0)])
+def test_who_is_told_to_slow_down_waits_as_long_as_it_is_told(said: str, low: float, high: float) -> None:
+    assert low <= kube._pause(1, httpx2.Response(429, headers={"Retry-After": said})) <= high
 
 
 def test_apply_is_strict_forced_and_ours(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

@@ -40,7 +40,7 @@ def a_job(replicas: int | None = 2, *, policy: str | None = "ExitCode", worker: 
     return {
         "apiVersion": "elastic.pytorch.org/v1alpha1",
         "kind": "ElasticJob",
-        "metadata": {"name": "cifar", "namespace": "team", "uid": "12345678-abcd"},
+        "metadata": {"name": "cifar", "namespace": "team", "uid": "12345678-abcd", "creationTimestamp": "2027-01-15T08:00:00Z"},
         "spec": {"minReplicas": 1, "maxReplicas": 128, **spec, "replicaSpecs": {"Worker": replica}},
     }
 
@@ -99,6 +99,37 @@ def test_what_the_user_has_set_stays_and_other_containers_are_left_alone() -> No
     assert [each["name"] for each in pod["spec"]["containers"][1]["env"]][:2] == ["PET_MAX_RESTARTS", "A"]
 
 
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("etcd-service:2379", "etcd://etcd-service:2379"), ("https://etcd:2379", "etcds://etcd:2379"), ("http://e:1", "etcd://e:1")],
+)
+def test_a_job_that_asks_for_it_meets_at_its_etcd(place: str, told: str) -> None:
+    job = a_job(rdzvEndpoint=place)
+    job["metadata"]["annotations"] = {"outlast.dev/rendezvous": "etcd"}
+    (container,) = legacy.pod(job, 0)["spec"]["containers"]
+    by_name = {each["name"]: each.get("value") for each in container["env"]}
+    assert (by_name["PET_RDZV_BACKEND"], by_name["PET_RDZV_ENDPOINT"]) == ("outlast", told)
+    assert by_name["PET_RDZV_CONF"] == "last_call_timeout=5,join_timeout=600"
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in by_name
+    assert (by_name["PET_NNODES"], by_name["PET_RDZV_ID"]) == (legacy.nnodes(job), f"cifar-{job['metadata']['uid'][:8]}")
+    assert list(legacy.limits(job)) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "place", "why"),
+    [("zookeeper", "etcd:2379", "it must be etcd"), ("etcd", None, "it needs a rdzvEndpoint, e.g. etcd:2379")],
+)
+def test_a_rendezvous_that_cannot_be_is_said_and_workers_meet_at_worker_0(said: str, place: str | None, why: str) -> None:
+    job = a_job(**({"rdzvEndpoint": place} if place else {}))
+    job["metadata"]["annotations"] = {"outlast.dev/rendezvous": said}
+    (container,) = legacy.pod(job, 0)["spec"]["containers"]
+    assert {"name": "PET_RDZV_BACKEND", "value": "c10d"} in container["env"]
+    assert list(legacy.limits(job)) == [
+        f"the annotation outlast.dev/rendezvous ({said}) is not used: {why}; "
+        "workers meet at worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
+    ]
+
+
 @pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Never", "Always", None])
 def test_the_restart_policy_of_pods(policy: str | None) -> None:
     wanted = "Never" if policy in ("ExitCode", None) else policy
@@ -114,13 +145,24 @@ def test_kubernetes_takes_what_is_made(version: str) -> None:
 
 def test_long_names_and_names_with_dots_have_host_names() -> None:
     job = a_job()
-    job["metadata"]["name"] = f"a.{'b' * 80}"
+    job["metadata"]["name"] = f"a.{'b' * 61}"
     pod = legacy.pod(job, 127)
     assert len(pod["spec"]["hostname"]) <= 63
     assert len(pod["spec"]["subdomain"]) <= 63
     assert "." not in pod["spec"]["hostname"] + pod["spec"]["subdomain"]
     assert pod["spec"]["hostname"].endswith("-worker-127")
     assert all(len(value) <= 63 for value in pod["metadata"]["labels"].values())
+
+
+def test_a_job_whose_name_is_no_label_has_no_workers_and_says_so() -> None:
+    job = a_job()
+    job["metadata"]["name"] = "a" * 64
+    cluster = Cluster(job)
+    cluster.settle()
+    assert (cluster.pods, cluster.status["state"]) == ({}, "Created")
+    assert cluster.message("Limited") == (
+        "no worker is made: the job's name has 64 characters, and labels hold at most 63; give it a shorter one"
+    )
 
 
 def test_the_range_of_workers() -> None:
@@ -146,7 +188,7 @@ def test_what_cannot_be_honoured_is_said() -> None:
     spec["containers"][0]["args"].insert(0, "--rdzv_backend=etcd")
     assert list(legacy.limits(job)) == [
         f"rdzvEndpoint etcd-service:2379 is not used: workers meet at worker 0 ({place})",
-        "replicaSpecs.Etcd is not used: there are workers only, and they need no etcd",
+        "replicaSpecs.Etcd is not used: there are workers only",
         "schedulingPolicy.minAvailable (2) is not used: workers start one by one, and training with minReplicas",
         "replicas (200) is not within minReplicas and maxReplicas (1 to 128): 128 is taken",
         "restartPolicy Never of the template is not used: replicaSpecs.Worker.restartPolicy is Always",
@@ -171,6 +213,22 @@ def test_the_definition_takes_the_jobs_that_there_are() -> None:
     assert list(check.iter_errors(a_job(worker={"replicas": -1}, replicas=None)))
     assert list(check.iter_errors(a_job(policy="Sometimes")))
     assert list(check.iter_errors({**a_job(), "spec": {"replicaSpecs": {}}}))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        {"metadata": {"labels": "team=vision"}, "spec": {"containers": [{"name": "a"}]}},
+        {"metadata": {"annotations": ["x"]}, "spec": {"containers": [{"name": "a"}]}},
+        {"spec": {"containers": [{"name": "a", "env": {"NCCL_DEBUG": "INFO"}}]}},
+        {"spec": {"containers": [{"name": "a", "env": [{"value": "INFO"}]}]}},
+    ],
+    ids=str,
+)
+def test_a_template_that_no_pod_can_be_made_of_is_refused(template: Document) -> None:
+    job = a_job()
+    job["spec"]["replicaSpecs"]["Worker"]["template"] = template
+    assert list(jsonschema.Draft202012Validator(SCHEMA).iter_errors(job))
 
 
 @pytest.mark.parametrize(
@@ -509,6 +567,16 @@ def test_with_the_policy_never_any_failure_fails_the_job() -> None:
     )
 
 
+def test_a_worker_that_was_out_of_memory_says_how_much_it_had() -> None:
+    job = a_job(policy="Never")
+    job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"memory": "2Gi"}}
+    cluster = running(job)
+    cluster.end(1, 137)
+    cluster.pods["cifar-worker-1"]["status"]["containerStatuses"][0]["state"]["terminated"]["reason"] = "OOMKilled"
+    cluster.settle()
+    assert "worker 1 was OOMKilled: it used more than its limit of 2Gi, and" in cluster.message("Failed")
+
+
 def test_a_worker_that_is_killed_again_and_again_ends_the_job_by_its_budget() -> None:
     cluster = running(a_job(backoffLimit=5))
     pauses = []
@@ -536,6 +604,14 @@ def test_restarts_by_nodes_count_against_the_budget() -> None:
     assert cluster.message("Failed").endswith("because backoffLimit (2) is used up by 3 restarts.")
 
 
+def test_a_worker_that_was_restarted_thousands_of_times_is_restarted_again() -> None:
+    cluster = running(a_job(backoffLimit=10**6))
+    cluster.job["status"]["restarts"] = 5000
+    cluster.end(0, 137)
+    plan = cluster.look()
+    assert (plan.deletes, plan.look_again) == ((), cluster.now + 300)
+
+
 def test_a_worker_that_its_node_refuses_is_not_made_again_at_once() -> None:
     cluster = Cluster(a_job(1))
     cluster.look()
@@ -545,6 +621,15 @@ def test_a_worker_that_its_node_refuses_is_not_made_again_at_once() -> None:
     ]
     plan = cluster.look()
     assert (plan.deletes, plan.look_again) == ((), START + 10)
+
+
+def test_a_node_whose_clock_is_ahead_keeps_its_worker_no_longer() -> None:
+    cluster = Cluster(a_job(1))
+    cluster.look()
+    cluster.end(0, 137)
+    pod = cluster.pods["cifar-worker-0"]
+    pod["status"]["containerStatuses"][0]["state"]["terminated"]["finishedAt"] = text(cluster.now + 3600)
+    assert [deletion.name for deletion in cluster.look().deletes] == ["cifar-worker-0"]
 
 
 @pytest.mark.parametrize("unset", [(), ("minReplicas", "maxReplicas")], ids=str)
@@ -599,10 +684,11 @@ def test_pods_of_a_job_that_is_over_are_cleaned_up_as_it_says(policy: str | None
     assert (cluster.indices, cluster.status["state"]) == (left, "Succeeded")
 
 
-def test_a_finished_job_is_deleted_once_and_never_runs_again() -> None:
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_finished_job_is_deleted_once_and_never_runs_again(code: int) -> None:
     cluster = running(a_job(ttlSecondsAfterFinished=50))
-    cluster.end(0, 0)
-    cluster.end(1, 0)
+    cluster.end(0, code)
+    cluster.end(1, code)
     cluster.settle()
     assert cluster.decide().look_again == cluster.now + 50
     cluster.now += 50
@@ -612,6 +698,49 @@ def test_a_finished_job_is_deleted_once_and_never_runs_again() -> None:
         assert not cluster.look()
     assert cluster.removed == ["cifar"]
     assert set(cluster.indices) == {0, 1}
+
+
+def test_a_job_that_failed_under_the_archived_controller_is_deleted_in_its_time() -> None:
+    """That one gave jobs that failed no completionTime, and died of it."""
+    cluster = Cluster(a_job(ttlSecondsAfterFinished=50))
+    condition = {
+        "type": "Failed",
+        "status": "True",
+        "reason": "ElasticJobFailed",
+        "message": "",
+        "lastTransitionTime": text(START),
+    }
+    cluster.job["status"] = {"conditions": [condition], "replicaStatuses": {"Worker": {"failed": 1}}}
+    cluster.settle()
+    assert cluster.decide().look_again == START + 50
+    cluster.now = START + 50
+    cluster.look()
+    assert cluster.removed == ["cifar"]
+
+
+def test_workers_with_a_gap_between_them_are_scaled_in_without_filling_it() -> None:
+    cluster = running(a_job(3))
+    del cluster.pods["cifar-worker-1"]
+    cluster.scale(1)
+    plan = cluster.look()
+    assert ([deletion.name for deletion in plan.deletes], plan.creates) == (["cifar-worker-2"], ())
+
+
+def test_a_job_whose_done_workers_are_scaled_away_has_not_succeeded() -> None:
+    cluster = running(a_job(3))
+    cluster.end(1, 0)
+    cluster.end(2, 0)
+    for replicas, state in ((1, "Running"), (0, "Suspended")):
+        cluster.scale(replicas)
+        cluster.settle()
+        assert cluster.status["state"] == state
+    assert "Succeeded" not in cluster.conditions()
+
+
+def test_the_definition_keeps_what_users_and_the_operator_write_apart() -> None:
+    (version,) = legacy.definition()["spec"]["versions"]
+    assert version["subresources"]["status"] == {}
+    assert not {"shortNames", "categories"} & legacy.definition()["spec"]["names"].keys(), "those are of elasticjobs.outlast.dev"
 
 
 def test_a_pod_of_somebody_else_is_not_touched_and_told() -> None:

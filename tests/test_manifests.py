@@ -19,7 +19,7 @@ from kubernetes_validate import utils as schemas
 from outlast import contract, manifests, spec
 from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
-from outlast.manifests import evaluation, labels, names, objects, overlay, pods, request, resources, variables
+from outlast.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
 from outlast.manifests.request import Document
 
 ROOT = Path(__file__).parents[1]
@@ -386,12 +386,41 @@ def test_the_service_of_all_pods_as_the_store_is_refused(endpoint: str) -> None:
     [
         ({"backend": "etcd", "endpoint": "etcd:2379"}, "etcd://etcd:2379"),
         ({"backend": "etcd", "endpoint": "http://a:2379,b:2379"}, "etcd://a:2379,b:2379"),
+        ({"backend": "etcd", "endpoint": "https://a:2379/team/"}, "etcds://a:2379/team"),
+        ({"backend": "etcd", "endpoint": "etcds://a:2379"}, "etcds://a:2379"),
         ({"backend": "c10d", "endpoint": "store.example.com:1234"}, "c10d://store.example.com:1234"),
     ],
 )
 @every_topology_of_pods
 def test_a_rendezvous_that_is_given_is_taken(topology: str, given_: dict[str, str], expected: str) -> None:
     assert env(manifests.render(a_job(rendezvous=given_), topology))["OUTLAST_RENDEZVOUS"] == expected
+
+
+def test_an_endpoint_that_no_backend_speaks_is_refused() -> None:
+    job = a_job(rendezvous={"backend": "etcd", "endpoint": "unix://etcd:2379"}, workers={"replicas": 2})
+    known = "etcd:// or http:// or etcds:// or https://"
+    assert wrong(job) == [f"rendezvous.endpoint (unix://etcd:2379) begins with unix://; write etcd:2379, or {known}"]
+
+
+def test_an_etcd_is_asked_by_who_the_job_file_says() -> None:
+    rendezvous = {"backend": "etcd", "endpoint": "https://etcd:2379"}
+    secrets = [{"name": "login"}, {"name": "etcd-tls", "to": "/etc/etcd"}]
+    made = manifests.render(
+        a_job(rendezvous=rendezvous, secrets=secrets, env={"OUTLAST_ETCD_CACERT": "/etc/etcd/ca.crt"}), "indexed-job"
+    )
+    (container,) = template(made)["spec"]["containers"]
+    assert (env(made)["OUTLAST_RENDEZVOUS"], env(made)["OUTLAST_ETCD_CACERT"]) == ("etcds://etcd:2379", "/etc/etcd/ca.crt")
+    assert container["envFrom"] == [{"secretRef": {"name": "login"}}]
+    assert "/etc/etcd" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def test_an_elasticjob_may_ask_for_an_etcd_that_its_pods_could_use() -> None:
+    (made,) = manifests.render(a_job(rendezvous={"backend": "etcd", "endpoint": "https://etcd:2379"}), "elasticjob")
+    assert made["spec"]["rendezvous"] == {"backend": "etcd", "endpoint": "https://etcd:2379"}
+    known = "etcd:// or http:// or etcds:// or https://"
+    assert wrong(a_job(rendezvous={"backend": "etcd", "endpoint": "unix://etcd:2379"}), "elasticjob") == [
+        f"rendezvous.endpoint (unix://etcd:2379) begins with unix://; write etcd:2379, or {known}"
+    ]
 
 
 @pytest.mark.parametrize("topology", ["indexed-job", "statefulset"])
@@ -517,6 +546,28 @@ def test_a_gang_has_a_group_that_its_pods_name(topology: str) -> None:
     group, found = kind(documents, "PodGroup"), template(documents)
     assert (group["apiVersion"], group["spec"]) == ("scheduling.volcano.sh/v1beta1", {"minMember": 2, "queue": "q"})
     assert found["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
+
+
+BOTH = ("scheduling.volcano.sh", "scheduling.x-k8s.io")
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "least", "found", "who"),
+    [
+        ({}, 2, (), "none"),
+        ({}, 2, BOTH, "volcano"),
+        ({}, 2, BOTH[1:], "coscheduling"),
+        ({}, 1, BOTH, "none"),
+        ({"gang": "none"}, 2, BOTH, "none"),
+        ({"gang": "coscheduling"}, 1, (), "coscheduling"),
+    ],
+)
+def test_a_gang_is_whom_the_cluster_has_where_all_or_none_means_anything(
+    scheduling: dict[str, Any], least: int, found: tuple[str, ...], who: str
+) -> None:
+    fields = a_job(workers={"replicas": 4, "min": least, "max": 4}, scheduling=scheduling).spec
+    assert gang.choose(fields, found) == who
+    assert gang.choose(fields, found, admitted=True) == ("none" if not scheduling else who)
 
 
 def test_an_elasticjob_reads_back_as_the_job() -> None:
@@ -810,7 +861,8 @@ def test_laying_over_twice_is_laying_over_once(base: Document, patch: Document) 
 def test_the_operator_makes_the_same_pods() -> None:
     job = a_job("a", workers={"replicas": 2})
     asked = request.Request(job, names.Names("a", "0" * 8), "run-1")
-    made = pods.pod(asked, pods.Worker(variables.plain("1"), "kubernetes://", account="outlast-worker"), index=1, generation=4)
+    worker = pods.Worker(variables.plain("1"), "kubernetes://", account="outlast-worker")
+    made = pods.pod(asked, worker, index=1, generation=4, file="spec: {}")
     assert made["metadata"]["name"] == "a-worker-1"
     assert {"outlast.dev/worker": "1", "outlast.dev/generation": "4", "outlast.dev/run": "run-1"}.items() <= made["metadata"][
         "labels"

@@ -1,6 +1,6 @@
 """What a real API server says of our documents: schemas, the cost of rules in CEL, and what it makes of them.
 
-Changes nothing in the cluster but for the definition of ElasticJob:
+Changes nothing in the cluster but for the definition of ElasticJob, and a job that is suspended and deleted again:
 
 KUBECONFIG=... pytest -m cluster tests/test_manifests_cluster.py
 """
@@ -59,6 +59,47 @@ def test_the_api_server_says_what_the_job_file_says(fields: dict[str, Any], sent
     said = kubectl("create", "--dry-run=server", "-f", "-", documents=[{**document, "spec": {"module": "m", **fields}}])
     assert said.returncode != 0
     assert sentence in said.stderr
+
+
+def test_a_name_that_is_too_long_is_said_plainly() -> None:
+    document = {
+        "apiVersion": "outlast.dev/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "j" * 60, "namespace": "default"},
+    }
+    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[{**document, "spec": {"module": "m"}}])
+    assert "metadata.name is longer than 51 characters; shorten it" in said.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": {"nodeName": "b"}},
+        {"spec": {"nodeName": None, "subdomain": "a"}},
+        {"spec": {"nodeName": None}},
+        {"spec": {"containers": [{"name": "worker", "tty": True}]}},
+        {"metadata": {"labels": {"a": None, "b": "a"}}},
+        {"metadata": {"labels": None, "finalizers": ["a"]}},
+    ],
+    ids=str,
+)
+def test_nothing_in_the_template_of_a_job_can_change(change: dict[str, Any]) -> None:
+    template = {
+        "metadata": {"labels": {"a": "a"}},
+        "spec": {"nodeName": "a", "containers": [{"name": "worker", "stdin": True}]},
+    }
+    name = "a-job-whose-template-is-fixed"
+    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name, "namespace": "default"}}
+    # suspended, so that an operator makes nothing of it
+    spec = {"module": "m", "image": "i", "suspend": True, "template": template}
+    made = kubectl("create", "-f", "-", documents=[{**document, "spec": spec}])
+    assert made.returncode == 0, made.stderr
+    try:
+        patch = json.dumps({"spec": {"template": change}})
+        said = kubectl("-n", "default", "patch", "elasticjobs.outlast.dev", name, "--type=merge", "--dry-run=server", "-p", patch)
+        assert "template of a job cannot change" in said.stderr
+    finally:
+        kubectl("-n", "default", "delete", "elasticjobs.outlast.dev", name)
 
 
 def test_what_the_api_server_stores_is_the_job() -> None:

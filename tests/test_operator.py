@@ -4,6 +4,7 @@ decider of a few lines."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -11,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,17 @@ import pytest
 import apiserver
 from outlast import contract, kinds, kube
 from outlast.contract import Annotation, Label
-from outlast.controller import cache, deciders, leader, operator, process
-from outlast.controller.cache import Cache, Key
+from outlast.controller import cache, deciders, leader, operator, process, telemetry
+from outlast.controller.cache import Cache, Key, Looked
 from outlast.controller.leader import Leadership, Seen, judge
+from outlast.controller.observe import Limits
 from outlast.controller.operator import Operator, Settings
-from outlast.controller.plan import Deletion, Document, Plan
+from outlast.controller.plan import Deletion, Document, Note, Plan
+from outlast.controller.queues import Found
 from outlast.controller.telemetry import Telemetry
 from outlast.controller.turns import Turns
 from outlast.errors import ClusterError, OutlastError, Unanswered
-from outlast.kinds import ELASTIC_JOB, LEASE, NODE, POD
+from outlast.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
 
 NOW = 1_767_225_600.0
 TRAIN = Key(ELASTIC_JOB, "default", "train")
@@ -213,9 +216,11 @@ def test_a_node_concerns_the_jobs_on_it_when_it_is_another() -> None:
 
 def test_a_pod_is_kept_without_what_it_was_told_to_run() -> None:
     meta = {"annotations": {Annotation.JOB_FILE: "x" * 9999, "a": "b"}, "managedFields": [{}]}
-    spec = {"nodeName": "n", "volumes": [{}], "containers": [{"name": "worker", "env": [{}]}]}
+    limited = {"name": "worker", "resources": {"limits": {"memory": "1Gi"}}}
+    worker = {**limited, "env": [{}], "resources": {"limits": {"memory": "1Gi", "cpu": "1"}, "requests": {"memory": "1Gi"}}}
+    spec = {"nodeName": "n", "volumes": [{}], "containers": [worker, {"name": "sidecar", "image": "i"}]}
     kept = a_document(POD, "p", 1, metadata=meta, spec=spec, status={"phase": "Running"})
-    assert kept["spec"] == {"nodeName": "n", "containers": [{"name": "worker"}]}
+    assert kept["spec"] == {"nodeName": "n", "containers": [limited, {"name": "sidecar"}]}
     assert (kept["metadata"]["annotations"], "managedFields" in kept["metadata"]) == ({"a": "b"}, False)
     assert kept["status"] == {"phase": "Running"}
 
@@ -269,6 +274,13 @@ def test_closing_ends_the_wait_for_a_turn() -> None:
     turns: Turns[str] = Turns()
     threading.Timer(0.02, turns.close).start()
     assert turns.take() is None
+
+
+def test_a_turn_in_ten_thousand_years_is_waited_for() -> None:
+    turns: Turns[str] = Turns()
+    turns.later("a", time.time() + 3e11)  # a job's activeDeadlineSeconds may be any number
+    threading.Timer(0.02, turns.add, ["b"]).start()
+    assert turns.take() == "b"
 
 
 # ------------------------------------------------------------------------------------------------------------------ leader
@@ -347,6 +359,35 @@ def test_one_leads_at_a_time_and_another_takes_over_when_it_falls_silent() -> No
     assert (a.holds(), a.lost, b.holds()) == (False, True, True)
 
 
+def test_an_api_server_that_stood_still_was_not_heard_although_no_connection_broke() -> None:
+    cluster, clock = Leases(), [0.0]
+    a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
+    assert b.heard_for() == 0
+    for clock[0] in (100.0, 105.0, 110.0):
+        a.step()
+        b.step()
+    assert (a.heard_for(), b.heard_for()) == (10, 10)
+    clock[0] = 120.1
+    assert b.heard_for() == 0
+    b.step()
+    clock[0] = 122.1
+    assert b.heard_for() == 2
+
+
+def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
+    heard: list[float] = []
+
+    def decider(looked: Looked, now: float, found: frozenset[str]) -> Plan:
+        heard.append(now - looked.since)
+        return Plan()
+
+    operator = world.start(deciders={ELASTIC_JOB: decider})
+    operator.leadership.heard_for = lambda: 0.25  # type: ignore[method-assign]
+    world.apply("train")
+    world.api.until(lambda: bool(heard))
+    assert heard[-1] <= 0.25
+
+
 def test_a_leader_that_cannot_renew_its_lease_acts_no_more() -> None:
     cluster, clock = Leases(), [0.0]
     a = Leadership(cluster, "a", "home", clock=lambda: clock[0])
@@ -375,16 +416,17 @@ def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
 
 
 def test_metrics_are_told_as_prometheus_reads_them() -> None:
-    telemetry = Telemetry()
-    telemetry.wrote("Pod", "create")
-    telemetry.looked(0.003)
-    telemetry.knows("j", "team", 'a"b', {"state": "Running", "goodput": 0.75})
-    telemetry.knows("j", "team", "c", {})
-    condition = {"type": "Restarting", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    failing = {"state": "Restarting", "restarts": 1, "conditions": [condition]}
-    telemetry.changed({"state": "Running"}, {**failing, "failure": {"code": 137}}, NOW)
-    telemetry.changed(failing, {"state": "Running", "restarts": 1, "interruptions": 2}, NOW + 4)
-    lines = telemetry.text(leads=True).splitlines()
+    counted = Telemetry()
+    counted.wrote("Pod", "create")
+    counted.looked(0.003)
+    counted.knows("j", "team", 'a"b', {"state": "Running", "goodput": 0.75})
+    counted.knows("j", "team", "c", {})
+    failed = {"restarts": 1, "lastFailure": {"code": 137, "generation": 1, "time": NOW}}
+    failing = {"state": "Restarting", "generation": 1, "rendezvous": {"called": {"at": NOW + 1}}, **failed}
+    counted.changed({"state": "Running", "generation": 1}, failing, [], NOW)
+    told = [Note("Normal", "WorkerInterrupted", ""), Note("Warning", "NodeLost", ""), Note("Normal", "Training", "")]
+    counted.changed(failing, {"state": "Running", "generation": 2, **failed}, told, NOW + 4)
+    lines = counted.text(leads=True).splitlines()
     told = [line for line in lines if not line.startswith("#") and "_bucket" not in line]
     assert told == [
         'outlast_jobs{state="Pending"} 1',
@@ -392,7 +434,8 @@ def test_metrics_are_told_as_prometheus_reads_them() -> None:
         "outlast_reconcile_seconds_sum 0.003",
         "outlast_reconcile_seconds_count 1",
         'outlast_restarts_total{cause="killed"} 1',
-        "outlast_interruptions_total 2",
+        'outlast_interruptions_total{cause="node-lost"} 1',
+        'outlast_interruptions_total{cause="told"} 1',
         "outlast_recovery_seconds_sum 4",
         "outlast_recovery_seconds_count 1",
         'outlast_goodput_ratio{namespace="team",job="a\\"b"} 0.75',
@@ -406,13 +449,31 @@ def test_metrics_are_told_as_prometheus_reads_them() -> None:
     assert lines.count("# TYPE outlast_reconcile_seconds histogram") == 1
 
 
+@pytest.mark.parametrize(
+    ("reason", "code", "cause"),
+    [
+        ("worker 2 was OOMKilled: it used more than its limit of 16Gi; raise resources.memory", 137, "oom"),
+        ("rank 0 on worker 0 raised OutOfMemoryError: CUDA out of memory", 1, "oom"),
+        ("rank 0 on worker 0 raised RuntimeError: CUDA error: an illegal memory access was encountered", 1, "error"),
+        ("rank 1 on worker 0 hung: no progress for 300 s", -9, "hang"),
+        ("worker 0 has said nothing for 30 s", 137, "hang"),
+        ("rank 1 on worker 1 was killed by SIGKILL", -9, "killed"),
+        ("rank 1 on worker 1 raised KeyError: node", 1, "error"),
+    ],
+)
+def test_what_a_failure_was_is_one_of_few_words(reason: str, code: int, cause: str) -> None:
+    assert telemetry.cause({"lastFailure": {"reason": reason, "code": code}}) == cause
+
+
 # --------------------------------------------------------------------------------------------------------------- the whole
 
 
-def pods_of(job: Document, pods: Sequence[Document], *, count: int) -> Plan:
+def pods_of(looked: Looked, *, count: int) -> Plan:
     """A decider of a few lines: `count` pods a job; those that failed are replaced; the status counts them."""
+    job = looked.job
+    assert job is not None
     meta = job["metadata"]
-    ours = [pod for pod in pods if any(owner["uid"] == meta["uid"] for owner in pod["metadata"]["ownerReferences"])]
+    ours = [pod for pod in looked.pods if any(owner["uid"] == meta["uid"] for owner in pod["metadata"]["ownerReferences"])]
     failed = [pod for pod in ours if (pod.get("status") or {}).get("phase") == "Failed"]
     going = [pod for pod in failed if not pod["metadata"].get("deletionTimestamp")]
     names = {pod["metadata"]["name"] for pod in ours}
@@ -449,19 +510,11 @@ class World:
     def start(self, count: int = 2, *, me: str = "a", every_s: float = 5.0, duration_s: float = 15.0, **how: Any) -> Operator:
         cluster = self.connect()
 
-        def decider(
-            job: Document,
-            pods: Sequence[Document],
-            leases: Sequence[Document],
-            nodes: Mapping[str, Document],
-            now: float,
-            since: float,
-            found: frozenset[str],
-        ) -> Plan:
-            return pods_of(job, pods, count=count)
+        def decider(looked: Looked, now: float, found: Found) -> Plan:
+            return pods_of(looked, count=count)
 
         leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
-        settings = Settings(host="127.0.0.1", pause_s=0.02)
+        settings = Settings(host="127.0.0.1", pause_s=0.02, find_s=how.pop("find_s", 60.0))
         operator = Operator(cluster, how.pop("deciders", {ELASTIC_JOB: decider}), leadership, settings, **how)
         stop, codes = threading.Event(), list[int]()
         thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
@@ -476,6 +529,10 @@ class World:
         thread.join(15)
         assert codes, "it did not stop"
         return codes[0]
+
+    def status(self, name: str) -> Document:
+        with self.api.lock:
+            return dict(self.api.documents[ELASTIC_JOB.resource, "default", name].get("status") or {})
 
     def apply(self, *names: str) -> None:
         for name in names:
@@ -590,7 +647,7 @@ def test_whatever_write_fails_or_is_lost_on_its_way_the_end_is_the_same(world: W
     world.start()
     world.settled(["a", "b"])
     # 4, the one that is done without an answer (it is noted twice), and perhaps that again before the watch brings it
-    assert sum("POST" in each for each in world.writes()) <= 6
+    assert sum("POST" in each and "/pods" in each for each in world.writes()) <= 6
 
 
 def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_pod(world: World) -> None:
@@ -609,7 +666,52 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
     world.start(me="a")
     world.settled(["a", "b"])
     posted = [each for each in world.writes() if each.startswith("POST")]
-    assert len(posted) <= 4 + 6 * 2  # what a life had on its way when it ended, one for each job, may be asked for again
+    assert len(posted) <= 4 + 6 * 4  # what a life had on its way when it ended, two for each job, may be asked for again
+
+
+def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
+    world.start(deciders={ELASTIC_JOB: functools.partial(deciders.elastic_job, Limits())})  # looks around once a minute
+    world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
+    world.api.unserved = ()
+    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
+    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}, "scheduling": {"queue": "q"}}})
+    world.api.until(lambda: any(key[0] == "workloads.kueue.x-k8s.io" for key in world.api.documents))
+    assert world.pods() == []
+
+
+def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World) -> None:
+    api = world.api
+    world.start(deciders={ELASTIC_JOB: functools.partial(deciders.elastic_job, Limits())}, find_s=0.05)
+    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
+    workers, scheduling = {"replicas": 2, "min": 2}, {"queue": "research", "priorityClassName": "high"}
+    api.put({**head, "spec": {"image": "i", "module": "m", "workers": workers, "scheduling": scheduling}})
+    world.settled(["train"])
+
+    head = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "ResourceFlavor", "metadata": {"name": "spot"}}
+    api.put({**head, "spec": {"nodeLabels": {"pool": "spot"}}})
+    head = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "high"}}
+    api.put({**head, "value": 9})
+    api.unserved = ()
+
+    def workloads() -> list[Document]:
+        with api.lock:
+            return [document for key, document in api.documents.items() if key[0] == "workloads.kueue.x-k8s.io"]
+
+    api.until(lambda: workloads() and not world.pods())
+    (document,) = workloads()
+    assert document["apiVersion"].startswith("kueue.x-k8s.io/v1beta")  # the older one, if it looked when that was served first
+    assert document["spec"]["priority"] == 9
+    now = "2026-01-01T00:00:00Z"
+    conditions = [
+        {"type": type_, "status": "True", "reason": type_, "message": "", "lastTransitionTime": now}
+        for type_ in ("QuotaReserved", "Admitted")
+    ]
+    admission = {"podSetAssignments": [{"name": "main", "flavors": {"cpu": "spot"}, "count": 2}]}
+    api.put({**document, "status": {"conditions": conditions, "admission": admission}})
+    world.settled(["train"])
+    pod = api.documents["pods", "default", "train-worker-0"]
+    assert pod["spec"]["nodeSelector"] == {"pool": "spot"}
+    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == document["metadata"]["name"]
 
 
 def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
@@ -619,6 +721,7 @@ def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
     world.apply("a")
     world.settled(["a"])
     assert (first.leadership.holds(), second.leadership.holds()) == (True, False)
+    world.api.until(lambda: second.leadership.waits and not first.leadership.waits)
     assert second.telemetry.writes() == {}
     assert world.stop(0) == 0
     world.api.until(lambda: second.leadership.holds())
@@ -640,23 +743,23 @@ def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
 
 
 def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.api.unserved = ("outlast.dev",)
+    world.api.unserved = ("outlast.dev", "kueue.x-k8s.io")
     with caplog.at_level(logging.INFO, "outlast"):
         operator = world.start()
         world.api.until(lambda: "waiting for elasticjobs.outlast.dev" in caplog.text)
         world.api.until(lambda: operator.cache.unsynced() == [ELASTIC_JOB])
         assert get(operator, "/readyz") == (503, "waiting until all is known of elasticjobs.outlast.dev\n")
         assert get(operator, "/healthz")[0] == 200
-        world.api.unserved = ()
+        world.api.unserved = ("kueue.x-k8s.io",)
         world.apply("a")
         world.settled(["a"])
 
 
 def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(job: Document, pods: Sequence[Document], *_: Any) -> Plan:
-        if job["metadata"]["name"] == "bad":
+    def broken(looked: Looked, *_: Any) -> Plan:
+        if looked.job and looked.job["metadata"]["name"] == "bad":
             raise ZeroDivisionError("a bug")
-        return pods_of(job, pods, count=1)
+        return pods_of(looked, count=1)
 
     world.apply("bad", "good")
     operator = world.start(deciders={ELASTIC_JOB: broken})
@@ -668,13 +771,18 @@ def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: p
 
 
 def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    def restless(job: Document, *_: Any) -> Plan:
-        return Plan(status={"n": (job.get("status") or {}).get("n", 0) + 1})
+    def restless(looked: Looked, *_: Any) -> Plan:
+        assert looked.job is not None
+        return Plan(status={"n": (looked.job.get("status") or {}).get("n", 0) + 1})
 
+    running = world.start(deciders={ELASTIC_JOB: restless})
+    running._busy[Key(ELASTIC_JOB, "default", "b")] = 10_000  # for some days already
+    world.apply("b")
+    world.api.until(lambda: "10001 looks in a row found something to do; the next is in 60 s" in caplog.text)
+    caplog.clear()
     world.apply("a")
-    world.start(deciders={ELASTIC_JOB: restless})
     world.api.until(lambda: "looks in a row found something to do" in caplog.text)
-    assert len(world.writes()) <= operator.BUSY + 2
+    assert len(world.writes()) <= operator.BUSY + 3
     world.api.put(
         {
             **(job := world.api.documents[ELASTIC_JOB.resource, "default", "a"]),
@@ -683,7 +791,91 @@ def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, cap
         }
     )
     time.sleep(0.1)  # during which it would be looked at again, because it has changed
-    assert len(world.writes()) <= operator.BUSY + 2
+    assert len(world.writes()) <= operator.BUSY + 3
+
+
+QUOTA = apiserver.status(403, "Forbidden", 'pods "a-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2')
+
+
+def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: World) -> None:
+    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
+    world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
+    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
+    operator = world.start(deciders=deciders.of(Limits()))
+    world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
+    before, looks = world.status("a"), operator.telemetry.looks()
+    world.api.until(lambda: operator.telemetry.looks() >= looks + 3)
+    assert (before["state"], before["replicas"], world.status("a")) == ("Pending", 0, before)
+    assert sum("/a/status" in write for write in world.writes()) == 2, (
+        "when it is taken up, and when it is known that they are refused"
+    )
+    with world.api.lock:
+        events = [each for key, each in world.api.documents.items() if key[0] == "events"]
+        world.api.prescribed.clear()
+    (failed,) = [each for each in events if each["reason"] == "FailedCreate"]
+    assert (failed["type"], failed["message"] in before["reason"]) == ("Warning", True)
+    world.api.until(lambda: world.status("a")["replicas"] == 2)
+    assert "quota" not in world.status("a")["reason"]
+
+
+def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> None:
+    refusal = 'services "a-rdzv" is forbidden: exceeded quota: q, requested: services=1, used: services=0, limited: services=0'
+    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
+    world.api.prescribe("^POST .*/services", *[apiserver.status(403, "Forbidden", refusal)] * 1000)
+    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
+    operator = world.start(deciders=deciders.of(Limits()))
+    world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
+    before, looks = world.status("a"), operator.telemetry.looks()
+    world.api.until(lambda: operator.telemetry.looks() >= looks + 3)
+    assert (before["state"], world.status("a")) == ("Pending", before)
+    with world.api.lock:
+        events = [each for key, each in world.api.documents.items() if key[0] == "events"]
+        world.api.prescribed.clear()
+    assert {(each["reason"], each["message"]) for each in events} == {("FailedCreate", before["reason"])}
+    world.api.until(lambda: world.status("a")["replicas"] == 2)
+    assert "quota" not in world.status("a")["reason"]
+
+
+@pytest.mark.parametrize("labels", [{}, {Label.JOB: "a", Label.WORKER: "0"}])
+def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(world: World, labels: Document) -> None:
+    meta = {"name": "a-worker-0", "namespace": "default", "labels": labels}  # with ours, a job that was deleted left it an orphan
+    world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}})
+    head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
+    world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
+    world.start(deciders=deciders.of(Limits()))
+    world.api.until(lambda: "Pod a-worker-0 is there and not of this job" in world.status("a").get("reason", ""))
+    assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
+    world.settled(["a"])
+
+
+def test_what_has_happened_is_counted_although_a_pod_is_refused(world: World) -> None:
+    def restarted(looked: Looked, *_: Any) -> Plan:
+        assert looked.job is not None
+        status = {"restarts": 1}
+        plan = pods_of(looked, count=1)
+        return Plan(status=status if looked.job.get("status") != status else None, creates=plan.creates)
+
+    world.api.prescribe("^POST .*/pods", QUOTA)
+    world.apply("a")
+    operator = world.start(deciders={ELASTIC_JOB: restarted})
+    world.settled(["a"], 1)
+    text = operator.telemetry.text(leads=True)
+    assert ("outlast_operator_errors_total 1\n" in text, 'outlast_restarts_total{cause="error"} 1\n' in text) == (True, True)
+
+
+def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) -> None:
+    times: list[float] = []
+
+    def waits(looked: Looked, now: float, _: Any) -> Plan:
+        times.append(now)
+        return dataclasses.replace(pods_of(looked, count=1), look_again=now + 0.2)
+
+    world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
+    operator = world.start(deciders={ELASTIC_JOB: waits})
+    operator._failures[Key(ELASTIC_JOB, "default", "a")] = 20  # it has been refused for long: the next try by itself is in 20 s
+    world.apply("a")
+    world.api.until(lambda: len(times) >= 4)
+    assert times[3] - times[0] < 10
 
 
 def test_what_is_told_on_its_port(world: World) -> None:
@@ -710,10 +902,10 @@ def get(operator: Operator, path: str) -> tuple[int, str]:
 def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: World) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(job: Document, pods: Sequence[Document], *_: Any) -> Plan:
+    def slow(looked: Looked, *_: Any) -> Plan:
         begun.set()
         go_on.wait(5)
-        return pods_of(job, pods, count=2)
+        return pods_of(looked, count=2)
 
     world.apply("a")
     world.start(deciders={ELASTIC_JOB: slow})
@@ -728,14 +920,28 @@ def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: Wor
     assert world.api.documents[LEASE.resource, "default", contract.OPERATOR]["spec"]["holderIdentity"] == ""
 
 
+SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}]}}
+"""A node that has not answered since NOW."""
+
+
 def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is_gone() -> None:
-    pods = [a_document(POD, "p", 1, spec={"nodeName": "n1"})]
-    silent = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    other = {"n2": a_node(2)}
-    assert dict(deciders._lost_at(pods, {**other, "n1": a_node(1)})) == {}
-    assert dict(deciders._lost_at(pods, {**other, "n1": {"status": {"conditions": [silent]}}})) == {"n1": NOW + 30}
-    assert dict(deciders._lost_at(pods, other)) == {"n1": float("-inf")}
-    assert dict(deciders._lost_at(pods, {})) == {}  # nodes are not known at all
+    spec = {"replicaSpecs": {"Worker": {"template": {"spec": {"containers": [{"name": "w"}]}}}}}
+    job = a_document(LEGACY_JOB, "train", 1, spec=spec)
+    owner = {"ownerReferences": [{"uid": job["metadata"]["uid"]}], "creationTimestamp": "2026-01-01T00:00:10Z"}
+    pod = a_document(POD, "train-worker-0", 1, spec={"nodeName": "n1", "containers": [{"name": "w"}]}, metadata=owner)
+    pod["metadata"]["labels"]["replica-index"] = "0"
+
+    def plan(node: Document | None, seconds: float, since: float = NOW - 99) -> tuple[list[str], float | None]:
+        nodes = {"n2": a_node(2), **({"n1": node} if node else {})}
+        found = deciders.of(Limits(lost_s=20))[LEGACY_JOB](Looked(job, [pod], [], nodes, since), NOW + seconds, frozenset())
+        return [deletion.name for deletion in found.deletes], found.look_again
+
+    assert plan(a_node(1), 99) == ([], None)
+    assert plan(SILENT, 19) == ([], NOW + 20)
+    assert plan(SILENT, 20) == (["train-worker-0"], None)
+    assert plan(SILENT, 20, since=NOW + 5) == ([], NOW + 25)
+    assert plan(None, 29) == ([], NOW + 30)  # it may have joined with this pod
+    assert plan(None, 30) == (["train-worker-0"], None)
 
 
 # ------------------------------------------------------------------------------------------------------------- the process
@@ -770,10 +976,22 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
             "spec": {"nodeName": node},
         }
 
-    silent = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    nodes = {"n1": {"status": {"conditions": [silent]}}, "n2": {"status": {"conditions": []}}}
-    pods = [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")]
-    plan = deciders.orphans(pods, nodes, NOW + 31)
+    nodes = {"n1": SILENT, "n2": {"status": {"conditions": []}}}
+    looked = Looked(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)
+    plan = deciders.orphans(Limits(), looked, NOW + 31)
     assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
-    early = deciders.orphans(pods, nodes, NOW + 10)
+    early = deciders.orphans(Limits(), looked, NOW + 10)
     assert (early.deletes, early.look_again) == ((), NOW + 30)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("soon", "--lost-after soon is not a duration; write 90s, 5m, 1h30m or 2d"),
+        ("4s", "--lost-after 4s is below 5s; a node whose kubelet only restarts would lose its workers: give 5s or more"),
+    ],
+)
+def test_how_long_a_node_may_be_silent_is_checked(given: str, sentence: str) -> None:
+    assert process.limits("2m") == Limits(lost_s=120)
+    with pytest.raises(OutlastError, match=f"^{sentence}$"):
+        process.limits(given)

@@ -6,66 +6,14 @@ KUBECONFIG=... OUTLAST_TEST_IMAGE=registry/outlast:dev pytest -m cluster tests/t
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-import namespaces
-from namespaces import Document, Namespace
+from namespaces import Namespace
+from operated import ELASTIC, begun, live, status, trains, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-ELASTIC = "elasticjobs.outlast.dev"
-
-
-@pytest.fixture(scope="module")
-def namespace() -> Iterator[Namespace]:
-    with namespaces.made() as made:
-        yield made
-
-
-def status(namespace: Namespace, name: str) -> Document:
-    return dict(json.loads(namespace.kubectl("get", ELASTIC, name, "-o", "json")).get("status") or {})
-
-
-def until(namespace: Namespace, name: str, what: Callable[[Document], object], timeout_s: float = 240) -> Document:
-    """The job's status once something is true of it."""
-    deadline = time.monotonic() + timeout_s
-    while not what(found := status(namespace, name)):
-        assert time.monotonic() < deadline, (found, namespace.kubectl("get", "pods", "-o", "wide"))
-        time.sleep(0.5)
-    return found
-
-
-def trains(workers: int) -> Callable[[Document], object]:
-    return lambda found: found.get("state") == "Running" and len(found.get("world", ())) == workers
-
-
-def begun(namespace: Namespace, name: str, workers: Document, **fields: Any) -> int:
-    """Begin a job, and wait until it has trained for a while; the newest generation."""
-    namespace.run(name, "elasticjob", workers=workers, **fields)
-    until(namespace, name, trains(workers["replicas"]))
-    namespace.at_epoch(name, 20)
-    return int(status(namespace, name)["generation"])
-
-
-def live(namespace: Namespace, name: str) -> list[str]:
-    """The pods that are neither over nor on their way out."""
-    return sorted(
-        pod["metadata"]["name"]
-        for pod in namespace.pods(name)
-        if "deletionTimestamp" not in pod["metadata"] and pod["status"]["phase"] in ("Pending", "Running")
-    )
-
-
-@pytest.fixture(scope="module")
-def undisturbed(namespace: Namespace) -> str:
-    """The weights of two workers that nothing happened to."""
-    namespace.run("undisturbed", "elasticjob", workers={"replicas": 2, "min": 2})
-    until(namespace, "undisturbed", lambda found: found.get("state") == "Succeeded")
-    return namespace.weights("undisturbed")
 
 
 HARM: dict[str, Callable[[Namespace, str], object]] = {
@@ -81,7 +29,7 @@ HARM: dict[str, Callable[[Namespace, str], object]] = {
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("harm", HARM)
 def test_whatever_happens_to_a_worker_the_weights_are_those_of_the_undisturbed_run(
-    harm: str, index: int, namespace: Namespace, undisturbed: str
+    harm: str, index: int, namespace: Namespace, undisturbed_pods: str
 ) -> None:
     name = f"{harm.replace(' ', '-')}-{index}"
     before = begun(namespace, name, {"replicas": 2, "min": 2})
@@ -89,7 +37,7 @@ def test_whatever_happens_to_a_worker_the_weights_are_those_of_the_undisturbed_r
     until(namespace, name, lambda found: found["generation"] > before)
     ended = until(namespace, name, lambda found: found["state"] in ("Succeeded", "Failed"))
     assert (ended["state"], ended["progress"]) == ("Succeeded", "100 %")
-    assert namespace.weights(name) == undisturbed
+    assert namespace.weights(name) == undisturbed_pods
     assert ended["restarts"] == (0 if "deleted" in harm or "cut" in harm else 1)
 
 

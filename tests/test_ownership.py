@@ -31,8 +31,15 @@ def test_a_worker_without_a_record_is_told_of_the_end_by_those_who_stay_up() -> 
 
 def test_the_others_are_called_as_pod_0_is() -> None:
     endpoint = "c10d://train-0.train.team.svc.cluster.local:29400"
-    assert ownership.others(endpoint, 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
-    assert ownership.others("c10d://localhost:29400", 0, 1) == []
+    assert ownership.others(endpoint, "", 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
+    assert ownership.others("c10d://localhost:29400", "", 0, 1) == []
+
+
+def test_the_others_are_called_as_this_one_is_where_none_is_special() -> None:
+    me = "train-1.train.team.svc.cluster.local"
+    assert ownership.others("etcd://etcd:2379", me, 1, 3) == [f"train-{n}.train.team.svc.cluster.local:8080" for n in (0, 2)]
+    assert ownership.others("etcd://etcd:2379", me, 2, 3) == []  # the name is of something else
+    assert ownership.others("etcd://etcd:2379", "localhost", 0, 3) == []
 
 
 def test_the_first_pod_begins_a_run_and_the_others_find_it(place: store.Store) -> None:

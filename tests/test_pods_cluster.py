@@ -10,23 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 
-import namespaces
 from namespaces import Document, Namespace, a_server, kind
 from outlast import cli, kube
 from outlast.backends.kubernetes import KubernetesBackend
 from outlast.status import State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(scope="module")
-def namespace() -> Iterator[Namespace]:
-    with namespaces.made() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "getting-started.md",
     ROOT / "docs" / "guide" / "kubernetes.md",
 ]
-GROUPS = ("checkpoints", "data", "image")
+GROUPS = ("checkpoints", "data", "image", "rdzv")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -30,7 +30,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands() -> list[list[str]]:
     """Every command line in a block of shell, as words."""
     lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
-    words = [shlex.split(command) for line in lines for command in line.split("#")[0].split(";")]
+    words = [shlex.split(command) for line in lines for command in re.split(r"[;|]", line.split("#")[0])]
     return [each for each in words if each]
 
 
@@ -39,7 +39,7 @@ MAKE = sorted({words[1] for words in commands() if words[0] == "make"})
 
 
 def test_only_known_programs_are_shown() -> None:
-    assert {Path(words[0]).name for words in commands()} == {"outlast", "make", "pip"}
+    assert {Path(words[0]).name for words in commands()} == {"outlast", "make", "pip", "kubectl"}
 
 
 @pytest.mark.parametrize("words", OUTLAST, ids=" ".join)

@@ -392,11 +392,6 @@ def test_a_pod_that_does_not_know_its_uid_says_so(member, monkeypatch: pytest.Mo
         member()
 
 
-def test_names_too_long_for_a_host_are_cut() -> None:
-    assert kubernetes.name("j" * 52, 999) == f"{'j' * 52}-worker-999"
-    assert kubernetes.name("j" * 52, 1000) == f"{'j' * 52}-w-e14e4f10"
-
-
 RBAC = "rbac.authorization.k8s.io/v1"
 
 

@@ -79,8 +79,17 @@ def test_a_new_checkpoint_refunds_the_failures_before_it():
 def test_failures_outside_the_window_are_forgiven():
     before = [(NOW - 3601, 20, None), (NOW - 3599, 20, None)]
     assert judged(a_kill(), *before, policy=a_policy(limit=2)) == Restart(
-        a_history(*before, (NOW, 20, None)), 2, "rank 1 on worker 1 was killed by SIGKILL at step 40; restart 2 of 2"
+        a_history(before[1], (NOW, 20, None)), 2, "rank 1 on worker 1 was killed by SIGKILL at step 40; restart 2 of 2"
     )
+
+
+def test_a_job_that_may_fail_a_million_times_keeps_what_matters():
+    history = History()
+    for n in range(3000):
+        verdict = judge(history, a_kill() if n % 3 else a_failure(step=n), n, 60.0 * n, a_policy(10**6))
+        assert isinstance(verdict, Restart)
+        history = verdict.history
+    assert len(history.failures) <= 60 + 3, "its status would grow too large to be written"
 
 
 def test_an_interruption_costs_nothing():

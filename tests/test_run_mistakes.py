@@ -23,14 +23,44 @@ def test_a_bug_at_one_step_stops_the_job_with_the_first_error_of_the_first_faili
     assert (status.failure.rank, status.failure.code) == (1, 1)
     assert status.failure.reason == "rank 1 on worker 1 raised ValueError: a bug at step 3"
     assert status.failure.traceback.splitlines()[-1] == "ValueError: a bug at step 3"
+    assert status.failure.log_tail.splitlines()[-1] == "ValueError: a bug at step 3"
     assert "runpy" not in status.failure.traceback
     assert [event["generation"] for event in machine.backend.events(status.name) if event["kind"] == "world"] == [1, 2, 3]
 
 
 def test_a_wrong_configuration_is_not_tried_again(machine):
-    status = machine.run(machine.job(args=("--steps=40", "--exit-at=2")))
+    status = machine.run(machine.job(args=("--steps=40", "--exit-at=2", "--print")))
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)
     assert status.failure.reason == "rank 0 on worker 0 exited with code 78"
+    assert status.failure.log_tail == "rank 0 step 1"
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
+    code = machine.directory / "code"
+    code.mkdir()
+    (code / "late.py").write_text(
+        "import atexit, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == dist.get_world_size() - 1:\n"
+        "    atexit.register(time.sleep, 2)\n"
+        "    dist.destroy_process_group()\n"
+        "    raise ValueError('a bug')\n"
+        "dist.barrier()\n"
+    )
+    workers = {"workers": {"replicas": 2 // processes}, "processesPerWorker": processes}
+    status = machine.run(machine.job(script="late.py", code=str(code), **workers, restarts={"limit": 0}))
+    assert (status.state, status.failure.rank, status.failure.code) == (State.FAILED, 1, 1)
+    assert status.failure.reason == f"rank 1 on worker {2 // processes - 1} raised ValueError: a bug"
+
+
+def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine):
+    code = machine.directory / "code"
+    code.mkdir()
+    (code / "ends.py").write_text("import atexit, os\natexit.register(os.abort)\nraise ValueError('a bug')\n")
+    status = machine.run(machine.job(script="ends.py", code=str(code), restarts={"limit": 0}))
+    assert (status.state, status.exit_code, status.failure.code) == (State.FAILED, 1, 1)
+    assert "raised ValueError: a bug" in status.failure.reason
 
 
 def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +19,11 @@ import apiserver
 from outlast import contract
 from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
+from outlast.runtime import progress
 from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"
-ARGS = ("--steps=100", "--pause=0.04")
+ARGS = ("--steps=100", "--pause=0.04", "--print")
 STARTS_AGAIN = world.Patience(recovery=20)
 """Whoever was killed is waited for: a new pod takes longer than the second that survivors wait by themselves."""
 
@@ -35,6 +38,8 @@ class Operator:
         self.worlds: list[world.World] = []
         self.standings: set[tuple[int, str]] = set()
         """All that was ever reported."""
+        self.tails: dict[int, str] = {}
+        """The log tails of the failures that were reported, by worker."""
         self.closed: local.Closed | None = None
         self.document = api.put(
             {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": {}}
@@ -60,6 +65,8 @@ class Operator:
                 self.state = self.state.gone(id)
             for id, report in heard.items():
                 self.standings.add((id, report.standing))
+                if said := (report.failure or {}).get("log_tail"):
+                    self.tails[id] = said
                 standing = Standing(report.standing)
                 self.state = self.state.heard(
                     world.Member(id, report.address, standing, report.generation, time.time(), report.failed)
@@ -146,6 +153,10 @@ def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoev
         pods = operator.pods
         operator.start(0, 1)
         pods.wait(lambda: pods.step() >= 5, "step 5")
+        process = progress.read(pods.directory / "state-1", 0)
+        os.kill(process.pid, signal.SIGKILL)
+        pods.wait(lambda: 1 in operator.tails, "the report of the failure")
+        assert operator.tails[1].splitlines()[-1].startswith("rank 1 step ")
         operator.stop(0, lambda: pods.kill(0))  # rank 0
         operator.closed = local.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
         assert pods.codes() == {1: contract.Exit.GIVEN_UP}

@@ -276,6 +276,7 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
             "resources: {accelerator: tpu}",
             "resources.accelerator (tpu) must be nvidia, amd, neuron or a resource such as nvidia.com/gpu",
         ),
+        ("managedBy: kueue", "managedBy (kueue) must be a domain and a name with a slash between them: outlast.dev/operator"),
         ("rendezvous: {backend: zookeeper}", "rendezvous.backend (zookeeper) must be auto, etcd or c10d"),
         ("rendezvous: {backend: etcd}", "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379"),
         (
@@ -350,7 +351,7 @@ def test_the_deadline_to_start_is_not_after_the_deadline_to_end() -> None:
 
 @pytest.mark.parametrize("name", ["CIFAR", "1st", "a_b", "-a", "a-", "a" * 53])
 def test_a_name_must_be_good_for_kubernetes_too(name: str) -> None:
-    expected = "must be lower-case letters, digits and dashes, from a letter on, at most 52 characters"
+    expected = "must be lower-case letters, digits and dashes, from a letter on, at most 51 characters"
     assert problems(a_job().replace("name: a", f"name: {name}")) == [(3, f"metadata.name ({name}) {expected}")]
 
 
@@ -444,7 +445,7 @@ spec:
     RANK: 1
 """
     assert problems(text) == [
-        (4, "metadata.name (CIFAR) must be lower-case letters, digits and dashes, from a letter on, at most 52 characters"),
+        (4, "metadata.name (CIFAR) must be lower-case letters, digits and dashes, from a letter on, at most 51 characters"),
         (5, "there is nothing to run; give script (a file in code) or module"),
         (7, 'checkpoint.every (5 min) is neither a duration nor a number of steps; write 5m or "200 steps"'),
         (8, "checkpoint.keep (1) must be at least 2"),

@@ -211,13 +211,6 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     assert kinds(api) == []
 
 
-def test_what_workers_cannot_do_yet_is_refused_before_anything_is_made(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    by_etcd = ("--set", "rendezvous.backend=etcd", "--set", "rendezvous.endpoint=etcd:2379")
-    code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job", *by_etcd)
-    assert (code, err) == (2, "Error: job.yaml: workers of this version cannot meet by etcd yet; leave rendezvous out\n")
-    assert [kind for kind, _, _ in api.documents] == ["namespaces"]
-
-
 def test_watching_a_status_waits_for_an_api_server_that_is_away(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

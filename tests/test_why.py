@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -628,6 +629,13 @@ def in_queue(**status: Any) -> Seen:
 
 def refusal(message: str) -> Document:
     return {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": message}
+
+
+def test_of_a_job_that_grows_the_queue_has_not_admitted_all() -> None:
+    seen = in_queue(conditions=[refusal("insufficient unused quota")])
+    admitted = {"kind": "Workload", "spec": {}, "status": {"conditions": [{"type": "Admitted", "status": "True"}]}}
+    (cause,) = causes(dataclasses.replace(seen, queued=(admitted, *seen.queued)))
+    assert cause.what == "queue research has not admitted all of its workers"
 
 
 @pytest.mark.parametrize(

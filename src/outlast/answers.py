@@ -6,6 +6,7 @@ tests/test_kube.py holds it against what real servers answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -133,10 +134,15 @@ def _refused(message: str, details: Mapping[str, Any]) -> str:
 
 
 def _cause(message: str) -> str:
-    """`field is immutable` of `Invalid value: {a whole pod}: field is immutable`."""
-    if len(message) < 120 or not message.startswith("Invalid value: "):
+    """`field is immutable` of `Invalid value: {a whole pod}: field is immutable`; of a rule in CEL all that it says."""
+    said = message.removeprefix("Invalid value: ")
+    if len(message) < 120 or said == message:
         return message
-    return message.rpartition(": ")[2]
+    with contextlib.suppress(ValueError):  # no value, or as Go writes it: core.PodSpec{...}
+        _, end = json.JSONDecoder().raw_decode(said)
+        if said.startswith(": ", end):
+            return said[end + 2 :]
+    return said.rpartition("}: ")[2]
 
 
 def _short(message: str) -> str:

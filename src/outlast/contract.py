@@ -61,6 +61,15 @@ class Env:
     """Directory for the worker's own small files: progress, errors, world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """Endpoint of whoever decides the world, as given to `--rdzv-endpoint`."""
+    ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
+    """What all keys begin with in the etcd that OUTLAST_RENDEZVOUS names; default: the path of that endpoint, else `/outlast`."""
+    ETCD_CACERT = "OUTLAST_ETCD_CACERT"
+    """File of the authorities that its certificate may be signed by, PEM; with it, TLS is spoken."""
+    ETCD_CERT = "OUTLAST_ETCD_CERT"
+    ETCD_KEY = "OUTLAST_ETCD_KEY"
+    """Files of the certificate and the key that this machine shows to it, PEM."""
+    ETCD_USER = "OUTLAST_ETCD_USER"
+    ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
     """`300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
@@ -91,7 +100,8 @@ class Env:
     POD = "OUTLAST_POD"
     """Name of the pod."""
     MEMBER = "OUTLAST_MEMBER"
-    """Uid of the pod: by it a report on a Lease is known to be of this pod, and not of one of the same name before it."""
+    """Uid of the pod: by it a report on a Lease is known to be of this pod, and not of one of the same name before it. Only pods
+    that an operator makes have it."""
     OWNER = "OUTLAST_OWNER"
     """With which word this machine has taken up the run in its store; who finds another there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
@@ -99,9 +109,9 @@ class Env:
 
 
 RESERVED_ENV = re.compile(
-    r"^(OUTLAST_|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
+    r"^(OUTLAST_(?!ETCD_)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
-"""Names that a job file's `env` may not set: ours and torchrun's."""
+"""Names that a job file's `env` may not set: ours, but for those that say who asks an etcd, and torchrun's."""
 
 
 class Pod:
@@ -146,7 +156,9 @@ class Annotation:
     REPORT = f"{GROUP}/report"
     """Of a member's Lease: a `rendezvous.local.Report` as JSON."""
     PROGRESS = f"{GROUP}/progress"
-    """Of a member's Lease: `{step, steps, committed, time}` as JSON; `steps` may be null."""
+    """Of a member's Lease: `{generation, step, steps, committed, time}` as JSON; `steps` may be null."""
+    DECIDED = f"{GROUP}/decided"
+    """Of a member's Lease where agents decide by an etcd: `{revision, said}` as JSON, the last `rendezvous.keys.Said` heard."""
     JOB_FILE = f"{GROUP}/job-file"
     """Of a pod that the operator makes: the job file as pods read it."""
 
@@ -157,11 +169,29 @@ RENEW_S = 10.0
 """How often a member renews its Lease."""
 OPERATOR = "outlast-operator"
 """The operator's Deployment, account, roles and leader lease."""
+MANAGED_BY = f"{GROUP}/operator"
+"""The operator in a job's `managedBy`."""
 KUBERNETES = "kubernetes://"
 """What the endpoint of the rendezvous begins with where the operator decides; the name of the ElasticJob follows."""
+ETCD = ("etcd://", "etcds://")
+"""What it begins with where agents elect one of them to decide, by an etcd: plain, and with TLS."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
 """What names in a cluster end with."""
+
+LONGEST_HOST = 63
+"""Of a host name, a label's value and a Service's name (RFC 1123)."""
+MOST_WORKERS = 10_000
+"""Of one job."""
+
+
+def worker_name(job: str, index: int) -> str:
+    """The name of a worker's pod, and of its Lease."""
+    return f"{job}-worker-{index}"
+
+
+LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
+"""Of a job: the name of each of its pods is a host name."""
 
 # Below the output of a job
 CHECKPOINTS = "checkpoints"

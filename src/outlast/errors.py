@@ -20,6 +20,9 @@ remedy.
     │   ├── Refused           the server does not accept the document: its schema, a quota, a policy, a webhook
     │   ├── NotServed         it does not know the kind: something has to be installed
     │   └── Unanswered        it cannot be reached, or is not well
+    ├── EtcdError             an etcd did not do what it was asked to (exit 1)
+    │   ├── EtcdAway          it cannot be reached, or is not well
+    │   └── EtcdRefused       it speaks no v3, or does not accept who asks: asking again does not help (exit 2)
     └── StoreError            a store did not do what it was asked to; `.retry` says whether trying again later can help
         ├── Missing           there is no such object
         ├── NoBucket          there is no such bucket or container
@@ -116,6 +119,22 @@ class NotServed(ClusterError):
 
 class Unanswered(ClusterError):
     """The cluster cannot be reached, or is not well; trying again later can help."""
+
+
+class EtcdError(OutlastError):
+    """An etcd did not do what it was asked to."""
+
+    exit_code = 1
+
+
+class EtcdAway(EtcdError):
+    """No endpoint of the etcd can be reached, or none is well; trying again later can help."""
+
+
+class EtcdRefused(EtcdError):
+    """What answers is no etcd that speaks v3, does not accept the login or the certificate, or has no room."""
+
+    exit_code = 2
 
 
 class StoreError(OutlastError):

@@ -63,9 +63,11 @@ class Done:
         return f"{self.what:9}  {self.document['kind']} {meta['name']}{where}" + (f": {self.why}" if self.why else "")
 
 
-def documents(*, namespace: str = OPERATOR_NAMESPACE, image: str = install.IMAGE, etcd: bool = False) -> list[Document]:
+def documents(
+    *, namespace: str = OPERATOR_NAMESPACE, image: str = install.IMAGE, etcd: install.Etcd | None = None
+) -> list[Document]:
     """All that is to be there, in the order in which it can be made."""
-    files = install.files(into=namespace, image=image)
+    files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd())
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml"]
     return [document for name in names for document in files[name]]
 
@@ -76,11 +78,13 @@ def documents(*, namespace: str = OPERATOR_NAMESPACE, image: str = install.IMAGE
 def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
     """Make true what is wanted, and say what that changed, one document after the other.
 
-    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace.
+    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or etcd is another.
     """
     for document in wanted:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind:
             _check_alone(cluster, holder(document))
+        if document["kind"] == kinds.STATEFUL_SET.kind:
+            _check_etcd(_there(cluster, document), document)
     coming = ""
     """The namespace that would be made: the server cannot be asked what would be in it."""
     for document in wanted:
@@ -120,6 +124,21 @@ def _check_alone(cluster: Cluster, namespace: str) -> None:
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
             f"or take it away first: outlast uninstall --namespace {other}"
         )
+
+
+def _check_etcd(old: Document | None, new: Document) -> None:
+    """Raises OutlastError when an etcd is there that cannot become this one: its members know how many they are, and a
+    StatefulSet's volumes cannot be changed."""
+    if old is None or old["metadata"].get("deletionTimestamp"):
+        return
+    there, meta = install.made(old), old["metadata"]
+    if there == install.made(new):
+        return
+    storage = "" if there.storage is None else f" --etcd-storage {there.storage}"
+    raise OutlastError(
+        f"etcd of this cluster was installed with --etcd-members {there.members}{storage} and cannot be changed; say the same, "
+        f"or delete it, with what it knows, and install again: kubectl -n {meta['namespace']} delete statefulset {meta['name']}"
+    )
 
 
 def same(old: Document, new: Document) -> bool:
@@ -196,20 +215,24 @@ def await_(
     return None
 
 
-def wait(cluster: Cluster, namespace: str, *, timeout_s: float) -> list[Cause]:
-    """Wait until the operator runs; otherwise why it does not."""
+def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Cause]:
+    """Wait until the operator, or etcd, runs as it is to; otherwise why it does not."""
+    kind, meta = kind_of(workload), workload["metadata"]
+    name, namespace = meta["name"], meta["namespace"]
+    ready = "readyReplicas" if kind == kinds.STATEFUL_SET else "availableReplicas"
 
-    def available(deployment: Document) -> bool:
-        status, spec = deployment.get("status", {}), deployment["spec"]
-        seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
-        return bool(seen and status.get("updatedReplicas", 0) == status.get("availableReplicas", 0) == spec["replicas"])
+    def runs(now: Document) -> bool:
+        status = now.get("status", {})
+        seen = status.get("observedGeneration", 0) >= now["metadata"].get("generation", 0)
+        return bool(seen and status.get("updatedReplicas", 0) == status.get(ready, 0) == now["spec"]["replicas"])
 
-    if await_(cluster, kinds.DEPLOYMENT, OPERATOR, available, timeout_s=timeout_s, namespace=namespace):
+    if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
     from outlast import diagnosis
     from outlast.diagnosis import evidence
 
-    seen = evidence.around(cluster, OPERATOR, namespace, labels="app.kubernetes.io/component=operator", kind=kinds.DEPLOYMENT)
+    selected = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
+    seen = evidence.around(cluster, name, namespace, labels=selected, kind=kind)
     return [cause for cause in diagnosis.causes(seen, time.time()) if cause.rule != "absent"]
 
 
@@ -239,7 +262,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     Raises OutlastError before anything is changed, when the operator is in another namespace.
     """
     _check_alone(cluster, namespace)
-    wanted = [each for each in documents(namespace=namespace, etcd=True) if each["kind"] != kinds.CRD.kind]
+    wanted = [each for each in documents(namespace=namespace, etcd=install.Etcd()) if each["kind"] != kinds.CRD.kind]
     named = [definition(kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
@@ -248,7 +271,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     for document in reversed(wanted):
         old = _there(cluster, document)
         if old is None:
-            if document["metadata"]["name"] != install.ETCD:
+            if document["metadata"]["name"] not in (install.ETCD, install.ETCD_PEERS):
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
@@ -300,10 +323,7 @@ def _not_ours(cluster: Cluster, namespace: Document) -> str:
         except Forbidden:
             return f"its {kind.plural} may not be listed: they may be those of others"
         others += [f"{kind} {each['metadata']['name']}" for each in found if not _ours(each) and not _comes_along(kind, each)]
-    claims = [each for each in others if each.startswith(f"{kinds.CLAIM} data-{install.ETCD}-")]
-    if others != claims:
-        return f"there is more in it: {', '.join([each for each in others if each not in claims][:5])}"
-    return f"etcd's volumes are still in it: {', '.join(claims)}; delete it with kubectl" if claims else ""
+    return f"there is more in it: {', '.join(others[:5])}" if others else ""
 
 
 def _comes_along(kind: Kind, document: Document) -> bool:

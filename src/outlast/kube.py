@@ -11,6 +11,7 @@ Everything here may be called from several threads. Lengthy things end when thei
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -55,6 +56,10 @@ _SIZE_S = 0.2
 """How often it is looked whether a terminal has another size."""
 _GONE_S = 30.0
 """How long nothing may come from a pod for a connection over which nothing more is asked."""
+_IDLE_S = 30.0
+"""How long a connection is kept over which nothing goes."""
+_CLIENTS = 32
+"""At most. Each is some kilobytes, and the connections of its threads."""
 _TRIES = 4
 """How often a request that cannot have done anything, or may be repeated, is made."""
 _LONGEST_PAUSE_S = 30.0
@@ -129,9 +134,10 @@ class Ended:
     error: bytes
 
 
-def connect(context: str | None = None, namespace: str | None = None) -> Cluster:
+def connect(context: str | None = None, namespace: str | None = None, *, own: bool = False) -> Cluster:
     """The cluster of a context of the kubeconfig (default: its current one), or the one that this pod runs in.
 
+    `own`: a pod that has an account uses that, whatever `$KUBECONFIG` says: it may be meant for the script that is trained.
     Asks the server nothing. Raises NoCluster.
     """
     try:
@@ -144,7 +150,7 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
     import httpx2
 
     proxy, headers = None, []
-    paths = kubeconfig.files(os.environ)
+    paths = [] if own and kubeconfig.inside(os.environ) else kubeconfig.files(os.environ)
     try:
         if paths:
             whole = kubeconfig.read(paths)
@@ -169,13 +175,14 @@ def connect(context: str | None = None, namespace: str | None = None) -> Cluster
         timeout = httpx2.Timeout(_READ_S, connect=_CONNECT_S, pool=None)
         params = ConnectionParams(timeout=timeout, proxy=proxy, trust_env=bool(paths))
         arguments = {**params.httpx_params(config), "headers": headers}
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
-        client = httpx2.Client(**arguments, limits=limits)
+        # Less than the API server keeps an idle connection (90 s), and more than there is between two renewals of a Lease.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20, keepalive_expiry=_IDLE_S)
+        clients = _Clients(lambda: httpx2.Client(**arguments, limits=limits))
     except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
         place = ", ".join(map(str, paths)) or "the account of this pod"
         raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
     return Cluster(
-        client,
+        clients,
         # What becomes a websocket must not be taken for a connection to be used again; and refusals are to be read.
         lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]}),
         context=config.context_name,
@@ -215,11 +222,41 @@ def _understood(whole: Mapping[str, Any]) -> dict[str, Any]:
     return {**whole, "users": [user(entry) for entry in whole["users"]]}
 
 
+class _Clients:
+    """HTTP clients, among which threads are spread.
+
+    Before each request a client asks all of its idle connections whether they are still there, and nobody else gets one
+    meanwhile: of twenty threads with one client, most wait for that.
+    """
+
+    def __init__(self, make: Callable[[], httpx2.Client]) -> None:
+        self._make, self._made = make, [make()]
+        self._of_thread = threading.local()
+        self._threads = itertools.count()
+        self._guard = threading.Lock()
+
+    def mine(self) -> httpx2.Client:
+        """The one of this thread; no two threads have the same until there are many."""
+        found: httpx2.Client | None = getattr(self._of_thread, "client", None)
+        if found is None:
+            with self._guard:
+                number = next(self._threads) % _CLIENTS
+                if number == len(self._made):
+                    self._made.append(self._make())
+                found = self._of_thread.client = self._made[number]
+        return found
+
+    def close(self) -> None:
+        """Close all connections."""
+        for client in self._made:
+            client.close()
+
+
 @dataclass
 class Cluster:
     """The API server of a cluster, and the namespace in which documents are when nothing else is said."""
 
-    client: httpx2.Client = field(repr=False)
+    clients: _Clients = field(repr=False)
     tunnel: Callable[[], httpx2.Client] = field(repr=False)
     """A client for one websocket."""
     context: str
@@ -227,6 +264,11 @@ class Cluster:
     namespace: str
     warnings: list[str] = field(default_factory=list)
     """What the server has warned of, each once: a policy that will be enforced, a version that goes away."""
+
+    @property
+    def client(self) -> httpx2.Client:
+        """The HTTP client of this thread."""
+        return self.clients.mine()
 
     # documents
 
@@ -552,7 +594,7 @@ class Cluster:
 
     def close(self) -> None:
         """Close all connections."""
-        self.client.close()
+        self.clients.close()
 
     # requests
 

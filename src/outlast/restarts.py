@@ -68,8 +68,8 @@ class Stop:
 def judge(history: History, failure: status.Failure, committed_step: int, now: float, policy: Policy) -> Restart | Stop:
     """Start again or stop, and why in one sentence."""
     # When the clock went back, a failure in the future is one of now; else it would stay in the window for too long.
-    past = tuple(record._replace(time=min(record.time, now)) for record in history.failures)
     window = policy.window.total_seconds()
+    past = _that_matter([record._replace(time=min(record.time, now)) for record in history.failures], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     what = failure.reason if failure.step is None else f"{failure.reason} at step {failure.step}"
 
@@ -85,6 +85,12 @@ def judge(history: History, failure: status.Failure, committed_step: int, now: f
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
         return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code)
     return Restart(History(past[-max(policy.limit, policy.same_step) :]), number, f"{what}; restart {number} of {policy.limit}")
+
+
+def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:
+    """Those in the window, and the last that raised: who allows a million of them must not keep a million."""
+    raised = [record for record in failures if record.failed_step is not None][-policy.same_step :]
+    return tuple(record for record in failures if now - record.time < window or record in raised)
 
 
 def _in_a_row(failures: tuple[Record, ...]) -> int:

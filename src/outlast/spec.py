@@ -155,10 +155,18 @@ def _text_schema(pattern: str, *others: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [*({"type": other} for other in others), {"type": "string", "pattern": pattern}]})
 
 
-Count = Annotated[int, Field(strict=True, ge=1, le=10_000)]
+Count = Annotated[int, Field(strict=True, ge=1, le=contract.MOST_WORKERS)]
 Whole = Annotated[int, Field(strict=True, ge=0)]
 Seconds = Annotated[int, Field(strict=True, ge=1)]
 Flag = Annotated[bool, Field(strict=True)]
+ManagedBy = Annotated[
+    str,
+    _Pattern(
+        r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?",
+        "must be a domain and a name with a slash between them: outlast.dev/operator",
+        63,
+    ),
+]
 Text = Annotated[str, Field(min_length=1)]
 Duration = Annotated[
     timedelta,
@@ -215,8 +223,8 @@ Endpoint = Annotated[str, _Pattern(r"(\w+://)?[^ /]+:[0-9]+(/[^ ]*)?", "must be 
 class Metadata(Checked):
     """Names of the job."""
 
-    name: Annotated[str, _label(52)]
-    """Name of the job: lower-case letters, digits and dashes, from a letter on, at most 52 characters."""
+    name: Annotated[str, _label(contract.LONGEST_NAME)]
+    """Name of the job: lower-case letters, digits and dashes, from a letter on, at most 51 characters."""
     namespace: Annotated[str, _label(63)] | None = None
     """Namespace on Kubernetes. Default: the one of the current context."""
     labels: dict[str, str] = Field({})
@@ -252,15 +260,17 @@ def _sizes(given: dict[str, Any]) -> list[int]:
 class Workers(Checked):
     """How many workers train together. `outlast scale` changes `replicas` while the job runs."""
 
-    replicas: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 1
+    replicas: Annotated[int, Field(strict=True, ge=0, le=contract.MOST_WORKERS)] = 1
     """Workers wanted. 0 suspends the job, on Kubernetes, until more are wanted."""
     step: Count = 1
     """Allowed numbers of workers are `min`, `min` + `step`, ... up to `max`."""
     sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Allowed numbers of workers, one by one, instead of `step`: `[1, 2, 4]`."""
-    min: int = Field(strict=True, ge=1, le=10_000, default_factory=lambda given: min(_sizes(given)))
+    min: int = Field(strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: min(_sizes(given)))
     """Training goes on with no fewer. Default: the smallest of `sizes`, else `replicas`."""
-    max: int = Field(strict=True, ge=1, le=10_000, default_factory=lambda given: max(*_sizes(given), given.get("min", 1)))
+    max: int = Field(
+        strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: max(*_sizes(given), given.get("min", 1))
+    )
     """Training takes no more. Default: the largest of `sizes`, else `replicas`."""
 
     def allowed(self) -> tuple[int, ...]:
@@ -298,7 +308,7 @@ class Resources(Checked):
     """What each worker is given. On this machine workers share what is there."""
 
     cpu: Cores | None = None
-    """Cores: `4`, `500m`."""
+    """Cores: `4`, `500m`. With `kubectl apply` a fraction is a text, `500m` or `"0.5"`: API servers take no other."""
     cpu_limit: Cores | None = None
     """The most cores, `8`, for namespaces that ask for a limit. Kubernetes only. Default: no limit, so that data loaders may use
     what is idle."""
@@ -316,9 +326,12 @@ class Rendezvous(Checked):
     """How the workers find each other and agree on a world."""
 
     backend: Literal["auto", "etcd", "c10d"] = "auto"
-    """`auto`: the launcher on this machine, the operator on Kubernetes. `etcd`: an etcd v3 of your own. `c10d`: torchrun's."""
+    """Who decides which workers train together. `auto`: the launcher on this machine, and in a cluster the operator, or worker 0
+    where there is none. `etcd`: a worker that is elected in an etcd v3, also where an operator makes the pods. `c10d`: worker 0,
+    also where `endpoint` says that it is."""
     endpoint: Endpoint | None = None
-    """Address of etcd, or of the c10d store: `etcd:2379`."""
+    """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several with commas. Who asks is said by the variables
+    `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, in `env` or from `secrets`. Of c10d: `host:29400`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.backend == "etcd" and not self.endpoint:
@@ -364,9 +377,10 @@ class Scheduling(Checked):
     """Where and when pods may run. Kubernetes only."""
 
     queue: Annotated[str, _name(63)] = ""
-    """Queue of Kueue or Volcano."""
+    """Queue of Kueue or Volcano. Where the cluster has Kueue it is one of Kueue's, unless `gang` is `volcano`."""
     gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
-    """Who starts the workers all or none. `auto`: whoever is installed."""
+    """Who starts the workers all or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one of them when it
+    takes up the job, `workers.min` is above 1 and no queue of Kueue admits the job; else nobody."""
     priority_class_name: Annotated[str, _name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
@@ -516,6 +530,9 @@ class Spec(Checked):
     """A finished job is deleted after this time. Default: it is kept. Kubernetes only."""
     clean_pod_policy: Literal["All", "Running", "None"] = "Running"
     """Which pods are deleted when the job ends. Kubernetes only."""
+    managed_by: ManagedBy | None = None
+    """Who makes the pods. Default: the operator, `outlast.dev/operator`. It leaves jobs of anybody else alone, those of
+    `kueue.x-k8s.io/multikueue` for example. Kubernetes only."""
     volumes: tuple[Volume, ...] = ()
     """Volumes for the pods."""
     node_selector: dict[str, str] = Field({})

@@ -16,6 +16,8 @@ class State(enum.StrEnum):
     """Where a job stands. The last three are final."""
 
     PENDING = "Pending"
+    QUEUED = "Queued"
+    """It waits in a queue to be admitted; what it had trained before is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
     """A planned change: the world saves and forms anew; nothing is lost."""
@@ -112,7 +114,7 @@ class Failure(_Model):
     node: str = ""
     """The node of its pod, on Kubernetes."""
     log_tail: Annotated[str, Field(validation_alias=AliasChoices("logTail", "log_tail"))] = ""
-    """The last lines of its worker's log, where they are not in `traceback`."""
+    """The last lines of its worker's log; if that has several processes, of what the one that failed wrote."""
 
 
 class JobStatus(_Model):

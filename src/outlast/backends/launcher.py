@@ -29,7 +29,7 @@ from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
-from outlast.rendezvous.decider import Decider, after, cause_first
+from outlast.rendezvous.decider import Decider, Terms, after, cause_first
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
 from outlast.runtime import progress, pusher
@@ -55,7 +55,7 @@ class Launcher(Decider):
     def __init__(self, places: Places) -> None:
         self.places = places
         self.job = spec.load(places.job)
-        super().__init__(self.job.spec)
+        super().__init__(Terms.of(self.job.spec))
         record = Run.read(places)
         self.run_id = record.run
         self.output = Path(record.output)

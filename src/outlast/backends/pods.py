@@ -36,7 +36,7 @@ class End:
     code: int
     """-1 when it has none: it was lost, or never began."""
     sentence: str
-    """After the name of the worker: `was killed: out of memory`."""
+    """After the name of the worker: `was killed (exit code 137)`."""
     counted: bool
     """Whether it is a failure, and no interruption."""
     time: float
@@ -63,6 +63,11 @@ def seconds(when: str | None) -> float:
 def born(pod: Document) -> float:
     """When it was made."""
     return seconds(pod["metadata"].get("creationTimestamp"))
+
+
+def bound(pod: Document) -> float:
+    """When it was given its node; when it was made, while that is not told."""
+    return max((seconds(c.get("lastTransitionTime")) for c in _conditions(pod, "PodScheduled")), default=born(pod))
 
 
 def phase(pod: Document) -> str:
@@ -137,6 +142,18 @@ def waits(pod: Document) -> str:
     return f"is being started on {pod['spec']['nodeName']}"
 
 
+_REFUSALS = (
+    "NodeAffinity",
+    "NodeLost",
+    "NodeShutdown",
+    "Preempting",
+    "Shutdown",
+    "Terminated",
+    "TopologyAffinityError",
+    "UnexpectedAdmissionError",
+)
+
+
 def end(pod: Document) -> End | None:
     """How its worker ended last; None when it never has."""
     status = pod.get("status") or {}
@@ -151,13 +168,12 @@ def end(pod: Document) -> End | None:
         said = _DISRUPTIONS.get(disruption.get("reason", ""), f"was disrupted ({disruption.get('reason')})")
         return End(code, f"{said}{_more(disruption.get('message'))}", False, when)
     if ended.get("reason") == "OOMKilled":
-        limit = _limit(pod)
-        return End(code, f"was killed: out of memory{limit}; raise resources.memory", True, when)
+        return End(code, f"{out_of_memory(pod, name(pod))}; raise resources.memory", True, when)
     if status.get("reason") == "Evicted":
         return End(code, f"was evicted by its node{_more(status.get('message'))}", False, when)
     if status.get("reason") == "DeadlineExceeded":
         return End(code, "was ended: activeDeadlineSeconds has passed", True, when)
-    if status.get("reason") in ("NodeLost", "NodeAffinity", "UnexpectedAdmissionError", "OutOfcpu", "OutOfmemory", "OutOfpods"):
+    if refused(status.get("reason", "")):
         return End(code, f"was refused or lost by its node ({status['reason']}){_more(status.get('message'))}", False, when)
     if not ended:
         return End(-1, f"failed before it began{_more(status.get('message'))}", True, when)
@@ -174,6 +190,11 @@ def end(pod: Document) -> End | None:
     return End(code, f"failed with exit code {code}", True, when)
 
 
+def refused(reason: str) -> bool:
+    """Whether this is why a kubelet takes no pod, or has none any more: no fault of the pod's."""
+    return reason in _REFUSALS or reason.startswith("OutOf")
+
+
 def lost(pod: Document) -> str:
     """What is wrong with its node; empty when that answers."""
     return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if sight.silent(dict(pod)) else ""
@@ -185,11 +206,11 @@ def _conditions(pod: Document, type_: str = "") -> Iterator[Document]:
             yield condition
 
 
-def _limit(pod: Document) -> str:
-    for each in pod["spec"]["containers"]:
-        if each["name"] == name(pod) and (found := ((each.get("resources") or {}).get("limits") or {}).get("memory")):
-            return f" (limit {found})"
-    return ""
+def out_of_memory(pod: Document, container: str) -> str:
+    """What a container that was OOMKilled did: used more than it may, or without a limit, more than its node had."""
+    limits = [(c.get("resources") or {}).get("limits") or {} for c in pod["spec"]["containers"] if c["name"] == container]
+    limit = next((found["memory"] for found in limits if "memory" in found), None)
+    return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 
 
 def _sentence(text: str) -> str:

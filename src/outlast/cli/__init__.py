@@ -25,6 +25,7 @@ from outlast.cli import (
     install,
     jobs,
     operator,
+    rdzv,
     render,
     results,
     run,
@@ -124,6 +125,7 @@ app.command()(render.render)
 app.add_typer(data.app, name="data")
 app.add_typer(image.app, name="image")
 app.command()(sync.sync)
+app.add_typer(rdzv.app, name="rdzv")
 app.command()(install.install)
 app.command()(install.uninstall)
 app.command()(doctor.doctor)

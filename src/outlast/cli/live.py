@@ -6,7 +6,7 @@ The only module that uses rich; imported when somebody looks at a terminal.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -39,6 +39,7 @@ _WORKERS = (
 )
 _STATES = {
     State.PENDING: "cyan",
+    State.QUEUED: "cyan",
     State.RUNNING: "green",
     State.RESIZING: "cyan",
     State.RESTARTING: "yellow",
@@ -122,6 +123,13 @@ def panel(status: JobStatus, now: float) -> Panel:
 
 def _facts(facts: Sequence[str]) -> Text:
     return Text(" · ".join(facts), no_wrap=True, overflow="ellipsis")
+
+
+def texts(found: Iterable[str]) -> None:
+    """Show one text after the other, each in the place of the one before."""
+    with Live(auto_refresh=False, console=Console(highlight=False)) as live:
+        for text in found:
+            live.update(Text(text), refresh=True)
 
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:

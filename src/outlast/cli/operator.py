@@ -22,6 +22,9 @@ def operator(
         str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Only jobs in this one. Default: all.")
     ] = None,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Jobs that are looked at at once.")] = 8,
+    lost_after: Annotated[
+        str, typer.Option(metavar="TIME", help="How long a node may not answer before its pods are given up and replaced.")
+    ] = "30s",
     log: Annotated[Log, typer.Option(help="One JSON document a line, or text for people.")] = Log.JSON,
     context: ContextOption = None,
 ) -> None:
@@ -37,8 +40,10 @@ def operator(
     Examples:
       outlast operator
       outlast operator --namespace team-a --log text
+      outlast operator --lost-after 2m
       outlast operator --context kind-test --log text
     """
-    from outlast.controller import deciders, process
+    from outlast.controller import process
 
-    raise typer.Exit(process.main(deciders.ALL, namespace=namespace, workers=workers, text=log is Log.TEXT, context=context))
+    limits = process.limits(lost_after)
+    raise typer.Exit(process.main(limits, namespace=namespace, workers=workers, text=log is Log.TEXT, context=context))

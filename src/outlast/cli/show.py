@@ -114,12 +114,12 @@ def in_store(there: StoreStatus, now: float) -> str:
 
 
 def failure(failed: Failure) -> str:
-    """The first failing rank, how it ended, and the tail of its traceback."""
+    """The first failing rank, how it ended, and the tail of its traceback, else of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
     head = f"{failed.reason} ({', '.join(where)})" if where else failed.reason
-    return "\n".join([head, *(f"    {line}" for line in failed.traceback.rstrip().splitlines())])
+    return "\n".join([head, *(f"    {line}" for line in (failed.traceback or failed.log_tail).rstrip().splitlines())])
 
 
 def page(status: JobStatus, now: float) -> str:

@@ -14,7 +14,7 @@ import typer
 from outlast import patience
 from outlast.cli import which
 from outlast.cli.which import ContextOption, FileArgument, NamespaceOption, SetOption, TitleOption, TopologyOption
-from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
+from outlast.errors import Absent, NotFound, NotServed, StoreError
 
 if TYPE_CHECKING:
     from outlast.backends.kubernetes import KubernetesBackend
@@ -51,8 +51,6 @@ def submit(
     from outlast.cli import run
 
     job = run.load(file, name=name, set_=set_ or ())
-    if job.spec.rendezvous.backend == "etcd":
-        raise OutlastError(f"{file}: workers of this version cannot meet by etcd yet; leave rendezvous out")
     place = _place(ctx, job, topology, namespace, context)
     title = job.metadata.name
     for sentence in manifests.warnings(job, topology):

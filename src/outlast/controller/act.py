@@ -6,16 +6,18 @@ free. When that is not so any more, somebody was faster, and the next look decid
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outlast.contract import OPERATOR
+from outlast.contract import OPERATOR, Label
 from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
-from outlast.errors import Absent, ClusterError, Conflict, Taken
+from outlast.controller.together import Each, at_once, in_turn
+from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.kinds import EVENT, Kind, kind_of
 
 log = logging.getLogger(__name__)
@@ -23,7 +25,9 @@ log = logging.getLogger(__name__)
 AGAIN_S = 1.0
 """A pod of the same name that is not ours is still going: when to look for it again."""
 EVENT_S = 600
-"""The same sentence is no new Event within so long. Events are kept for an hour."""
+"""The same sentence within so long is one Event, with a count. Events are kept for an hour."""
+FAILED_CREATE = "FailedCreate"
+"""Reason of the Event when a pod cannot be made, the same as of Kubernetes' own controllers."""
 
 
 class Writes(Protocol):
@@ -41,6 +45,9 @@ class Writes(Protocol):
     def replace(self, document: Document, *, subresource: str = "") -> Document:
         """Raises Conflict."""
 
+    def patch(self, kind: Kind, name: str, change: Document, *, namespace: str | None = None) -> Document:
+        """JSON merge patch. Raises Absent."""
+
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:
@@ -55,18 +62,47 @@ class Done:
     """When to look again although nothing happens; seconds since the epoch."""
     stale: str = ""
     """What somebody else had changed meanwhile, so that the rest of the plan was left: a sentence."""
+    blocked: str = ""
+    """What has the name of a pod and will keep it: a sentence."""
 
 
-def act(cluster: Writes, job: Mapping[str, Any], plan: Plan, now: float) -> Done:
+def act(
+    cluster: Writes,
+    job: Mapping[str, Any],
+    plan: Plan,
+    now: float,
+    each: Each = in_turn,
+    later: Callable[[Callable[[], None]], None] = at_once,
+    written: Callable[[], None] = lambda: None,
+) -> Done:
     """Carry out a plan for a job, as far as the job is still the one that was decided about.
 
-    Raises ClusterError at the first write that fails; what is left undone, the next look finds.
+    `each` may make at once what is made, or deleted, of one part of the plan; `later` may have Events written when there is time;
+    `written` is called when the status has been written, whatever becomes of the rest.
+    Raises ClusterError when a write has failed, with none under way; what is left undone, the next look finds. Of pods, and of
+    what they need, that are not accepted it raises Refused or Forbidden, and there is an Event.
     """
     namespace, again = job["metadata"].get("namespace"), plan.look_again
-    for document in plan.setup:
-        _make(cluster, document)
-    for document in plan.apply:
-        cluster.apply(document)
+
+    def note(what: Note) -> None:
+        later(functools.partial(_note, cluster, job, what, now))
+
+    foreign: list[str] = []
+    set_up = functools.partial(_set_up, cluster, job, foreign)
+    first = [document for document in plan.setup if "roleRef" not in document]
+    try:
+        for part in (first, [document for document in plan.setup if "roleRef" in document]):  # nobody may give an absent Role
+            if going := "; ".join(filter(None, each(set_up, part))):
+                note(Note("Normal", "NameTaken", going))
+                return Done(now + AGAIN_S, going)
+        for sentence in foreign:
+            log.warning(sentence)
+            note(Note("Warning", "NameTaken", sentence))
+        for document in plan.apply:
+            cluster.apply(document)
+    except (Forbidden, Refused) as error:
+        note(Note("Warning", FAILED_CREATE, str(error)))
+        raise
     if plan.status is not None:
         try:
             cluster.replace(_with_status(job, plan.status), subresource="status")
@@ -74,17 +110,32 @@ def act(cluster: Writes, job: Mapping[str, Any], plan: Plan, now: float) -> Done
             return Done(again, "the job has changed meanwhile")
         except Absent:
             return Done(None, "the job is gone")
-    for deletion in plan.deletes:
-        delete(cluster, deletion, namespace)
-    for document in plan.creates:
-        if not _make(cluster, document) and (wrong := _in_the_way(cluster, document, job)):
-            log.warning(wrong)
-            again = min(again or now + AGAIN_S, now + AGAIN_S)
+        written()
+    for said in plan.notes:  # the status says it now, whatever becomes of the rest
+        note(said)
+    each(lambda deletion: delete(cluster, deletion, namespace), plan.deletes)
+    for document in plan.statuses:
+        try:
+            cluster.replace(document, subresource="status")
+        except (Conflict, Absent):
+            return Done(again, f"{document['kind']} {document['metadata']['name']} has changed meanwhile")
+    try:
+        in_the_way = each(
+            lambda document: None if _make(cluster, document) else _in_the_way(cluster, document, job), plan.creates
+        )
+    except (Forbidden, Refused) as error:
+        note(Note("Warning", FAILED_CREATE, str(error)))
+        raise
+    blocked = ""
+    for way in filter(None, in_the_way):
+        log.warning(way.sentence)
+        again = min(again or now + AGAIN_S, now + AGAIN_S)
+        if way.stays and not blocked:
+            blocked = way.sentence
+            note(Note("Warning", FAILED_CREATE, blocked))
     if plan.remove:
         delete(cluster, plan.remove, namespace)
-    for note in plan.notes:
-        _note(cluster, job, note, now)
-    return Done(again)
+    return Done(again, blocked=blocked)
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
@@ -112,6 +163,31 @@ def _make(cluster: Writes, document: Document) -> bool:
     return True
 
 
+def _set_up(cluster: Writes, job: Mapping[str, Any], foreign: list[str], document: Document) -> str:
+    """Create what pods need. What has its name stays; what does so and is not the job's is added to `foreign`. But what was made
+    for a job of this name that is gone will be collected as garbage, and nobody would make it anew: then a sentence, and it is to
+    be looked for again."""
+    if _make(cluster, document) or not document["metadata"].get("ownerReferences"):
+        return ""
+    name = f"{kind_of(document)} {document['metadata']['name']}"
+    try:
+        there = cluster.get(kind_of(document), document["metadata"]["name"], namespace=document["metadata"].get("namespace"))
+    except Absent:
+        return f"{name} was in the way and has just gone"
+    owners = there["metadata"].get("ownerReferences") or ()
+    if any(owner["uid"] == job["metadata"]["uid"] for owner in owners):
+        return ""
+    if any(_of(owner) == (kind_of(job).group, job["kind"], job["metadata"]["name"]) for owner in owners):
+        return f"{name} of an earlier job of this name is still there; this job's is made when it has gone"
+    foreign.append(f"{name} is there and not of this job, which uses it as it is; delete it if that is not meant")
+    return ""
+
+
+def _of(owner: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Group, kind and name of an owner."""
+    return owner["apiVersion"].partition("/")[0], owner["kind"], owner["name"]
+
+
 def delete(cluster: Writes, deletion: Deletion, namespace: str | None) -> None:
     """Delete what is meant, and nothing that came after it."""
     try:
@@ -121,27 +197,44 @@ def delete(cluster: Writes, deletion: Deletion, namespace: str | None) -> None:
     log.info("%s %s is deleted: %s", deletion.kind, deletion.name, deletion.reason)
 
 
-def _in_the_way(cluster: Writes, wanted: Document, job: Mapping[str, Any]) -> str:
-    """What has the name of a pod that could not be created; nothing when that is a pod of this very job."""
+@dataclass(frozen=True)
+class _Way:
+    """What has the name of a pod that could not be created."""
+
+    sentence: str
+    stays: bool = False
+    """Whether it will not go by itself."""
+
+
+def _in_the_way(cluster: Writes, wanted: Document, job: Mapping[str, Any]) -> _Way | None:
+    """What has the name of a pod that could not be created; None when that is a pod of this very job. One without our label,
+    made by the controller that we stand in for, gets it: by that pods are watched."""
     kind, meta = kind_of(wanted), wanted["metadata"]
     try:
         there = cluster.get(kind, meta["name"], namespace=meta.get("namespace"))["metadata"]
     except Absent:
-        return f"{kind} {meta['name']} was in the way and has just gone; it is made in a moment"
+        return _Way(f"{kind} {meta['name']} was in the way and has just gone; it is made in a moment")
     if any(owner["uid"] == job["metadata"]["uid"] for owner in there.get("ownerReferences") or ()):
         if there.get("deletionTimestamp"):
-            return f"{kind} {meta['name']} is still going; it is made anew when it has gone"
-        return ""
+            return _Way(f"{kind} {meta['name']} is still going; it is made anew when it has gone")
+        if Label.JOB not in (there.get("labels") or {}):
+            log.info("%s %s was made by another controller of this job, and goes on", kind, meta["name"])
+            cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
+        return None
     if there.get("deletionTimestamp"):
-        return f"{kind} {meta['name']} of another job is still going; this job's is made when it has gone"
-    return f"{kind} {meta['name']} is there and not of this job; delete it, or give the job another name"
+        return _Way(f"{kind} {meta['name']} of another job is still going; this job's is made when it has gone")
+    return _Way(f"{kind} {meta['name']} is there and not of this job; delete it, or give the job another name", stays=True)
 
 
 def _note(cluster: Writes, job: Mapping[str, Any], note: Note, now: float) -> None:
-    """Write an Event. Its name holds what it says and roughly when, so that saying it again makes no second one, not even after a
-    restart. Nothing depends on it, so that a failure is only said."""
+    """Write an Event. Its name holds what it says and roughly when: what is said again is counted on the one that is there, also
+    after a restart. Nothing depends on it, so that a failure is only said."""
+    made = event(job, note, now)
     try:
-        _make(cluster, event(job, note, now))
+        if not _make(cluster, made):
+            name, namespace = made["metadata"]["name"], made["metadata"]["namespace"]
+            count = int(cluster.get(EVENT, name, namespace=namespace).get("count") or 1) + 1
+            cluster.patch(EVENT, name, {"count": count, "lastTimestamp": made["lastTimestamp"]}, namespace=namespace)
     except ClusterError as error:
         log.warning("an Event could not be written (%s): %s", note.message, error)
 

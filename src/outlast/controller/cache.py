@@ -46,6 +46,8 @@ class Looked:
     nodes: Mapping[str, Document]
     since: float
     """From when on everything has been listened to without a break; now, while a watch is lost."""
+    refused: str = ""
+    """Why its pods could not be made when that was tried last: a sentence."""
 
 
 class _Held(NamedTuple):
@@ -186,8 +188,14 @@ class Cache:
         self.jobs = tuple(jobs)
         self.changed = changed
         self._shelves = {kind: Shelf(kind) for kind in (*self.jobs, POD, LEASE, NODE)}
+        self._needed = tuple(self._shelves)
         self._nodes: dict[str, Document] = {}
         self._guard = threading.RLock()
+
+    def also(self, kind: Kind) -> None:
+        """Keep another kind, from nothing on. Nobody waits for it, and nobody's silence depends on it."""
+        with self._guard:
+            self._shelves[kind] = Shelf(kind)
 
     # what watches say
 
@@ -241,19 +249,31 @@ class Cache:
         place = (key.namespace, key.name)
         with self._guard:
             job = self._shelves[key.kind].effective(place)
-            since = max(shelf.since if shelf.listening else now for shelf in self._shelves.values())
+            needed = [self._shelves[kind] for kind in self._needed]
+            since = max(shelf.since if shelf.listening else now for shelf in needed)
             pods, leases = self._shelves[POD].of(place), self._shelves[LEASE].of(place)
             return Looked(_read(job) if job else None, pods, leases, self._nodes, since)
 
     def listening(self, kinds: Iterable[Kind] | None = None) -> bool:
         """Whether all watches stand: while one does not, nothing is known of what happens."""
         with self._guard:
-            return all(self._shelves[kind].listening for kind in kinds or self._shelves)
+            return all(self._shelves[kind].listening for kind in kinds or self._needed)
 
-    def unsynced(self) -> list[Kind]:
+    def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
         """Kinds of which nothing is known yet."""
         with self._guard:
-            return [kind for kind, shelf in self._shelves.items() if not shelf.synced]
+            return [kind for kind in kinds or self._needed if not self._shelves[kind].synced]
+
+    def of(self, kind: Kind, key: Key) -> list[Document]:
+        """The documents of a kind that are of one job."""
+        with self._guard:
+            return self._shelves[kind].of((key.namespace, key.name))
+
+    def every(self, kind: Kind) -> list[Document]:
+        """All documents of a kind of which there are few."""
+        with self._guard:
+            shelf = self._shelves[kind]
+            return [_read(each) for place in sorted(shelf.held) if (each := shelf.effective(place)) is not None]
 
     def forgo(self, kind: Kind, now: float) -> None:
         """A kind that the cluster does not serve: there is none of it, until a watch says otherwise."""
@@ -301,7 +321,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
         spec = document.get("spec") or {}
         dropped = ("volumes", "tolerations", "affinity", "topologySpreadConstraints", "initContainers")
         made["spec"] = {name: value for name, value in spec.items() if name not in dropped}
-        made["spec"]["containers"] = [{"name": each["name"]} for each in spec.get("containers") or ()]
+        made["spec"]["containers"] = [_container(each) for each in spec.get("containers") or ()]
     elif kind == NODE:
         spec, status = document.get("spec") or {}, document.get("status") or {}
         # A heartbeat every few minutes is no news, nor are the images that a node has.
@@ -313,6 +333,12 @@ def trimmed(kind: Kind, document: Document) -> Document:
         made["spec"] = {name: spec[name] for name in ("taints", "unschedulable", "providerID") if name in spec}
         made["status"] = {"conditions": conditions}
     return made
+
+
+def _container(container: Document) -> Document:
+    """Of what a container was told to run, the memory that it may use: one that is OOMKilled has used more."""
+    limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
+    return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
 
 def _held(kind: Kind, document: Document) -> _Held:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from outlast import contract, kinds, restarts, spec
-from outlast.controller import made, memory
-from outlast.controller.memory import Account, Blame
-from outlast.controller.observe import Pod, Seen, Told
+from outlast.controller import made, memory, queues
+from outlast.controller.memory import Account, Blame, Silent
+from outlast.controller.observe import Limits, Pod, Seen, Told
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.errors import InvalidJob
-from outlast.rendezvous import world
+from outlast.manifests import gang
+from outlast.manifests.kueue import Priority
+from outlast.rendezvous import keys, world
 from outlast.rendezvous.world import Call, Standing
 from outlast.status import Failure, State
 
@@ -32,20 +34,31 @@ SETTLE_S = 1.0
 CAUSE_S = 1.5
 """How long the echoes of a failure wait for its cause: kubelets tell within about a second how a container ended."""
 PROGRESS_S = 30.0
-"""How often steps are written while nothing else is."""
+"""How often steps are written while nothing else is, but for the first step of a world."""
+ARRIVE_S = 2.0
+"""Workers come one after another: who is still waited for is written when nobody has come for so long."""
+MEASURE_S = 5.0
+"""A rate is that of at least so long."""
+BREATH_S = 10.0
+"""A pause after a pod that was lost as soon as it was made: its node would refuse the next one as well."""
 LEAVE_S = 60.0
 """How long workers may take to push the rest and end, once the job has."""
 AVOID = 2
-"""A node on which so many counted failures happened within the window gets no more pods of this job."""
+"""On a node with so many counted failures within the window pods of this job are put only if there is no other."""
 _LONGEST_PAUSE_S = 60.0
 _FINAL = (State.SUCCEEDED, State.FAILED)
+_HELD = (State.SUSPENDED, State.QUEUED)
+AGAIN_S = 10.0
+"""How often it is looked whether there is by now what Kueue or a job names: nobody tells when it comes."""
 _SECONDS_LEFT = re.compile(r" \(\d+ s left\)")
 
 
 def decide(seen: Seen) -> Plan:
     """The plan for one look."""
+    if seen.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
+        return Plan()  # somebody else makes its pods, and writes its status
     if seen.document["metadata"].get("deletionTimestamp"):
-        return _orphans(seen)
+        return orphans(seen.pods, seen.now, seen.since, seen.limits)
     look = Look(seen)
     for rule in RULES:
         rule(look)
@@ -67,6 +80,7 @@ class Look:
         self.creates: list[Document] = []
         self.setup: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
+        self.statuses: tuple[Document, ...] = ()
         self.remove: Deletion | None = None
         self.notes: list[Note] = []
         self.said = False
@@ -78,9 +92,30 @@ class Look:
         return self.seen.job.spec
 
     @property
+    def elected(self) -> bool:
+        """Whether it is not decided here who trains together, but by one of the agents that they elect in an etcd."""
+        return self.fields.rendezvous.backend == "etcd"
+
+    @property
     def wanted(self) -> int:
+        """How many workers there are to be now: as many as are asked for, as far as their queue has admitted them."""
+        if self.seen.queue is not None:
+            return self.seen.queue.largest(self.asked, self.fields.workers.allowed())
+        if queues.unknown(self.seen.document, self.seen.found) and not self.using:
+            return 0
+        return self.asked
+
+    @property
+    def asked(self) -> int:
         """How many workers the user wants now."""
         return 0 if self.fields.suspend else self.fields.workers.replicas
+
+    @property
+    def using(self) -> list[Mapping[str, Any]]:
+        """Pods that use anything, or are about to."""
+        gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
+        there = (pod for pod in self.seen.pods if not (pod.ended or pod.succeeded or pod.uid in gone))
+        return [*(pod.document for pod in there), *self.creates]
 
     @property
     def alive(self) -> list[Pod]:
@@ -103,9 +138,10 @@ class Look:
     @property
     def step(self) -> int:
         """The newest step that anybody has done in the world that is there."""
-        ranks = self.memory.world.members if self.memory.world else ()
-        steps = [told.step for id, told in self.seen.told.items() if id in ranks and told.step is not None]
-        return max(steps, default=self.memory.progress.step)
+        known = self.memory.world
+        inside = [told for id, told in self.seen.told.items() if known and id in known.members]
+        now = [told for told in inside if known and told.generation in (None, known.generation)]
+        return max((told.step for told in now if told.step is not None), default=self.memory.progress.step)
 
     def until(self, at: float, wait_s: float) -> float | None:
         """When a wait that began at this time is over; None when it is. See `world.until` for clocks that jump."""
@@ -139,6 +175,10 @@ class Look:
         return next((pod for pod in self.seen.pods if pod.index == index), None)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
+        """Delete a pod, unless that was asked for already: finalizers of others keep it, or what is beside its worker."""
+        asked_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
+        if pod.leaves and (grace_s is None or (asked_s is not None and asked_s <= grace_s)):
+            return
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
     def again(self, when: float | None) -> None:
@@ -158,8 +198,10 @@ class Look:
         """Close the account of the world that trains."""
         account = self.memory.account
         if account.since is not None:
-            trained = account.trained_s + max(0.0, self.now - account.since)
-            self.know(account=Account(trained, account.executed + max(0, self.step - account.first)))
+            progress = self.memory.progress
+            seconds, steps = memory.training(account, self.step, self.now, progress.rate)
+            self.know(account=Account(account.trained_s + seconds, account.executed + steps))
+            self.know(progress=dataclasses.replace(progress, rate=None, mark=None))
 
     def plan(self) -> Plan:
         """What has come together; the status only if it differs, or if it is time to tell how far training is."""
@@ -173,11 +215,17 @@ class Look:
             apply=self.apply,
             status=status if changed else None,
             deletes=tuple(self.deletes.values()),
+            statuses=self.statuses,
             creates=tuple(self.creates),
             remove=self.remove,
             notes=tuple(self.notes) if changed else (),
             look_again=min(self._times, default=None),
         )
+
+    def _pods(self) -> int:
+        """How many workers there are, with those that this plan makes, unless such were refused: then they are counted when they
+        are there."""
+        return len(self.alive) + (0 if self.seen.refused else len(self.creates))
 
     def status(self) -> Document:
         if self.seen.job is None:
@@ -192,7 +240,8 @@ class Look:
         return memory.write(
             self.memory,
             job=self.seen.name,
-            pods=len(self.alive) + len(self.creates),
+            # Workers of a job that is over end one after another: that is no news, and would be a write for each.
+            pods=self._pods() if self.memory.finished is None else 0,
             inside=len(inside) if self.memory.closed is None else 0,
             sizes=sizes,
             checkpoint=where,
@@ -210,13 +259,19 @@ def finished(look: Look) -> None:
     if known.state not in _FINAL or known.finished is None:
         return
     look.over = True
+    look.know(observed=look.seen.generation)
+    if look.seen.queue is not None:
+        if look.using and look.now < known.finished + LEAVE_S:
+            look.again(known.finished + LEAVE_S)
+        else:
+            look.statuses = look.seen.queue.ended(known.state is State.SUCCEEDED, known.reason, look.now)
     policy = look.fields.clean_pod_policy if look.seen.job else "Running"
     for pod in look.seen.pods:
         if pod.leaves:
             _force(look, pod)
         elif policy == "All" and pod.ended:
             look.delete(pod, "the job is over, cleanPodPolicy is All")
-        elif policy != "None" and pod.alive:
+        elif policy != "None" and (pod.alive or pod.lingers):
             # Its agent has been told, and pushes what is left; the last line of its log is worth a moment.
             if look.now >= known.finished + LEAVE_S:
                 look.delete(pod, f"the job is over, cleanPodPolicy is {policy}")
@@ -247,8 +302,14 @@ def changed_or_new(look: Look) -> None:
     look.know(observed=generation)
     try:
         if known.started is None:
+            if look.seen.refused and look.seen.refused != known.reason:  # it is tried again when that is said
+                look.over = True
+                return look.say(State.PENDING, look.seen.refused, "FailedCreate", warning=True)
+            if no_gang := gang.missing(look.seen.gang, look.seen.found.groups):
+                look.over = True
+                return look.say(State.PENDING, f"no pods can be made: {no_gang}", "NoGang", warning=True)
             look.setup = made.setup(look.seen)
-            look.know(started=look.now, formed=False)
+            look.know(started=look.now, formed=False, gang="" if look.seen.gang == "none" else look.seen.gang)
         else:
             look.apply = made.changed(look.seen)
     except InvalidJob as error:
@@ -256,10 +317,42 @@ def changed_or_new(look: Look) -> None:
         look.say(State.PENDING, f"no pods can be made: {error}", "InvalidJob", warning=True)
 
 
+def queued(look: Look) -> None:
+    """Its queue has not admitted as many workers as are needed, or takes them back."""
+    queue, kept = look.seen.queue, look.memory
+    if queue is None:
+        if look.asked and not look.wanted:
+            look.say(State.QUEUED, "it is not known yet what Kueue says", "Queued")
+        return look.know(queue="")
+    sizes, trains = look.fields.workers.allowed(), kept.world is not None and kept.called is None and kept.closed is None
+
+    def make(name: str, count: int, least: int, priority: Priority) -> Document:
+        return made.workload(look.seen, queue.sight.kind, name, count, least, priority)
+
+    todo = queue.todo(look.asked, sizes, look.using, trains, make, look.now)
+    look.apply, look.statuses = (*look.apply, *todo.apply), todo.statuses
+    for deletion in todo.deletes:
+        look.deletes[deletion.uid] = deletion
+    look.know(queue=queue.name)
+    if lacking := queue.lacking():
+        look.again(look.now + AGAIN_S)
+        if not trains and look.asked:
+            look.say(State.QUEUED, lacking, "Queued", warning=True)
+    if look.asked and not look.wanted:  # all save and leave together, as when it is suspended
+        return look.say(State.QUEUED, queue.reason(), "Evicted" if look.alive else "Queued", warning=bool(look.alive))
+    for pod in look.alive:
+        if queue.refuses(pod.document):
+            sentence = f"worker {pod.index} leaves: the queue {queue.name} takes its quota back"
+            look.notes.append(Note("Normal", "WorkerPreempted", sentence))
+            look.know(interruptions=look.memory.interruptions + 1)
+            _expected_to_end(look, pod)
+            look.delete(pod, sentence)
+
+
 def too_late(look: Look) -> None:
     """A deadline has passed."""
     started = look.memory.started
-    if started is None or look.fields.suspend:
+    if started is None or not look.wanted:
         return
     whole, first = look.fields.active_deadline_seconds, look.fields.startup_deadline_seconds
     if whole is not None:
@@ -274,6 +367,55 @@ def too_late(look: Look) -> None:
             sentence = f"no world was formed within startupDeadlineSeconds ({first:g}){pending}"
             return look.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, "StartupDeadlineExceeded")
         look.again(started + first)
+
+
+# ------------------------------------------------------------------------------------------------- what others have decided
+
+
+def world_learned(look: Look) -> None:
+    """Agents decide who trains together, by an etcd: what they have heard of it is taken up, with what it has cost."""
+    pods = {pod.index: pod for pod in look.seen.pods}
+    told = [told for id, told in look.seen.told.items() if id in pods]
+    heard = [each.decided for each in told if each.decided and (each.decided[1].closed or not pods[each.member.id].ended)]
+    if not look.elected or not heard or look.memory.closed is not None:
+        return
+    _, said = max(heard, key=lambda each: (each[1].generation, each[0]))
+    if said.born != look.memory.born:  # they have begun anew, and count from the beginning
+        look.know(born=said.born, judged=0, elected=0, world=None, called=None)
+    _failures_learned(look, said)
+    new, before = said.world, look.memory.world
+    busy = [each.member.generation for each in told if each.member.standing is not Standing.WAITING or each.member.failed]
+    if new and new.generation > (before.generation if before else 0) and new.generation <= max(busy, default=0):
+        _formed(look, dataclasses.replace(new, at=look.now))
+    call, known, at = said.called, look.memory, look.now
+    if (
+        call
+        and known.world
+        and call.generation > known.world.generation
+        and (known.called is None or dataclasses.replace(call, at=known.called.at) != known.called)
+    ):
+        _called(look, dataclasses.replace(call, at=at))
+    if said.closed is None:
+        return
+    if said.closed.code == contract.Exit.DONE:
+        return look.finish(State.SUCCEEDED, said.closed.reason, contract.Exit.DONE, "JobSucceeded")
+    look.finish(State.FAILED, said.closed.reason, said.closed.code, _why_failed(said.closed.reason, said.closed.code))
+
+
+def _failures_learned(look: Look, said: keys.Said) -> None:
+    """Processes that have failed are judged by who decides; the ends of pods, by nobody but us."""
+    known = look.memory
+    more = max(0, said.restarts - known.elected)
+    look.know(elected=said.restarts)
+    failure = Failure.model_validate(said.failure) if said.failure else None
+    if failure and failure.generation <= known.judged:
+        more -= bool(more)  # that world's end is counted, by the end of a pod
+    look.know(restarts=known.restarts + more)
+    if failure is None or failure.generation <= known.judged:
+        return
+    pod = look.pod(failure.worker)
+    look.know(judged=failure.generation, failure=_kept(look, failure, pod.node if pod else ""))
+    look.say(State.RESTARTING, failure.reason, "WorkerFailed", note=True, warning=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- pods that end
@@ -292,7 +434,11 @@ def ended_workers(look: Look) -> None:
         end = pod.ended
         if end is None or pod.succeeded:
             continue
-        if pod.uid not in look.memory.judged_pods:
+        if pod.uid not in look.memory.judged_pods and pod.uid not in look.memory.silent_uids:
+            if end.code == contract.Exit.GIVEN_UP:  # who counts processes has counted enough of them
+                look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
+                reason = f"worker {pod.index} says that the run is given up"
+                return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, "BackoffLimitExceeded")
             if end.counted and _counted_by_its_echo(look, pod):
                 look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
             elif end.counted:
@@ -303,7 +449,15 @@ def ended_workers(look: Look) -> None:
                 look.know(interruptions=look.memory.interruptions + 1)
                 look.notes.append(Note("Normal", "WorkerInterrupted", f"worker {pod.index} {end.sentence}; it is made anew"))
             _judged(look, pod)
-        look.delete(pod, f"it has ended: {end.sentence}", grace_s=0)
+        if not end.counted and look.wanted and (rest := look.until(_breath(pod, end.time), BREATH_S)) is not None:
+            look.again(rest)  # its name is taken until then, so that the next one waits
+            continue
+        look.delete(pod, f"it has ended: {end.sentence}", grace_s=None if pod.lingers else 0)
+
+
+def _breath(pod: Pod, ended: float) -> float:
+    """From when on there is a pause for a pod that has ended; none for one that lived for a while."""
+    return ended if ended - pod.born < BREATH_S else float("-inf")
 
 
 def lost_workers(look: Look) -> None:
@@ -311,42 +465,56 @@ def lost_workers(look: Look) -> None:
     for pod in look.seen.pods:
         if pod.node_lost is None or pod.ended or pod.uid in look.deletes:
             continue
-        gone = pod.node_lost == float("-inf")
-        quiet = max(pod.node_lost, pod.born, _heard(look, look.seen.told.get(pod.index)))
-        if not gone and (end := look.until(quiet, look.seen.limits.lost_s)) is not None:
+        gone = pod.node not in look.seen.nodes
+        told = look.seen.told.get(pod.index)
+        quiet = _heard(look, told) if told and not gone else max(pod.node_lost, pod.born, look.seen.since)
+        if (end := look.until(quiet, look.seen.limits.lost_s)) is not None:
             look.again(end)
             continue
         how = "is gone" if gone else f"has not answered for {look.seen.limits.lost_s:g} s"
         sentence = f"worker {pod.index} was lost: its node {pod.node} {how}"
-        if not pod.leaves and pod.uid not in look.memory.judged_pods:
+        silent = pod.uid in look.memory.silent_uids
+        if silent or (not pod.leaves and pod.uid not in look.memory.judged_pods):
             look.know(interruptions=look.memory.interruptions + 1)
+            look.know(silent=tuple(each for each in look.memory.silent if each.uid != pod.uid))
             look.notes.append(Note("Warning", "NodeLost", sentence))
             _judged(look, pod)
         look.delete(pod, sentence, grace_s=0)
 
 
 def silent_workers(look: Look) -> None:
-    """A worker whose node is well and which says nothing any more is stopped, or hangs as a whole."""
+    """A worker that says nothing any more is told to go, and what becomes of it tells why: a node that is well ends it, so it was
+    stopped or hung, which counts; one that does not answer has lost it, see `lost_workers`."""
+    there = {pod.uid for pod in look.seen.pods}
+    for silent in look.memory.silent:
+        if silent.uid in there:
+            continue
+        look.know(silent=tuple(each for each in look.memory.silent if each is not silent))
+        generation = look.memory.world.generation if look.memory.world else 0
+        reason = f"worker {silent.worker} has said nothing for {look.seen.limits.silence_s:g} s"
+        failure = Failure(worker=silent.worker, code=137, reason=reason, generation=generation, time=silent.since)
+        _judge(look, failure, raised=None, node=silent.node)
+        if look.over:
+            return
     for pod in look.alive:
         told = look.seen.told.get(pod.index)
-        if told is None or pod.node_lost is not None or told.member.standing is Standing.DONE:
+        if told is None or told.member.standing is Standing.DONE:
             continue
         if (end := _silent_at(look, told)) is not None:
             look.again(end)
             continue
-        sentence = f"has said nothing for {look.seen.limits.silence_s:g} s"
-        if pod.uid not in look.memory.judged_pods:
-            _judge(look, _pods_failure(look, pod, 137, sentence, look.now), raised=None, node=pod.node)
-            if look.over:
-                return
-            _judged(look, pod)
-        look.delete(pod, f"worker {pod.index} {sentence}", grace_s=5)
+        if pod.uid not in look.memory.judged_pods and not _counted_by_its_echo(look, pod):
+            look.know(silent=(*look.memory.silent, Silent(pod.uid, pod.index, pod.node, look.now)))
+        look.delete(pod, f"worker {pod.index} has said nothing for {look.seen.limits.silence_s:g} s", grace_s=5)
 
 
 def leaving_nodes(look: Look) -> None:
     """A node has been told that it will be gone: its workers save and leave while there is time."""
     for pod in look.alive:
         if pod.node_leaves:
+            if (rest := look.until(pod.born, BREATH_S)) is not None:
+                look.again(rest)  # it was put there all the same; the next one would be, too
+                continue
             sentence = f"worker {pod.index} leaves: its node {pod.node} is going away ({pod.node_leaves})"
             look.notes.append(Note("Normal", "NodeLeaving", sentence))
             look.know(interruptions=look.memory.interruptions + 1)
@@ -359,6 +527,8 @@ def leaving_nodes(look: Look) -> None:
 
 def world_decided(look: Look) -> None:
     """Who trains together, and what agents are told of it."""
+    if look.elected:
+        return _world_wanted(look)
     state = _state(look)
     wanted = world.Wanted(look.wanted, look.fields.workers.allowed(), frozenset(_expected(look)))
     pending = _failures(look)
@@ -369,7 +539,7 @@ def world_decided(look: Look) -> None:
     for _ in range(4):
         decision = world.decide(state, wanted, look.patience, look.now)
         if isinstance(decision, world.World) and pending:
-            _judge_processes(look, pending)
+            _judge_processes(look, pending, decision)
             if look.over:
                 return
             pending = []
@@ -389,9 +559,22 @@ def world_decided(look: Look) -> None:
                 break
     if pending:
         first = min(failure.time for _, failure in pending)
-        if look.now >= first + SETTLE_S:
+        if look.now >= first + SETTLE_S and not (len(echoes) == len(pending) and _unanswered(look)):
             _judge_processes(look, pending)
         look.again(first + SETTLE_S)
+
+
+def _world_wanted(look: Look) -> None:
+    """Agents decide, and are told what is wanted."""
+    before, known = look.memory.wanted, look.memory
+    sizes, expected = look.fields.workers.allowed(), tuple(sorted(_expected(look)))
+    wanted = keys.Wanted(before.number if before else 0, look.wanted, sizes, expected)
+    if wanted != before:
+        look.know(wanted=dataclasses.replace(wanted, number=wanted.number + 1))
+    if not look.wanted:
+        return _suspended(look, "suspended: no workers are wanted")
+    reasons = [told.decided[1].why for told in look.seen.told.values() if told.decided]
+    _waits(look, world.State({}, known.world, known.called), next(filter(None, reasons), "waiting for workers"))
 
 
 def _state(look: Look) -> world.State:
@@ -430,12 +613,18 @@ def _waits(look: Look, state: world.State, reason: str) -> None:
         return
     if look.wanted == 0:
         return look.say(State.SUSPENDED, reason, "Suspending")
-    blocked = next((f"worker {pod.index} {pod.waits}" for pod in look.alive if _stuck(pod)), "")
+    there = [pod for pod in look.seen.pods if pod.ended and pod.uid not in look.deletes]
+    ended = [f"worker {pod.index} {pod.kept or pod.ended.sentence}" for pod in there if pod.ended]
+    stuck = [*(f"worker {pod.index} {pod.waits}" for pod in look.alive if _stuck(pod)), *ended] or [look.seen.refused]
+    blocked = next((each for each in stuck if each in look.memory.reason), stuck[0])  # who is named stays so: fewer writes
     before = look.memory.state
     going = before in (State.RESIZING, State.RESTARTING)
     if going and not blocked:
         return  # why it changes is said already
     state_now = before if going and before else State.PENDING
+    came = max((told.member.since for told in look.seen.told.values()), default=0.0)
+    if before is state_now and not blocked and (settled := look.until(came, ARRIVE_S)) is not None:
+        return look.again(settled)
     look.say(state_now, f"{reason}; {blocked}" if blocked else reason, "WorkersPending" if blocked else "WaitingForWorkers")
 
 
@@ -449,22 +638,27 @@ def _suspended(look: Look, reason: str) -> None:
         look.know(closed=(reason, contract.Exit.INTERRUPTED.value))
     if not look.seen.pods:
         generation = look.memory.generation
-        if look.memory.world is not None:
+        if look.elected:
+            look.know(world=None, called=None)
+        elif look.memory.world is not None:
             look.know(world=None, called=Call(generation + 1, "the run goes on", False, look.now))
     look.say(State.SUSPENDED, reason if look.seen.pods else "suspended", "Suspended")
 
 
 def resumed(look: Look) -> None:
     """It was suspended, and is wanted again: deadlines begin anew, and agents hear of no end."""
-    if look.memory.state is State.SUSPENDED and look.wanted and look.memory.closed is not None:
+    if look.memory.state in _HELD and look.wanted and look.memory.closed is not None:
         if any(not pod.ended for pod in look.seen.pods):  # they have been told that it is over
             for pod in look.alive:
                 look.delete(pod, "it leaves, as the job was suspended")
             look.over = True
-            return look.say(State.SUSPENDED, "resumed; the workers that still leave are waited for", "Resuming")
+            held = look.memory.state or State.SUSPENDED
+            return look.say(held, "resumed; the workers that still leave are waited for", "Resuming")
         generation = look.memory.generation
         call = Call(generation + 1, "the run goes on", False, look.now) if look.memory.world else look.memory.called
+        call = None if look.elected else call
         look.know(closed=None, world=None, called=call, started=look.now, formed=False)
+        look.setup = made.setup(look.seen)
 
 
 # ----------------------------------------------------------------------------------------------------------------- its workers
@@ -492,16 +686,18 @@ def missing_workers(look: Look) -> None:
     lacking = look.wanted - len(alive) - sum(pod.succeeded for pod in look.seen.pods)
     if lacking <= 0 or look.memory.closed is not None:
         return
-    pause = _pause_until(look)
-    if look.now < pause:
+    if (pause := _pause_until(look)) is not None:
         return look.again(pause)
     gone = {uid for uid, deletion in look.deletes.items() if deletion.grace_s == 0}
-    taken = {pod.index for pod in (*look.seen.pods, *look.seen.others) if pod.uid not in gone}
-    free = [index for index in range(look.wanted) if index not in taken][:lacking]
+    taken = {contract.worker_name(look.seen.name, pod.index) for pod in look.seen.pods if pod.uid not in gone}
+    taken |= {pod.name for pod in look.seen.others if _goes(look, pod)}  # of one that stays it is told when its name is asked for
+    free = [index for index in range(look.wanted) if contract.worker_name(look.seen.name, index) not in taken][:lacking]
     generation = look.memory.generation + (look.memory.called is None)
-    avoided = _avoided(look)
-    for index in free:
-        look.creates.append(made.pod(look.seen, index, generation, avoided))
+    for pod in made.workers(look.seen, free, generation, _avoided(look)):
+        placed = look.seen.queue.place(pod, look.using) if look.seen.queue is not None and look.seen.queue.name else pod
+        if placed is None:
+            return look.again(look.now + AGAIN_S)
+        look.creates.append(placed)
 
 
 def _by_worth(look: Look) -> list[Pod]:
@@ -516,23 +712,23 @@ def _expected(look: Look) -> Iterable[int]:
     return [*kept, *[index for index in range(look.wanted) if index not in kept][: look.wanted - len(kept)]]
 
 
-def _pause_until(look: Look) -> float:
-    """When the next pod may be made: at once after the first failure, ever later while failures follow each other."""
+def _pause_until(look: Look) -> float | None:
+    """When the next pod may be made: at once (None) after the first failure, ever later while failures follow each other."""
     recent = [blame.record.time for blame in look.memory.blames if blame.record.committed_step >= look.committed]
     if len(recent) < 2:
-        return look.now
-    return max(recent) + min(_LONGEST_PAUSE_S, 2.0 ** (len(recent) - 1))
+        return None
+    return look.until(max(recent), min(_LONGEST_PAUSE_S, 2.0 ** min(len(recent) - 1, 10)))
 
 
 def _avoided(look: Look) -> tuple[str, ...]:
-    """Nodes on which failures keep happening, as long as that is not all of them."""
+    """Nodes on which failures keep happening, and those that will be gone."""
     window = look.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for blame in look.memory.blames:
         if blame.node and look.now - blame.record.time < window:
             counts[blame.node] = counts.get(blame.node, 0) + 1
-    bad = tuple(sorted(node for node, count in counts.items() if count >= AVOID))
-    return bad if len(bad) < len(look.seen.nodes) else ()
+    leaving = {pod.node for pod in look.seen.pods if pod.node_leaves}
+    return tuple(sorted({*leaving, *(node for node, count in counts.items() if count >= AVOID)}))
 
 
 # ------------------------------------------------------------------------------------------------------------------- failures
@@ -544,11 +740,11 @@ def _failures(look: Look) -> list[tuple[bool, Failure]]:
     if known.world is None or known.judged >= known.world.generation:
         return []
     found = []
-    for id, told in look.seen.told.items():
-        if told.member.failed and told.failure and told.member.generation == known.world.generation:
-            said = {key: told.failure.get(key) for key in ("rank", "code", "reason", "traceback", "time", "step")}
-            failure = Failure.model_validate({**said, "worker": id, "generation": told.member.generation})
-            found.append((bool(told.failure.get("echo")), failure))
+    for told in look.seen.told.values():
+        if told.member.failed and (failure := told.failure) and told.member.generation == known.world.generation:
+            if failure.time > look.now:  # its node's clock is ahead of ours: then it was when we heard of it
+                failure = failure.model_copy(update={"time": told.beat})
+            found.append((told.echo, failure))
     return sorted(found, key=lambda each: each[1].time)
 
 
@@ -560,11 +756,20 @@ def _explained(look: Look) -> bool:
     return known is not None and not set(known.members) <= here & members
 
 
-def _judge_processes(look: Look, pending: list[tuple[bool, Failure]]) -> None:
-    """Judge the failures of one generation by the first of them that is no echo."""
+def _unanswered(look: Look) -> bool:
+    """Whether a member of the world still says that it trains when others have failed: it may be why, and be gone."""
+    known = look.memory.world
+    said = [told.member for id, told in look.seen.told.items() if known is not None and id in known.members]
+    return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
+
+
+def _judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world.World | None = None) -> None:
+    """Judge the failures of one generation by the first that is no echo. A member that the new world lacks explains echoes."""
     echo, failure = min(pending, key=lambda each: (each[0], not contract.killed(each[1].code), each[1].time))
     generation = failure.generation
-    if not (echo and _explained(look)):
+    before = look.memory.world
+    without = new is not None and before is not None and not set(before.members) <= set(new.members)
+    if not (echo and (without or _explained(look))):
         pod = look.pod(failure.worker)
         _judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "")
     look.know(judged=max(look.memory.judged, generation))
@@ -586,21 +791,21 @@ def _judge(look: Look, failure: Failure, *, raised: int | None, node: str) -> No
     told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
     look.know(failure=_kept(look, told, node))
     if isinstance(verdict, restarts.Stop):
-        what = "WrongConfiguration" if failure.code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"
-        what = "NoProgress" if "times in a row" in verdict.reason else what
         code = contract.Exit.MISCONFIGURED if failure.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
-        return look.finish(State.FAILED, verdict.reason, code, what)
+        return look.finish(State.FAILED, verdict.reason, code, _why_failed(verdict.reason, code))
     nodes = {blame.record: blame.node for blame in known.blames}
     blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
     look.know(blames=blames, restarts=known.restarts + counted)
+    look.setup = made.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
     look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
 
 
 def _kept(look: Look, failure: Failure, node: str) -> Document:
-    """A failure as the status keeps it, with the last lines of its worker's log if they are known."""
+    """A failure as the status keeps it, with the last lines of its worker's log: as its agent says, else as its pod ended."""
     pod = look.pod(failure.worker)
-    words = {"logTail": pod.last_words} if pod is not None and pod.last_words else {}
-    return {**failure.model_dump(exclude_none=True, exclude={"log_tail"}), "node": node, **words}
+    words = failure.log_tail or (pod.last_words if pod is not None else "")
+    kept = failure.model_dump(exclude_none=True, exclude={"log_tail"})
+    return {**kept, "node": node, **({"logTail": words} if words else {})}
 
 
 def _judged(look: Look, pod: Pod) -> None:
@@ -640,41 +845,79 @@ def _stuck(pod: Pod) -> bool:
     return bool(pod.waits) and not pod.waits.startswith(("waits to be scheduled", "is being started"))
 
 
+def _goes(look: Look, pod: Pod) -> bool:
+    """Whether a pod that is not of this job goes by itself, or with the earlier job of this name that it is of."""
+    owners = pod.document["metadata"].get("ownerReferences") or ()
+    kind, name = (look.seen.document["apiVersion"], look.seen.document["kind"]), look.seen.name
+    return pod.leaves or any((each["apiVersion"], each["kind"], each["name"]) == (*kind, name) for each in owners)
+
+
 def _force(look: Look, pod: Pod) -> None:
     """Delete a pod that goes and is on a node that does not answer, at once."""
-    if pod.node_lost is None:
-        return
-    if (end := look.until(pod.node_lost, look.seen.limits.lost_s)) is None:
-        look.delete(pod, f"its node {pod.node} does not answer", grace_s=0)
-    look.again(end)
+    plan = orphans([pod], look.now, look.seen.since, look.seen.limits)
+    for deletion in plan.deletes:
+        look.deletes.setdefault(pod.uid, deletion)
+    look.again(plan.look_again)
 
 
-def _orphans(seen: Seen) -> Plan:
-    """The job is being deleted, and its pods with it; only those on lost nodes need more."""
-    look = Look(seen)
-    for pod in seen.pods:
-        _force(look, pod)
-    return Plan(deletes=tuple(look.deletes.values()), look_again=min(look._times, default=None))
+def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
+    """What pods need that go with their job: nothing, but for those on nodes that do not answer."""
+    going = [(pod, max(pod.node_lost, since)) for pod in pods if pod.leaves and pod.node_lost is not None]
+    ends = [(pod, world.until(quiet, limits.lost_s, now)) for pod, quiet in going]
+    deletes = tuple(
+        Deletion(pod.name, pod.uid, f"it goes, and its node {pod.node} does not answer", grace_s=0)
+        for pod, end in ends
+        if end is None
+    )
+    return Plan(deletes=deletes, look_again=min((end for _, end in ends if end is not None), default=None))
 
 
 # ------------------------------------------------------------------------------------------------------------------- progress
 
 
 def _tell_progress(look: Look) -> None:
-    """How far training is: with everything else that is written, else every PROGRESS_S."""
-    known = look.memory.progress
+    """How far training is: with everything else that is written, at the first step of a world, else every PROGRESS_S."""
+    known, mark = look.memory.progress, _mark(look)
     step, committed = look.step, look.committed
     steps = next((told.steps for told in look.seen.told.values() if told.steps is not None), known.steps)
     if (step, steps, committed) == (known.step, known.steps, known.committed):
         return
-    due = known.time + PROGRESS_S
+    due = look.until(known.time, PROGRESS_S)
+    first = mark is not None and known.mark is None
     anew = dataclasses.replace(look.memory, progress=look.seen.memory.progress) != look.seen.memory
-    if look.now < due and not anew:
+    if due is not None and not first and not anew:
         return look.again(due)
-    rate = known.rate
-    if known.time and look.now > known.time and step > known.step:
-        rate = round((step - known.step) / (look.now - known.time), 3)
-    look.know(progress=memory.Progress(step, steps, committed, rate, look.now))
+    committed_at = look.now if committed > known.committed else known.committed_at
+    rate, mark = _rate(known, mark)
+    look.know(progress=memory.Progress(step, steps, committed, committed_at, rate, float(int(look.now)), mark))
+
+
+def _mark(look: Look) -> tuple[int, float] | None:
+    """The newest step of rank 0 in the world that trains, and when it was. Always the same one: clocks of nodes differ."""
+    known = look.memory.world
+    if known is None or look.memory.called is not None or look.memory.closed is not None:
+        return None
+    told = look.seen.told.get(known.members[0])
+    if told is None or told.step is None or not told.time or told.generation not in (None, known.generation):
+        return None
+    return told.step, round(told.time, 3)
+
+
+def _rate(known: memory.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
+    """Steps per second since the mark that is known, and the mark to go on from. None before there are two of one world."""
+    if mark is None or known.mark is None:
+        return None, mark
+    seconds = mark[1] - known.mark[1]
+    if seconds < MEASURE_S:
+        return known.rate, known.mark
+    return float(f"{max(0, mark[0] - known.mark[0]) / seconds:.4g}"), mark
+
+
+def _why_failed(reason: str, code: int) -> str:
+    """The CamelCase reason of a job that failed for good."""
+    if "times in a row" in reason:
+        return "NoProgress"
+    return "WrongConfiguration" if code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"
 
 
 def _why(reason: str) -> str:
@@ -686,6 +929,8 @@ RULES: tuple[Callable[[Look], None], ...] = (
     finished,
     unreadable,
     changed_or_new,
+    world_learned,
+    queued,
     workers_done,
     ended_workers,
     lost_workers,

@@ -3,68 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
 
-from outlast.controller import legacy
-from outlast.controller.decide import decide
-from outlast.controller.observe import Limits, observe, silent_since
-from outlast.controller.plan import Deletion, Document, Plan
-from outlast.kinds import ELASTIC_JOB, LEGACY_JOB
+from outlast.controller import decide, legacy, observe
+from outlast.controller.cache import Looked
+from outlast.controller.observe import Limits
+from outlast.controller.operator import Decider
+from outlast.controller.plan import Plan
+from outlast.controller.queues import Found
+from outlast.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 
 
-def elastic_job(
-    job: Document,
-    pods: Sequence[Document],
-    leases: Sequence[Document],
-    nodes: Mapping[str, Document],
-    now: float,
-    since: float,
-    found: frozenset[str],
-) -> Plan:
+def elastic_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
     """What is to be done about an ElasticJob of ours."""
-    return decide(observe(job, pods, leases, nodes, now, since, found))
+    assert looked.job is not None, "it is asked about jobs that are there"
+    documents = (looked.job, looked.pods, looked.leases, looked.nodes)
+    return decide.decide(observe.observe(*documents, now, looked.since, found, limits, looked.refused))
 
 
-def legacy_job(
-    job: Document,
-    pods: Sequence[Document],
-    leases: Sequence[Document],
-    nodes: Mapping[str, Document],
-    now: float,
-    since: float,
-    found: frozenset[str],
-) -> Plan:
+def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
     """What is to be done about an ElasticJob of `elastic.pytorch.org`."""
-    ends = dict(_lost_at(pods, nodes))
-    plan = legacy.decide(job, pods, now, lost={node for node, end in ends.items() if end <= now})
+    assert looked.job is not None, "it is asked about jobs that are there"
+    ends: dict[str, float] = {}
+    for pod in observe.seen_pods(looked.pods, looked.nodes):
+        if pod.node_lost is not None:
+            ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, looked.since) + limits.lost_s)
+    plan = legacy.decide(looked.job, looked.pods, now, lost={node for node, end in ends.items() if end <= now})
     later = [end for end in ends.values() if end > now]
     return dataclasses.replace(plan, look_again=min([*later, plan.look_again or float("inf")])) if later else plan
 
 
-def orphans(pods: Sequence[Document], nodes: Mapping[str, Document], now: float) -> Plan:
-    """What is to be done about pods whose ElasticJob is gone: they go by themselves, but for those on nodes that are lost."""
-    going = [pod for pod in pods if pod["metadata"].get("deletionTimestamp") and _of_an_elastic_job(pod)]
-    ends = dict(_lost_at(going, nodes))
-    lost = [pod for pod in going if ends.get(pod["spec"].get("nodeName"), float("inf")) <= now]
-    deletes = tuple(
-        Deletion(pod["metadata"]["name"], pod["metadata"]["uid"], "its job is gone, and its node does not answer", grace_s=0)
-        for pod in lost
-    )
-    return Plan(deletes=deletes, look_again=min((end for end in ends.values() if end > now), default=None))
+def orphans(limits: Limits, looked: Looked, now: float) -> Plan:
+    """What is to be done about pods whose ElasticJob is gone."""
+    ours = [pod for pod in observe.seen_pods(looked.pods, looked.nodes) if _of_an_elastic_job(pod)]
+    return decide.orphans(ours, now, looked.since, limits)
 
 
-def _of_an_elastic_job(pod: Document) -> bool:
+def _of_an_elastic_job(pod: observe.Pod) -> bool:
     """Whether we have made it; pods of Jobs and StatefulSets have the label of their job, too."""
-    return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod["metadata"].get("ownerReferences") or ())
+    return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 
-def _lost_at(pods: Sequence[Document], nodes: Mapping[str, Document]) -> Iterator[tuple[str, float]]:
-    """The pods' nodes that do not answer, or are gone, and from when on they are taken for lost."""
-    for pod in pods:
-        name = (pod.get("spec") or {}).get("nodeName")
-        if name and nodes and (silent := silent_since(nodes.get(name))) is not None:
-            yield name, silent + Limits().lost_s
-
-
-ALL = {ELASTIC_JOB: elastic_job, LEGACY_JOB: legacy_job}
-"""By kind."""
+def of(limits: Limits) -> dict[Kind, Decider]:
+    """All of them, by kind."""
+    return {ELASTIC_JOB: functools.partial(elastic_job, limits), LEGACY_JOB: functools.partial(legacy_job, limits)}

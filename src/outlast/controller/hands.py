@@ -43,6 +43,11 @@ class Hands:
         kind = self._writing(kind_of(document), "update")
         return self._wrote(kind, self._cluster.replace(document, subresource=subresource))
 
+    def patch(self, kind: Kind, name: str, change: Document, *, namespace: str | None = None) -> Document:
+        """Change parts of a document."""
+        self._writing(kind, "patch")
+        return self._wrote(kind, self._cluster.patch(kind, name, change, namespace=namespace))
+
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:

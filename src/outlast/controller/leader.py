@@ -28,6 +28,9 @@ RENEW_S = 5.0
 LOST_S = 10.0
 """Without a renewal for so long, its holder stops acting: a third of the duration is left for what is on its way."""
 
+BREAK_S = 5.0
+"""An answer that comes so much later than we ask is a break: the API server was away, though no connection may have been lost."""
+
 
 class Cluster(Protocol):
     """What is needed of `kube.Cluster`."""
@@ -93,10 +96,27 @@ class Leadership:
         self._seen: Seen | None = None
         self._lease: Document | None = None
         self._said = ""
+        self._answered: float | None = None
+        self._unbroken = 0.0
+
+    def heard_for(self) -> float:
+        """For how many seconds the API server has answered without a break. A watch does not tell: a server that stands still
+        keeps its connections, and what comes through them afterwards is old."""
+        now = self._clock()
+        return 0.0 if self._broken(now) else now - self._unbroken
+
+    def _broken(self, now: float) -> bool:
+        """Whether an answer is overdue."""
+        return self._answered is None or now - self._answered > self._every_s + BREAK_S
 
     def holds(self) -> bool:
         """Whether we may act now."""
         return self._renewed is not None and self._clock() - self._renewed < self._duration_s * LOST_S / DURATION_S
+
+    @property
+    def waits(self) -> bool:
+        """Whether another acts, as far as we know."""
+        return self._seen is not None
 
     @property
     def lost(self) -> bool:
@@ -121,6 +141,10 @@ class Leadership:
             lease: Document | None = self.cluster.get(LEASE, OPERATOR, namespace=self.namespace)
         except Absent:
             lease = None
+        answered = self._clock()
+        if self._broken(answered):
+            self._unbroken = answered
+        self._answered = answered
         verdict, self._seen, why = judge(lease, self.me, self._seen, asked)
         if self._renewed is not None and verdict != "renew":
             self._renewed = float("-inf")  # somebody has taken it from us: we may not act, whatever became of that one

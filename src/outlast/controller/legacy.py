@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from outlast import contract
 from outlast.backends import pods as podwords
 from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.kinds import LEGACY_JOB
 from outlast.manifests import legacy
+from outlast.rendezvous.world import until
 
 RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` starts a worker again; all others are permanent."""
@@ -29,17 +31,6 @@ OVERDUE_S = 60.0
 """A pod that is there so long after its grace is over is on a node that does not answer."""
 _AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
 """Restarts before there is a pause between them, the first pause (they double), and the longest."""
-_LOST = (
-    "Evicted",
-    "NodeLost",
-    "NodeShutdown",
-    "Terminated",
-    "Preempting",
-    "Shutdown",
-    "NodeAffinity",
-    "UnexpectedAdmissionError",
-)
-"""Reasons of pods whose node ended them, with no fault of theirs."""
 
 
 def decide(job: Mapping[str, Any], pods: Sequence[Document], now: float, *, lost: Collection[str] = ()) -> Plan:
@@ -99,7 +90,7 @@ class _Sight:
     @cached_property
     def strangers(self) -> dict[int, Document]:
         """Pods that have the names of ours and are somebody else's."""
-        names = {legacy.pod_name(self.name, index): index for index in range(self.wanted)}
+        names = {contract.worker_name(self.name, index): index for index in range(self.wanted)}
         named = [(names.get(pod["metadata"]["name"]), pod) for pod in self.pods if not self._owned(pod)]
         return {index: pod for index, pod in named if index is not None}
 
@@ -115,6 +106,13 @@ class _Sight:
         """The condition of the end."""
         true = [each["type"] for each in self.status.get("conditions") or () if each["status"] == "True"]
         return next((each for each in ("Failed", "Succeeded") if each in true), None)
+
+    @property
+    def ended_at(self) -> str:
+        """When it ended. The archived controller did not say so of jobs that failed, but in their condition."""
+        told = [each.get("lastTransitionTime") for each in self.status.get("conditions") or () if each["type"] == self.ended]
+        times = [self.status.get("completionTime"), *told, self.job["metadata"]["creationTimestamp"]]
+        return next(str(each) for each in times if each)
 
     @cached_property
     def succeeded(self) -> dict[int, Document]:
@@ -263,13 +261,13 @@ def _go_on(sight: _Sight) -> Plan:
         pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
         if sight.succeeded:
             delete(each.pod, "others are done: it is not started again", grace_s=0)
-        elif each.time + pause <= sight.now:
+        elif (end := until(each.time, pause, sight.now)) is None:
             delete(each.pod, f"{each.sentence}; it is started again", grace_s=0)
         else:
-            later.append(each.time + pause)
+            later.append(end)
 
     missing = [index for index in range(sight.wanted) if index not in sight.own and index not in sight.strangers]
-    made = [] if sight.succeeded or sight.stale else missing
+    made = [] if sight.succeeded or sight.stale or legacy.nameless(sight.job) else missing
     status, notes = _status(sight)
     return Plan(
         setup=(legacy.service(sight.job),) if made else (),
@@ -305,7 +303,7 @@ def _afterwards(sight: _Sight) -> Plan:
             deletes.append(_deletion(pod, f"the job is over, and cleanPodPolicy is {policy}"))
     later, remove = [sight.next_stuck()], None
     if (ttl := sight.spec.get("ttlSecondsAfterFinished")) is not None:
-        at = podwords.seconds(sight.status.get("completionTime") or memory.text(sight.now)) + ttl
+        at = podwords.seconds(sight.ended_at) + ttl
         later.append(at if at > sight.now else None)
         if at <= sight.now:
             meta, reason = sight.job["metadata"], f"ttlSecondsAfterFinished ({ttl}) is over"
@@ -417,12 +415,12 @@ def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
         each for each in status.get("conditions") or () if each["type"] == "DisruptionTarget" and each.get("status") == "True"
     ]
     code = int(ended["exitCode"]) if "exitCode" in ended else None
-    disrupted = bool(target) or why in _LOST or code is None
+    disrupted = bool(target) or why == "Evicted" or podwords.refused(why) or code is None
     if disrupted:
         said = next((each.get("reason") for each in target), "") or why
         sentence = f"was lost ({said})" if said else "was lost"
     elif ended.get("reason") == "OOMKilled":
-        sentence = "was killed: out of memory"
+        sentence = podwords.out_of_memory(pod, _container(pod, job)["name"])
     else:
         sentence = f"failed with exit code {code}"
     times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
@@ -466,7 +464,7 @@ def _deadline(sight: _Sight) -> float | None:
 
 def _pause(restarts: int) -> float:
     """How long after a failure its worker is started again."""
-    return 0.0 if restarts <= _AT_ONCE else min(_LONGEST_S, _PAUSE_S * 2.0 ** (restarts - _AT_ONCE - 1))
+    return 0.0 if restarts <= _AT_ONCE else min(_LONGEST_S, _PAUSE_S * 2.0 ** min(restarts - _AT_ONCE - 1, 10))
 
 
 def _breath(failure: _Failure) -> float:

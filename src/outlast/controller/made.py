@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outlast import contract, spec
 from outlast.controller.observe import Seen
-from outlast.manifests import disruption, gang, labels, names, objects, places, pods, rbac, variables
+from outlast.kinds import Kind
+from outlast.manifests import disruption, gang, kueue, labels, names, objects, places, pods, rbac, rendezvous, variables
+from outlast.manifests.kueue import Priority
 from outlast.manifests.request import Request
+from outlast.manifests.topologies import elasticjob
 
 Document = dict[str, Any]
 
@@ -16,13 +19,14 @@ Document = dict[str, Any]
 def setup(seen: Seen) -> tuple[Document, ...]:
     """What must be there before the first pod. Raises InvalidJob for a job that no pods can be made of."""
     request = _request(seen)
-    pods.template(request, _worker(seen, request))
+    elasticjob.documents(request)  # whoever applies by kubectl has not been told what `outlast submit` refuses
+    worker = pods.pod(request, _worker(seen, request), index=0, generation=0, file="")
     return (
         *objects.claims(request),  # nobody's: they may hold data that others want
-        *_members(seen, request),
+        *_members(seen, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
         _owned(seen, objects.service(request)),
         _budget(seen, request),
-        *(_owned(seen, document) for document in gang.of(request, seen.name).documents),
+        *(_owned(seen, document) for document in _gang(seen, request).documents),
     )
 
 
@@ -32,18 +36,32 @@ def changed(seen: Seen) -> tuple[Document, ...]:
     return (
         *(document for document in _members(seen, request) if document["kind"] == "Role"),
         _budget(seen, request),
-        *(_owned(seen, document) for document in gang.of(request, seen.name).documents),
+        *(_owned(seen, document) for document in _gang(seen, request).documents),
     )
 
 
-def pod(seen: Seen, index: int, generation: int, avoided: Sequence[str]) -> Document:
-    """The pod of a worker, on none of these nodes."""
+def workload(seen: Seen, kind: Kind, name: str, count: int, least: int, priority: Priority) -> Document:
+    """The Workload that asks for so many workers, see `manifests.kueue`."""
     request = _request(seen)
-    made = _owned(seen, pods.pod(request, _worker(seen, request, index), index=index, generation=generation))
-    made["spec"]["hostname"] = made["metadata"]["name"]  # only so has it a name behind the Service
-    if avoided:
-        _avoid(made["spec"], avoided)
-    return made
+    meta = labels.metadata(request, name)
+    meta["labels"] = {**meta["labels"], kueue.JOB_UID: seen.uid}
+    template = pods.template(request, _worker(seen, request))
+    queue = kueue.queue(seen.document)
+    made = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=least, priority=priority)
+    return _owned(seen, made)
+
+
+def workers(seen: Seen, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
+    """The pods of these workers, rather not on these nodes."""
+    request = _request(seen)
+    file = places.file(request.job)  # to write YAML takes longer than all else here
+    for index in indices:
+        pod = pods.pod(request, _worker(seen, request, index), index=index, generation=generation, file=file)
+        made = _owned(seen, pod)
+        made["spec"]["hostname"] = made["metadata"]["name"]  # only so has it a name behind the Service
+        if avoided:
+            _avoid(made["spec"], avoided)
+        yield made
 
 
 def checkpoints(job: spec.Job) -> str:
@@ -60,20 +78,34 @@ def _request(seen: Seen) -> Request:
 def _worker(seen: Seen, request: Request, index: int = 0) -> pods.Worker:
     return pods.Worker(
         index=variables.plain(str(index)),
-        rendezvous=f"{contract.KUBERNETES}{seen.name}",
+        rendezvous=_endpoint(seen, request),
         subdomain=request.names.service,
         account=rbac.account(seen.name),
-        gang=gang.of(request, seen.name),
+        gang=_gang(seen, request),
     )
 
 
-def _members(seen: Seen, request: Request) -> list[Document]:
-    most = request.spec.workers.max
-    return rbac.members(seen.name, _namespace(seen), most, labels.common(request.job), seen.owner)
+def _endpoint(seen: Seen, request: Request) -> str:
+    """Who decides for the workers: the operator, or one of them that is elected in an etcd."""
+    if request.spec.rendezvous.backend == "etcd":
+        return rendezvous.endpoint(request, "", "")
+    return f"{contract.KUBERNETES}{seen.name}"
+
+
+def _gang(seen: Seen, request: Request) -> gang.Gang:
+    return gang.of(request, seen.name, seen.gang)
+
+
+def _members(seen: Seen, request: Request, *, bearer: str = "") -> list[Document]:
+    # Workers that are still to save and leave need their Leases until they have, whatever may be wanted now.
+    world = seen.memory.world.members if seen.memory.world else ()
+    most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in seen.pods), *world))])
+    return rbac.members(seen.name, _namespace(seen), most, labels.common(request.job), seen.owner, bearer=bearer)
 
 
 def _budget(seen: Seen, request: Request) -> Document:
-    return disruption.budget(seen.name, _namespace(seen), request.spec.workers.min, labels.common(request.job), seen.owner)
+    least = disruption.least(request.spec.workers)
+    return disruption.budget(seen.name, _namespace(seen), least, labels.common(request.job), seen.owner)
 
 
 def _namespace(seen: Seen) -> str:
@@ -86,9 +118,8 @@ def _owned(seen: Seen, document: Document) -> Document:
 
 
 def _avoid(pod: Document, nodes: Sequence[str]) -> None:
-    """Keep a pod off these nodes: in every term, since one that holds is enough."""
-    expression = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
+    """Keep a pod off these nodes where there are others: one that is found nowhere would wait for ever."""
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
-    required = affinity.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {"nodeSelectorTerms": [{}]})
-    for term in required["nodeSelectorTerms"]:
-        term["matchExpressions"] = [*term.get("matchExpressions", []), expression]
+    preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
+    preferred.append({"weight": 100, "preference": {"matchFields": fields}})

@@ -10,17 +10,21 @@ job watch. Times in it are seconds since the epoch, elsewhere they are as Kubern
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
+from outlast.backends import pods as podwords
 from outlast.manifests import labels
+from outlast.rendezvous.keys import Wanted
 from outlast.rendezvous.world import Call, World
 from outlast.restarts import History, Record
 from outlast.status import State
 
 Document = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,30 @@ class Blame:
 
 
 @dataclass(frozen=True)
+class Silent:
+    """A pod that was told to go since nothing was heard of it; why, its node will tell."""
+
+    uid: str
+    worker: int
+    node: str
+    since: float
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far training was when that was last written."""
 
     step: int = 0
     steps: int | None = None
     committed: int = 0
+    committed_at: float = 0.0
+    """When that step was first heard of as committed."""
     rate: float | None = None
+    """Steps per second of the world that trains."""
     time: float = 0.0
+    """Whole seconds, as it is read back."""
+    mark: tuple[int, float] | None = None
+    """The step and the time, by its own clock, that rank 0 of the world that trains had reported when `rate` was computed."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +92,16 @@ class Memory:
     """The newest generation whose failure has been judged."""
     judged_pods: tuple[str, ...] = ()
     """Uids of pods whose end has been judged, and which may still be there."""
+    silent: tuple[Silent, ...] = ()
     blames: tuple[Blame, ...] = ()
     restarts: int = 0
     interruptions: int = 0
+    born: str = ""
+    """Where others decide: their word for the run, see `rendezvous.keys.Said`."""
+    elected: int = 0
+    """Those of `restarts` that they have counted."""
+    wanted: Wanted | None = None
+    """What they are told."""
     failure: Mapping[str, Any] | None = None
     """The last failure, a `status.Failure` with the node and the tail of the log."""
     started: float | None = None
@@ -84,6 +111,10 @@ class Memory:
     """Whether there has been a world since `started`."""
     observed: int = 0
     """The `metadata.generation` that was acted on last."""
+    queue: str = ""
+    """The queue of Kueue that it waits in, or was admitted by."""
+    gang: str = ""
+    """Who starts its pods all or none, from the first to the last: who is installed later takes over none. Empty: nobody."""
     progress: Progress = Progress()
     account: Account = Account()
     conditions: tuple[Mapping[str, Any], ...] = field(default=())
@@ -94,43 +125,54 @@ class Memory:
         return max(self.world.generation if self.world else 0, self.called.generation if self.called else 0)
 
     @property
+    def silent_uids(self) -> set[str]:
+        return {each.uid for each in self.silent}
+
+    @property
     def history(self) -> History:
         return History(tuple(blame.record for blame in self.blames))
 
 
 def read(status: Mapping[str, Any]) -> Memory:
-    """The memory in a status, `{}` for a job that nobody has looked at yet."""
+    """The memory in a status, `{}` for a job that nobody has looked at yet. A part that makes no sense, as somebody else wrote
+    there or an operator of another version, is as if it had never been written."""
     told = status.get("rendezvous") or {}
     judged, written, account = status.get("judged") or {}, status.get("checkpoint") or {}, status.get("accounting") or {}
     called = told.get("called")
     return Memory(
-        state=State(status["state"]) if status.get("state") else None,
+        state=_sound(lambda: State(status["state"]), None) if status.get("state") else None,
         reason=status.get("reason", ""),
         run=told.get("run", ""),
-        world=_world(told["world"]) if told.get("world") else None,
-        called=Call(called["generation"], called["reason"], called["planned"], called["at"], tuple(called.get("leaving") or ()))
-        if called
-        else None,
-        closed=(told["closed"]["reason"], told["closed"]["code"]) if told.get("closed") else None,
+        world=_sound(lambda: _world(told["world"]), None) if told.get("world") else None,
+        called=_sound(lambda: _call(called), None) if called else None,
+        closed=_sound(lambda: (told["closed"]["reason"], told["closed"]["code"]), None) if told.get("closed") else None,
         judged=judged.get("generation", 0),
         judged_pods=tuple(judged.get("pods") or ()),
-        blames=tuple(
-            Blame(Record(each["time"], each["committedStep"], each.get("failedStep")), each.get("node", ""))
-            for each in status.get("failures") or ()
+        silent=_all(lambda each: Silent(each["uid"], each["worker"], each["node"], each["since"]), judged.get("silent")),
+        blames=_all(
+            lambda each: Blame(Record(each["time"], each["committedStep"], each.get("failedStep")), each.get("node", "")),
+            status.get("failures"),
         ),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
+        born=told.get("born", ""),
+        elected=judged.get("elected", 0),
+        wanted=Wanted.of(told.get("wanted")),
         failure=status.get("lastFailure"),
-        started=seconds(status.get("startTime")),
-        finished=seconds(status.get("completionTime")),
+        started=podwords.seconds(status.get("startTime")) or None,
+        finished=podwords.seconds(status.get("completionTime")) or None,
         formed=bool(told.get("formed")),
         observed=status.get("observedGeneration", 0),
+        queue=status.get("queue", ""),
+        gang=status.get("gang", ""),
         progress=Progress(
             status.get("step", 0),
             status.get("steps"),
             written.get("step", 0),
+            written.get("time", 0.0),
             status.get("rate"),
-            seconds(status.get("progressTime")) or 0.0,
+            podwords.seconds(status.get("progressTime")),
+            _sound(lambda: (account["reported"]["step"], account["reported"]["time"]), None) if account.get("reported") else None,
         ),
         account=Account(
             account.get("trainedSeconds", 0.0), account.get("executedSteps", 0), account.get("since"), account.get("first", 0)
@@ -167,17 +209,24 @@ def write(
         "progressTime": text(progress.time) if progress.time else None,
         "restarts": memory.restarts,
         "interruptions": memory.interruptions,
-        "checkpoint": {"step": progress.committed, "path": checkpoint, "time": progress.time} if progress.committed else None,
+        "checkpoint": {"step": progress.committed, "path": checkpoint, "time": _ms(progress.committed_at)}
+        if progress.committed
+        else None,
         "goodput": good,
         "goodputText": f"{100 * good:.1f} %" if good is not None else None,
-        "lastFailure": dict(memory.failure) if memory.failure else None,
+        "lastFailure": {**memory.failure, "time": _ms(memory.failure.get("time"))} if memory.failure else None,
         "startTime": text(memory.started) if memory.started is not None else None,
         "completionTime": text(memory.finished) if memory.finished is not None else None,
         "rendezvous": _rendezvous(memory, leave_s),
-        "judged": {"generation": memory.judged, "pods": list(memory.judged_pods)},
+        "judged": {
+            "generation": memory.judged,
+            "pods": list(memory.judged_pods),
+            "silent": [{**dataclasses.asdict(each), "since": _ms(each.since)} for each in memory.silent] or None,
+            "elected": memory.elected or None,
+        },
         "failures": [
             {
-                "time": blame.record.time,
+                "time": _ms(blame.record.time),
                 "committedStep": blame.record.committed_step,
                 "failedStep": blame.record.failed_step,
                 "node": blame.node,
@@ -187,9 +236,12 @@ def write(
         "accounting": {
             "trainedSeconds": round(memory.account.trained_s, 3),
             "executedSteps": memory.account.executed,
-            "since": memory.account.since,
+            "since": _ms(memory.account.since),
             "first": memory.account.first,
+            "reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None,
         },
+        "queue": memory.queue or None,
+        "gang": memory.gang or None,
         "conditions": list(memory.conditions),
     }
     return _without_nothing(found)
@@ -203,13 +255,21 @@ def goodput(memory: Memory, now: float) -> float | None:
     account, kept = memory.account, memory.progress.step
     if memory.started is None:
         return None
-    end = memory.finished or memory.progress.time or now
-    trained = account.trained_s + (max(0.0, end - account.since) if account.since is not None else 0.0)
-    executed = account.executed + (max(0, kept - account.first) if account.since is not None else 0)
-    wall = end - memory.started
+    end = float(int(memory.finished or memory.progress.time or now))  # as they are read back
+    now_trained, now_executed = training(account, kept, end, memory.progress.rate)
+    trained, executed = account.trained_s + now_trained, account.executed + now_executed
+    wall = end - int(memory.started)
     if executed <= 0 or wall <= 0:
         return None
     return round(min(1.0, trained * min(1.0, kept / executed) / wall), 4)
+
+
+def training(account: Account, step: int, until: float, rate: float | None) -> tuple[float, int]:
+    """Seconds and steps that the world of now has trained: what its steps took, if their rate is known; starting is none."""
+    if account.since is None:
+        return 0.0, 0
+    whole, steps = max(0.0, until - account.since), max(0, step - account.first)
+    return (min(whole, steps / rate) if rate else whole), steps
 
 
 def conditioned(
@@ -230,11 +290,6 @@ def conditioned(
     return tuple(found)
 
 
-def seconds(when: str | None) -> float | None:
-    """Seconds since the epoch of a time as Kubernetes writes it."""
-    return datetime.fromisoformat(when).timestamp() if when else None
-
-
 def text(when: float) -> str:
     """A time as Kubernetes writes it, whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -243,19 +298,50 @@ def text(when: float) -> str:
 def _rendezvous(memory: Memory, leave_s: float) -> Document:
     found: Document = {"run": memory.run}
     if memory.world is not None:
-        found["world"] = {**dataclasses.asdict(memory.world), "members": list(memory.world.members)}
+        formed = dataclasses.asdict(memory.world)
+        found["world"] = {**formed, "members": list(memory.world.members), "at": _ms(memory.world.at)}
     if memory.called is not None:
         call = dataclasses.asdict(memory.called)
-        found["called"] = {**call, "leaving": list(memory.called.leaving), "deadline": memory.called.at + leave_s}
+        at = memory.called.at
+        found["called"] = {**call, "leaving": list(memory.called.leaving), "at": _ms(at), "deadline": _ms(at + leave_s)}
     if memory.closed is not None:
         found["closed"] = {"reason": memory.closed[0], "code": memory.closed[1]}
     if memory.formed:
         found["formed"] = True
+    if memory.born:
+        found["born"] = memory.born
+    if memory.wanted is not None:
+        found["wanted"] = dataclasses.asdict(memory.wanted)
     return found
 
 
+def _ms(when: float | None) -> float | None:
+    """A time as it is written: to the millisecond, which reads back as itself."""
+    return None if when is None else round(when, 3)
+
+
 def _world(fields: Mapping[str, Any]) -> World:
+    if not fields["members"]:
+        raise ValueError("a world has members")
     return World(fields["generation"], tuple(fields["members"]), fields["address"], fields["reason"], fields["at"])
+
+
+def _call(fields: Mapping[str, Any]) -> Call:
+    return Call(fields["generation"], fields["reason"], fields["planned"], fields["at"], tuple(fields.get("leaving") or ()))
+
+
+def _sound(read: Callable[[], T], otherwise: T) -> T:
+    """What is read, if it makes sense."""
+    try:
+        return read()
+    except (KeyError, TypeError, ValueError):
+        return otherwise
+
+
+def _all(read: Callable[[Mapping[str, Any]], T], given: Sequence[Mapping[str, Any]] | None) -> tuple[T, ...]:
+    """Those that make sense."""
+    found = [_sound(functools.partial(read, each), None) for each in given or ()]
+    return tuple(each for each in found if each is not None)
 
 
 def _without_nothing(found: Document) -> Document:

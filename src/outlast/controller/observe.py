@@ -5,16 +5,22 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import ValidationError
 
 from outlast import contract, spec
 from outlast.backends import pods as podwords
 from outlast.contract import LEASE_S, Annotation, Label
-from outlast.controller import memory
+from outlast.controller import memory, queues
 from outlast.controller.memory import Memory
+from outlast.controller.queues import Found
 from outlast.errors import InvalidJob
+from outlast.manifests import gang, kueue
+from outlast.rendezvous import decider, keys
 from outlast.rendezvous.world import Member, Standing
+from outlast.status import Failure
 
 Document = Mapping[str, Any]
 
@@ -53,7 +59,7 @@ class Pod:
     index: int
     node: str
     node_lost: float | None
-    """Since when its node does not answer; -inf when the node is gone."""
+    """Since when its node does not answer; of a node that is not there, since when the pod is on it."""
     node_leaves: str
     """The taint by which its node says that it will soon be gone; empty when it does not."""
 
@@ -76,13 +82,26 @@ class Pod:
         return podwords.leaves(self.document)
 
     @property
+    def lingers(self) -> bool:
+        """Whether its worker has ended, and other containers of it run on: those that a template or a webhook has added."""
+        worker = podwords.container(self.document)
+        ended = worker.get("name") == contract.Pod.CONTAINER and "terminated" in (worker.get("state") or {})
+        return ended and self.document["spec"].get("restartPolicy") == "Never" and not podwords.over(self.document)
+
+    @property
+    def over(self) -> bool:
+        """Whether its worker will never run again."""
+        return podwords.over(self.document) or self.lingers
+
+    @property
     def ended(self) -> podwords.End | None:
-        """How it ended, if it will never run again."""
-        return podwords.end(self.document) if podwords.over(self.document) else None
+        """How its worker ended, if it will never run again."""
+        return podwords.end(self.document) if self.over else None
 
     @property
     def succeeded(self) -> bool:
-        return podwords.phase(self.document) == "Succeeded"
+        ended = self.ended if self.lingers else None
+        return podwords.phase(self.document) == "Succeeded" or (ended is not None and ended.code == 0)
 
     @property
     def waits(self) -> str:
@@ -90,9 +109,17 @@ class Pod:
         return podwords.waits(self.document)
 
     @property
+    def kept(self) -> str:
+        """What keeps it although it has gone: finalizers, which others are to remove; empty when nothing does."""
+        meta = self.document["metadata"]
+        gone = self.leaves and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
+        found = ", ".join(meta.get("finalizers") or ()) if gone else ""
+        return f"has gone, and its name is kept by the finalizers {found}; have them removed" if found else ""
+
+    @property
     def alive(self) -> bool:
         """Whether it trains, or will."""
-        return not self.leaves and not podwords.over(self.document)
+        return not self.leaves and not self.over
 
     @property
     def last_words(self) -> str:
@@ -108,11 +135,19 @@ class Told:
     member: Member
     beat: float
     """When it was renewed last."""
-    failure: Mapping[str, Any] | None
+    failure: Failure | None
     """What failed in its generation, see `rendezvous.local.Report`."""
+    echo: bool = False
+    """Whether that only echoes the failure of another."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
+    generation: int | None = None
+    """In which generation that step was; None when it is not told."""
+    time: float = 0.0
+    """When, by the member's clock; 0 when it is not told."""
+    decided: tuple[int, keys.Said] | None = None
+    """What it has heard last of those who decide by an etcd, and the revision of that."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +168,13 @@ class Seen:
     now: float
     since: float
     """Since when we have been listening without a break: silence before that is ours."""
-    found: frozenset[str] = frozenset()
-    """API groups that the cluster serves."""
+    found: Found = field(default_factory=Found)
+    """What else the cluster has."""
+    queue: queues.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
+    refused: str = ""
+    """Why its pods could not be made when that was tried last: a sentence."""
 
     @property
     def name(self) -> str:
@@ -145,6 +183,15 @@ class Seen:
     @property
     def uid(self) -> str:
         return str(self.document["metadata"]["uid"])
+
+    @property
+    def gang(self) -> gang.Who:
+        """Who starts its pods all or none: decided when it is taken up, and the same for all pods that it will ever have."""
+        assert self.job is not None, "only of a job that can be read pods are made"
+        if self.memory.started is None or self.job.spec.scheduling.gang != "auto":
+            admitted = kueue.GROUP in self.found.groups and bool(kueue.queue(self.document))
+            return gang.choose(self.job.spec, self.found.groups, admitted=admitted)
+        return "volcano" if self.memory.gang == "volcano" else "coscheduling" if self.memory.gang == "coscheduling" else "none"
 
     @property
     def generation(self) -> int:
@@ -171,15 +218,16 @@ def observe(
     nodes: Mapping[str, Document],
     now: float,
     since: float,
-    found: frozenset[str] = frozenset(),
+    found: Found | None = None,
     limits: Limits | None = None,
+    refused: str = "",
 ) -> Seen:
-    """One look: the job, the pods and Leases with its label, the nodes by name; `since` as in `Seen`."""
+    """One look: the job, the pods and Leases with its label, the nodes by name; `since` and `refused` as in `Seen`."""
     uid = job["metadata"]["uid"]
     read, problem = _read(json.dumps(_document(job)))
     known = memory.read(job.get("status") or {})
     run = f"{job['metadata']['name']}-{uid[:8]}"
-    all_ = sorted((_pod(pod, nodes) for pod in pods), key=lambda pod: pod.index)
+    all_ = seen_pods(pods, nodes)
     ours = tuple(pod for pod in all_ if _owned(pod.document, uid))
     return Seen(
         document=job,
@@ -189,12 +237,14 @@ def observe(
         run=run,
         pods=ours,
         others=tuple(pod for pod in all_ if pod not in ours),
-        told={index: told for lease in leases for index, told in _told(lease, run, ours)},
+        told={index: told for lease in leases for index, told in _told(lease, job["metadata"]["name"], run, ours)},
         now=now,
         since=since,
-        found=found,
+        found=found or Found(),
+        queue=queues.of(job, found or Found()),
         limits=limits or Limits(),
         nodes=nodes,
+        refused=refused,
     )
 
 
@@ -225,26 +275,33 @@ def _owned(pod: Document, uid: str) -> bool:
     return any(owner["uid"] == uid for owner in pod["metadata"].get("ownerReferences") or ())
 
 
+def seen_pods(pods: Sequence[Document], nodes: Mapping[str, Document]) -> list[Pod]:
+    """Pods by index, each with what is to be said of its node."""
+    return sorted((_pod(pod, nodes) for pod in pods), key=lambda pod: pod.index)
+
+
 def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     name = str(pod["spec"].get("nodeName") or "")
     node = nodes.get(name)
     taints = ((node or {}).get("spec") or {}).get("taints") or ()
     leaving = next((taint["key"] for taint in taints if taint["key"] in LEAVING), "")
-    return Pod(pod, podwords.index(pod), name, silent_since(node) if name and nodes else None, leaving)
+    lost = None
+    if name and nodes:  # one that has just joined is in its pods before the watch of nodes tells of it
+        lost = podwords.bound(pod) if node is None else _silent_since(node)
+    return Pod(pod, podwords.index(pod), name, lost, leaving)
 
 
-def silent_since(node: Document | None) -> float | None:
-    """Since when a node does not answer: -inf for one that is gone, None for one that does."""
-    if node is None:
-        return float("-inf")
+def _silent_since(node: Document) -> float | None:
+    """Since when a node does not answer, None for one that does."""
     for condition in (node.get("status") or {}).get("conditions") or ():
         if condition["type"] == "Ready" and condition["status"] != "True":
-            return memory.seconds(condition.get("lastTransitionTime")) or 0.0
+            return podwords.seconds(condition.get("lastTransitionTime"))
     return None
 
 
-def _told(lease: Document, run: str, pods: Sequence[Pod]) -> list[tuple[int, Told]]:
-    """What a Lease says; nothing when it is of an earlier pod of this name, or of another run."""
+def _told(lease: Document, job: str, run: str, pods: Sequence[Pod]) -> list[tuple[int, Told]]:
+    """What a Lease says; nothing when it is of an earlier pod of this name, or of another run. Its labels its author may choose;
+    its name says whose it is."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
@@ -260,14 +317,29 @@ def _told(lease: Document, run: str, pods: Sequence[Pod]) -> list[tuple[int, Tol
             float(report["since"]),
             bool(report["failed"]),
         )
-        beat = lease.get(HEARD) or memory.seconds(fields.get("renewTime")) or 0.0
+        beat = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
         holder, said = fields.get("holderIdentity"), report.get("run")
-        step, committed = progress.get("step"), int(progress.get("committed") or 0)
+        reached = progress.get("step"), progress.get("steps"), int(progress.get("committed") or 0)
+        when = progress.get("generation"), float(progress.get("time") or 0.0)
+        failed = report.get("failure") or {}
+        failure, echo = decider.reported(failed, index, member.generation, member.since) if failed else (None, False)
+        heard = json.loads(annotations.get(Annotation.DECIDED) or "{}") or {}
+        decided = _readable(keys.Said.loads(json.dumps(heard.get("said"))))
+        revision = int(heard.get("revision") or 0)
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or nobody's: it says nothing
         return []
-    if said != run:
+    if said != run or meta["name"] != contract.worker_name(job, index):
         return []
     pod = next((pod for pod in pods if pod.index == index), None)
     if pod is not None and pod.uid != holder:
         return []
-    return [(index, Told(member, beat, report.get("failure"), step, progress.get("steps"), committed))]
+    return [(index, Told(member, beat, failure, echo, *reached, *when, (revision, decided) if decided else None))]
+
+
+def _readable(said: keys.Said | None) -> keys.Said | None:
+    """What was decided; without its last failure if that is of another version: it is counted all the same."""
+    try:
+        Failure.model_validate(said.failure if said else None)
+    except ValidationError:
+        return replace(said, failure=None) if said else None
+    return said

@@ -9,10 +9,12 @@ killed between any two lines.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,23 +27,21 @@ from outlast.controller.hands import Deposed, Hands
 from outlast.controller.leader import Leadership
 from outlast.controller.observe import HEARD
 from outlast.controller.plan import Plan
+from outlast.controller.queues import Found, Sight
 from outlast.controller.telemetry import Telemetry
+from outlast.controller.together import Later, Threads
 from outlast.controller.turns import Turns
-from outlast.errors import ClusterError, NotServed
-from outlast.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, VOLCANO_GROUP, WORKLOAD, Kind
+from outlast.errors import ClusterError, Forbidden, NotServed, Refused
+from outlast.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
+from outlast.manifests import kueue
 from outlast.runtime import probes
 
 log = logging.getLogger(__name__)
 
-Document = dict[str, Any]
-
-Decider = Callable[
-    [Document, Sequence[Document], Sequence[Document], Mapping[str, Document], float, float, frozenset[str]],
-    Plan,
-]
-"""(job, its pods, its Leases, all nodes by name, now, since, groups that are found) -> what is to be done. Pure."""
-Orphans = Callable[[Sequence[Document], Mapping[str, Document], float], Plan]
-"""(pods of a job that is not there, all nodes, now) -> which of them are to be deleted. Pure."""
+Decider = Callable[[Looked, float, Found], Plan]
+"""(what is known of a job, now, what else the cluster has) -> what is to be done. Pure."""
+Orphans = Callable[[Looked, float], Plan]
+"""(what is left of a job that is not there, now) -> which of its pods are to be deleted. Pure."""
 
 LONGEST_PAUSE_S = 60.0
 """Between two tries of what fails."""
@@ -51,14 +51,18 @@ STUCK_S = 300.0
 """A look that takes so long never ends: the process is to be started again."""
 BUSY = 30
 """So many looks in a row that each found something to do are more than any change of a job needs."""
-TOLD_S = 5.0
+TOLD_S = 2.0
 """When members tell of their progress, the job is looked at within so long, once for all of them."""
-FIND_S = 300.0
-"""How often it is looked which other systems the cluster has."""
 STOP_S = 6.0
 """How long the looks that have begun may take after SIGTERM; the kubelet waits longer."""
 
-_GROUPS = (WORKLOAD, VOLCANO_GROUP, POD_GROUP)
+WRITES = 2
+"""For each job that is looked at at once there are so many threads that write for it beside its own."""
+
+EVENTS = 1000
+"""So many may wait to be written, as in client-go's recorder."""
+
+_GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Settings:
     """0: any free one."""
     pause_s: float = 1.0
     """Before what failed is tried again for the first time."""
+    find_s: float = 60.0
+    """How often it is looked which other systems the cluster has."""
 
 
 class Operator:
@@ -99,21 +105,29 @@ class Operator:
         self.cache = Cache(self.deciders, self._changed)
         self.hands = Hands(cluster, self.cache, self.telemetry, leadership.holds)
         self._orphans, self._clock = orphans, clock
-        self._found: frozenset[str] = frozenset()
+        self._each, self._later = Threads(WRITES * self.settings.workers), Later(EVENTS)
+        self._found: tuple[Kind, ...] = ()
+        """What the cluster has of Kueue and of schedulers of gangs."""
+        self._around = threading.Lock()
+        self._ending = kube.Stop()
+        """Ends the watches."""
         self._failures: dict[Key, int] = {}
         self._busy: dict[Key, int] = {}
+        self._refused: dict[Key, str] = {}
+        """Why pods of a job could not be made when that was tried last."""
+        self._listens: dict[Kind, threading.Thread] = {}
+        """The watches of Kueue, by kind."""
         self._looking: dict[Key, float] = {}
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
         """Work until `stop` is set (0), or until the lease is lost or something is broken (1)."""
-        ending = kube.Stop()
-        """Ends the watches."""
+        ending = self._ending
         leaving = threading.Event()
         """Ends the leadership."""
         self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
         log.info("probes and metrics are served on %s", self.address)
-        self._found = self._groups(self._found)
+        self._look_around()
         watches = [threading.Thread(target=self._watch, args=(kind, ending), name=f"watch {kind}") for kind in self._kinds()]
         leading = threading.Thread(target=self.leadership.run, args=(leaving,), name="lease")
         workers = [threading.Thread(target=self._work, name=f"worker {n}") for n in range(self.settings.workers)]
@@ -137,17 +151,18 @@ class Operator:
                 if not self.leadership.lost:
                     log.error("%s ended by itself; this process ends, to be started again", ", ".join(broken))
                 break
-            stop.wait(0.5 if workers[0].ident is not None else 0.02)
+            stop.wait(0.5 if workers[0].ident is not None or self.leadership.waits else 0.02)
         asked = stop.is_set()
         self.turns.close()
         until = time.monotonic() + (STOP_S if asked and self.leadership.holds() else 0.0)
         for worker in workers:
             if worker.ident is not None:
                 worker.join(max(0.0, until - time.monotonic()))
+        self._later.finish(max(0.0, until - time.monotonic()))
         leaving.set()  # only now: nobody else may act while one of ours does
         leading.join(1.0 if asked else 0.0)
         ending.set()
-        for watch in watches:
+        for watch in (*watches, finding, *self._listens.values()):
             watch.join(0.5)  # who closes the cluster's connections next should find nobody using them
         log.info("stopped" if asked else "stopped: this operator may act no more")
         return 0 if asked else 1
@@ -177,8 +192,10 @@ class Operator:
             elif not stands and version is not None:
                 failures = 0
                 log.info("%s are watched", kind.resource)
-            stands = version is not None
+            comes, stands = not stands and version is not None, version is not None
             self.cache.heard(kind, version, self._clock())
+            if comes and kind in self._listens:
+                self._look_at_all()  # what was waited for may be known now
 
         while not stop.is_set():
             self.cache.begin(kind)
@@ -186,7 +203,7 @@ class Operator:
                 for change in self.cluster.watch(
                     kind,
                     stop=stop,
-                    labels=Label.JOB if kind in (POD, LEASE) else "",
+                    labels=Label.JOB if kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS) else "",
                     longest_pause_s=WATCH_S,
                     trim=lambda document: cache.trimmed(kind, document),
                     listening=heard,
@@ -198,6 +215,9 @@ class Operator:
                         heard_at = {HEARD: self._clock()} if kind == LEASE else {}
                         self.cache.put(kind, {**change.document, **heard_at})
             except NotServed as error:
+                if kind in self._listens:
+                    log.info("%s are watched no more: %s", kind.resource, error)
+                    return self.cache.heard(kind, None, self._clock())
                 if kind in self.deciders and kind != ELASTIC_JOB:
                     self.cache.forgo(kind, self._clock())  # may come later, and nobody waits for it
                 else:
@@ -213,22 +233,46 @@ class Operator:
 
     def _find(self, stop: kube.Stop) -> None:
         """Look now and then which other systems the cluster has."""
-        while not stop.wait(FIND_S):
-            found = self._groups(self._found)
-            if found != self._found:
-                log.info("this cluster has %s now", ", ".join(sorted(found)) or "neither Kueue nor gangs")
-                self._found = found
-                for key in self.cache.all():
-                    self.turns.add(key)
+        while not stop.wait(self.settings.find_s):
+            self._look_around()
 
-    def _groups(self, before: frozenset[str]) -> frozenset[str]:
-        """API groups of other systems that the cluster serves; as before when it does not say."""
-        try:
-            return frozenset(kind.group for kind in _GROUPS if self.cluster.serves(kind))
-        except ClusterError as error:
-            self.telemetry.failed()
-            log.warning("what else the cluster has is not known: %s", error)
-            return before
+    def _look_at_all(self) -> None:
+        for key in self.cache.all():
+            self.turns.add(key)
+
+    def _look_around(self) -> None:
+        """Look which other systems the cluster has, and listen to Kueue from then on."""
+        with self._around:
+            try:
+                queues = next((kinds for kinds in kueue.VERSIONS if all(self.cluster.serves(kind) for kind in kinds)), ())
+                found = (*queues, *(kind for kind in _GANGS if self.cluster.serves(kind)))
+            except ClusterError as error:  # as before, then
+                self.telemetry.failed()
+                return log.warning("what else the cluster has is not known: %s", error)
+            before, self._found = self._found, found
+            self._listen_to_queues(queues)
+        if found != before:
+            log.info("this cluster has %s now", ", ".join(kind.resource for kind in found) or "neither Kueue nor gangs")
+            self._look_at_all()
+
+    def _listen_to_queues(self, queues: tuple[Kind, ...]) -> None:
+        for kind in (*queues, PRIORITY_CLASS) if queues else ():
+            if kind not in self._listens or not self._listens[kind].is_alive():
+                self.cache.also(kind)
+                watch = threading.Thread(target=self._watch, args=(kind, self._ending), name=f"watch {kind}", daemon=True)
+                self._listens[kind] = watch
+                watch.start()
+
+    def _has(self, key: Key) -> Found:
+        """What the cluster has beside itself, and what Kueue says of a job."""
+        groups = frozenset(kind.group for kind in self._found)
+        queues = next((kinds for kinds in kueue.VERSIONS if kinds[0] in self._found), ())
+        if not queues or self.cache.unsynced((*queues, PRIORITY_CLASS)):
+            return Found(groups)
+        workload, flavor, priority = queues
+        flavors = {each["metadata"]["name"]: each for each in self.cache.every(flavor)}
+        classes = (*self.cache.every(priority), *self.cache.every(PRIORITY_CLASS))
+        return Found(groups, Sight(workload, self.cache.of(workload, key), flavors, classes))
 
     # what is done
 
@@ -251,20 +295,32 @@ class Operator:
         """Look at a job once, and do what is to be done about it. Raises ClusterError."""
         now = self._clock()
         looked = self.cache.look(key, now)
+        since = max(looked.since, now - self.leadership.heard_for())
+        looked = dataclasses.replace(looked, since=since, refused=self._refused.get(key, ""))
         if looked.job is None:
             self._gone(key, looked, now)
             return
         old = looked.job.get("status") or {}
-        plan = self.deciders[key.kind](looked.job, looked.pods, looked.leases, looked.nodes, now, looked.since, self._found)
+        if not old and kueue.queue(looked.job) and not any(kind.group == kueue.GROUP for kind in self._found):
+            self._look_around()  # it may have been installed a moment ago
+        plan = self.deciders[key.kind](looked, now, self._has(key))
         done = act.Done(plan.look_again)
         if plan or plan.notes:
             if plan.status is not None:
                 log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
-            done = act.act(self.hands, looked.job, plan, now)
+            written = functools.partial(self.telemetry.changed, old, plan.status or {}, plan.notes, now)
+            try:
+                done = act.act(self.hands, looked.job, plan, now, self._each, self._later, written)
+            except (Forbidden, Refused) as error:
+                self._refused[key] = str(error)
+                if plan.look_again is not None:  # the workers that are there wait no longer because of those that are refused
+                    self.turns.later(key, plan.look_again)
+                raise
             if done.stale:
                 log.info("%s; it is looked at anew", done.stale, extra=_about(key))
-            elif plan.status is not None:
-                self.telemetry.changed(old, plan.status, now)
+        self._refused.pop(key, None)
+        if done.blocked:
+            self._refused[key] = done.blocked
         self.telemetry.knows(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
         if done.look_again is not None:
             self.turns.later(key, done.look_again)
@@ -277,12 +333,12 @@ class Operator:
             self._busy.pop(key, None)
             return
         busy = self._busy[key] = self._busy.get(key, 0) + 1
-        if done.stale:  # the watch will bring what has changed; should it be late, so are we
+        if busy <= BUSY and (done.stale or done.blocked):  # the watch may bring what has changed; should it be late, so are we
             self.turns.later(key, now + 1.0)
         elif busy <= BUSY:
             self.turns.add(key)
         else:
-            pause = min(LONGEST_PAUSE_S, 2.0 ** (busy - BUSY))
+            pause = min(LONGEST_PAUSE_S, 2.0 ** min(busy - BUSY, 10))
             log.warning("%d looks in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
             self.turns.rest(key, now + pause)  # our own writes come back as changes; they must not keep us busy
 
@@ -290,9 +346,10 @@ class Operator:
         """There is no such job any more. What it owned goes by itself, but for pods on a node that nobody hears of."""
         self.telemetry.forget(key.kind.resource, key.namespace, key.name)
         self._busy.pop(key, None)
+        self._refused.pop(key, None)
         if not looked.pods or self._orphans is None or self._exists_otherwise(key):
             return
-        plan = self._orphans(looked.pods, looked.nodes, now)
+        plan = self._orphans(looked, now)
         for deletion in plan.deletes:
             act.delete(self.hands, deletion, key.namespace)
         if plan.look_again is not None:

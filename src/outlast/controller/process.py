@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -14,15 +15,18 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from outlast import contract, kube
+from outlast import contract, kube, units
 from outlast.contract import Env, Pod
-from outlast.controller.deciders import orphans
+from outlast.controller import deciders
 from outlast.controller.leader import Leadership
-from outlast.controller.operator import Decider, Operator, Settings
+from outlast.controller.observe import Limits
+from outlast.controller.operator import Operator, Settings
 from outlast.errors import OutlastError
-from outlast.kinds import Kind
 
 log = logging.getLogger(__name__)
+
+LEAST_LOST_S = 5.0
+"""The shortest time after which a node that does not answer may be given up."""
 
 
 class Lines(logging.Formatter):
@@ -71,7 +75,21 @@ def port(env: Mapping[str, str]) -> int:
     return int(given)
 
 
-def main(deciders: Mapping[Kind, Decider], *, namespace: str | None, workers: int, text: bool, context: str | None) -> int:
+def limits(lost_after: str) -> Limits:
+    """How long the operator waits, as its command line says. Raises OutlastError."""
+    try:
+        lost_s = units.duration(lost_after).total_seconds()
+    except ValueError as error:
+        raise OutlastError(f"--lost-after {lost_after} {error}") from error
+    if lost_s < LEAST_LOST_S:
+        raise OutlastError(
+            f"--lost-after {lost_after} is below {LEAST_LOST_S:g}s; a node whose kubelet only restarts would lose its workers: "
+            f"give {LEAST_LOST_S:g}s or more"
+        )
+    return Limits(lost_s=lost_s)
+
+
+def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> int:
     """Run the operator until SIGTERM or SIGINT; its exit code. Raises OutlastError when it cannot begin."""
     write_log(text=text)
     settings = Settings(namespace=namespace, workers=workers, port=port(os.environ))
@@ -82,7 +100,8 @@ def main(deciders: Mapping[Kind, Decider], *, namespace: str | None, workers: in
     home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
     leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
     try:
-        return Operator(cluster, deciders, leadership, settings, orphans=orphans).run(stop)
+        orphans = functools.partial(deciders.orphans, limits)
+        return Operator(cluster, deciders.of(limits), leadership, settings, orphans=orphans).run(stop)
     finally:
         cluster.close()
 

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import accumulate
 from typing import Any, Literal
 
 from outlast import contract
+from outlast.controller.plan import Note
+
+_INTERRUPTIONS = {
+    "WorkerInterrupted": "told",
+    "WorkerPreempted": "told",
+    "NodeLost": "node-lost",
+    "NodeLeaving": "node-leaving",
+}
+"""What notes say of interruptions, and what Prometheus calls it."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -80,11 +88,10 @@ class Telemetry:
         self._guard = threading.Lock()
         self._jobs: dict[tuple[str, str, str], _Job] = {}
         self._restarts = Metric("outlast_restarts_total", "Failures that were restarted after, by cause", "counter")
-        self._interruptions = Metric("outlast_interruptions_total", "Workers that were told to leave", "counter")
+        self._interruptions = Metric("outlast_interruptions_total", "Workers that left without a fault, by cause", "counter")
         self._writes = Metric("outlast_operator_writes_total", "Requests that change something", "counter")
         self._errors = Metric("outlast_operator_errors_total", "Looks at a job or at a kind that ended in an error", "counter")
-        for metric in (self._interruptions, self._errors):
-            metric.values[()] = 0.0
+        self._errors.values[()] = 0.0
         self._looks = Histogram(
             "outlast_reconcile_seconds",
             "Time of one look at a job, its writes included",
@@ -92,7 +99,7 @@ class Telemetry:
         )
         self._recoveries = Histogram(
             "outlast_recovery_seconds",
-            "Time from a failure until the job trains again",
+            "Time from the failure or the loss of a world until the next one trains",
             (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
         )
 
@@ -123,14 +130,15 @@ class Telemetry:
         with self._guard:
             self._jobs.pop((kind, namespace, name), None)
 
-    def changed(self, old: Mapping[str, Any], new: Mapping[str, Any], now: float) -> None:
-        """The status of a job was written: what has happened to it in between."""
+    def changed(self, old: Mapping[str, Any], new: Mapping[str, Any], notes: Iterable[Note], now: float) -> None:
+        """The status of a job was written: what has happened to it in between, and what was noted of it."""
         with self._guard:
             if (count := _more(old, new, "restarts")) > 0:
                 self._restarts.add(count, cause=cause(new))
-            if (count := _more(old, new, "interruptions")) > 0:
-                self._interruptions.add(count)
-            if (since := _failing_since(old)) is not None and new.get("state") == "Running":
+            for note in notes:
+                if note.reason in _INTERRUPTIONS:
+                    self._interruptions.add(cause=_INTERRUPTIONS[note.reason])
+            if (since := _broken_since(old, new)) is not None:
                 self._recoveries.add(max(0.0, now - since))
 
     def writes(self) -> dict[str, int]:
@@ -159,15 +167,13 @@ class Telemetry:
 
 
 def cause(status: Mapping[str, Any]) -> str:
-    """Of what the last failure was one: `oom`, `killed`, `hang`, `node` or `error`. Few words: each is a series."""
+    """Of what the last failure was one: `oom`, `hang`, `killed` or `error`. Few words: each is a series."""
     failure = status.get("lastFailure") or status.get("failure") or {}
     reason, code = str(failure.get("reason") or ""), failure.get("code")
-    if "memory" in reason or "OOM" in reason:
+    if "OOMKilled" in reason or "out of memory" in reason:
         return "oom"
-    if "hung" in reason or "hang" in reason:
+    if "hung: " in reason or "has said nothing" in reason:
         return "hang"
-    if "node" in reason:
-        return "node"
     return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"
 
 
@@ -175,14 +181,18 @@ def _more(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
     return int(new.get(name) or 0) - int(old.get(name) or 0)
 
 
-def _failing_since(status: Mapping[str, Any]) -> float | None:
-    """When a job that restarts began to, seconds since the epoch."""
-    if status.get("state") != "Restarting":
+def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
+    """When the world failed, or was lost, in whose place another one trains now; None when none does, or it was left as planned.
+    A failure and the next world may come in one look."""
+    if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
         return None
-    for condition in status.get("conditions") or ():
-        if condition.get("type") == "Restarting" and condition.get("status") == "True":
-            return datetime.fromisoformat(condition["lastTransitionTime"]).timestamp()
-    return None
+    restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}
+    times = [failure["time"]] if failure.get("generation") == old.get("generation") and "time" in failure else []
+    if restarting:
+        times.append(((old.get("rendezvous") or {}).get("called") or {}).get("at"))
+    elif _more(old, new, "restarts") <= 0:
+        return None
+    return min((float(time) for time in times if time is not None), default=None)
 
 
 def _head(name: str, help: str, type_: str) -> tuple[str, str]:

@@ -70,7 +70,7 @@ class Turns(Generic[K]):
                     self._begun.add(name)
                     self._later.pop(name, None)  # whoever looks now says when to look next
                     return name
-                self._news.wait(wait)
+                self._news.wait(wait if wait is None else min(wait, threading.TIMEOUT_MAX))  # deadlines may be far away
             return None
 
     def done(self, name: K) -> None:

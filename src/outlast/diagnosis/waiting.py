@@ -52,7 +52,8 @@ def queues(seen: Seen, _: float) -> Iterator[Cause]:
                 "queue", f"queue {name} has room, and waits for {names or 'its checks'}", said, "see what these checks wait for"
             )
         else:
-            what = f"queue {name} has not admitted it"
+            more = any(sight.condition(each, "Admitted") for each in seen.queued)  # of an ElasticJob that grows
+            what = f"queue {name} has not admitted {'all of its workers' if more else 'it'}"
             if evicted:
                 what = f"queue {name} has put it back ({evicted.get('reason', '')})"
             text = str(refused.get("message", ""))

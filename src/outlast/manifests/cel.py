@@ -12,7 +12,7 @@ https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/t
 
 from __future__ import annotations
 
-from outlast import spec
+from outlast import contract, spec
 
 Rule = dict[str, str]
 
@@ -99,6 +99,7 @@ FIXED = (
     "hang",
     "environment",
     "env",
+    "managedBy",
     "volumes",
     "nodeSelector",
     "tolerations",
@@ -109,6 +110,14 @@ FIXED = (
 """Fields of the specification that cannot change."""
 FIXED_SCHEDULING = ("queue", "gang", "spot")
 """Those of `scheduling`: the priority of pods that are still to be made can change."""
+
+NAME = rule(
+    f"size(self.metadata.name) <= {contract.LONGEST_NAME}",
+    f"metadata.name is longer than {contract.LONGEST_NAME} characters; shorten it, since workers are called "
+    f"{contract.worker_name('NAME', contract.MOST_WORKERS - 1)}, in at most {contract.LONGEST_HOST}",
+    at=".metadata.name",
+)
+"""Of the whole document. A `maxLength` would keep all rules from being asked, and say less."""
 
 RULES: dict[str, list[Rule]] = {
     "Workers": [

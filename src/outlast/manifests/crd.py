@@ -72,7 +72,8 @@ def schema() -> Schema:
     fields = _model("Spec", named)
     fields["properties"]["workers"]["default"] = {}
     fields["properties"]["workers"]["properties"]["replicas"]["default"] = 1
-    fields["properties"]["template"]["properties"] = _overlay()
+    fields["properties"]["template"] |= {"properties": _overlay()}
+    del fields["properties"]["template"]["x-kubernetes-preserve-unknown-fields"], name["maxLength"]
     return {
         "type": "object",
         "description": read["description"],
@@ -84,6 +85,7 @@ def schema() -> Schema:
             "spec": fields,
             "status": _status(),
         },
+        "x-kubernetes-validations": [cel.NAME],
     }
 
 
@@ -171,15 +173,11 @@ def _shown(default: Any) -> str:
 
 
 def _overlay() -> Schema:
-    """What a template has. Named, since CEL takes two objects for equal when they have as many fields that the schema does not
-    know, and none of them in common; below `spec` that remains (Kubernetes 1.36)."""
-    meta = {
-        name: {"type": "object", "description": f"{name.capitalize()} of the pods.", "additionalProperties": {"type": "string"}}
-        for name in ("labels", "annotations")
-    }
+    """What a template has, without types: so CEL compares it as a whole. Two objects it takes for equal when they have as many
+    fields that the schema does not know, and none of them in common (Kubernetes 1.36)."""
     return {
-        "metadata": _part("Laid over the metadata of the pods.", **meta),
-        "spec": _part("Laid over the PodSpec of the pods."),
+        part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
+        for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))
     }
 
 
@@ -225,6 +223,18 @@ def _status() -> Schema:
                 "Failures that are already counted.",
                 generation=_known("integer", "The newest generation whose failure is."),
                 pods=_many("string", "Uids of pods whose end is."),
+                silent={
+                    "type": "array",
+                    "description": "Pods that were told to go since nothing was heard of them: not counted yet.",
+                    "items": _part(
+                        "One of them.",
+                        uid=_known("string", "Its uid."),
+                        worker=_known("integer", "Its worker."),
+                        node=_known("string", "Its node."),
+                        since=_known("number", "When it was told to go, seconds since the epoch."),
+                    ),
+                },
+                elected=_known("integer", "Where agents decide by an etcd: how many of `restarts` they have counted."),
             ),
             "failures": {
                 "type": "array",
@@ -238,6 +248,7 @@ def _status() -> Schema:
                 ),
             },
             "queue": _known("string", "The queue that the job waits in, or was admitted by."),
+            "gang": _known("string", "Who starts the workers all or none: volcano or coscheduling; nobody when it is not there."),
             "conditions": _conditions(),
         },
     }
@@ -287,6 +298,14 @@ def _rendezvous() -> Schema:
             "There will be no further world.",
             reason=_known("string", "Why not."),
             code=_known("integer", "What workers exit with."),
+        ),
+        born=_known("string", "Where agents decide by an etcd: their word for the run."),
+        wanted=_part(
+            "Where agents decide by an etcd: what is wanted of them.",
+            number=_known("integer", "A greater one is newer."),
+            replicas=_known("integer", "Workers; 0 while the job is suspended."),
+            sizes=_many("integer", "Numbers of workers that may train together."),
+            expected=_many("integer", "Workers that are to be members."),
         ),
     )
 

@@ -1,15 +1,17 @@
 """Who starts the workers all or none: nobody, the coscheduling plugin, or Volcano.
 
-`of` says what pods must carry for it, and which PodGroup there must be. `auto` is nobody: only who sees the cluster can know
-better. Kueue admits whole Jobs by itself and needs but its label, see `labels.kueue`.
+`of` says what pods must carry for it, and which PodGroup there must be. `auto` is whoever the cluster has: the operator sees it
+and asks `choose`; who renders without a cluster takes nobody. Kueue admits whole jobs by itself, see `labels.kueue`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
-from outlast import spec
+from outlast import kinds, spec
 from outlast.manifests import labels, resources
 from outlast.manifests.request import Document, Request
 
@@ -19,6 +21,10 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Of pods that Volcano starts together."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 """Who schedules a gang."""
+GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
+"""The API group by which a cluster shows that it has them; of two, the first is taken."""
+
+Who = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,32 @@ class Gang:
 NONE = Gang()
 
 
-def of(request: Request, name: str) -> Gang:
-    """The gang of a job with several workers; its PodGroup is called `name`."""
-    match request.spec.scheduling.gang:
+def choose(fields: spec.Spec, found: Collection[str], *, admitted: bool = False) -> Who:
+    """Who starts a job's workers all or none, in a cluster that has these API groups.
+
+    `auto` is nobody for a job that may train with one worker: there is no all or none, and another scheduler would be a risk for
+    nothing. Neither for one that Kueue admits (`admitted`): it waits for quota of all its workers, in a queue that is none of
+    Volcano.
+    """
+    wish = fields.scheduling.gang
+    if wish != "auto":
+        return wish
+    if fields.workers.min < 2 or admitted:
+        return "none"
+    return "volcano" if GROUPS["volcano"] in found else "coscheduling" if GROUPS["coscheduling"] in found else "none"
+
+
+def missing(who: Who, found: Collection[str]) -> str:
+    """Why nobody can start a gang, if the cluster lacks who is to do it: a sentence, else empty."""
+    group = GROUPS.get(who, "")
+    if not group or group in found:
+        return ""
+    return f"scheduling.gang is {who}, and the cluster has no PodGroups of {group}; {kinds.INSTALLED_BY[group]}"
+
+
+def of(request: Request, name: str, who: Who | None = None) -> Gang:
+    """The gang of a job with several workers; its PodGroup is called `name`. `who`: by default whom the job file names."""
+    match who or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             group: Document = {
                 "apiVersion": "scheduling.x-k8s.io/v1alpha1",

@@ -8,6 +8,8 @@ itself, for the workers of a job, and may not go beyond that (`escalate`, `bind`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
 from outlast.manifests import crd, legacy, places, pods, rbac
@@ -16,16 +18,32 @@ from outlast.manifests.request import Document
 IMAGE = "ghcr.io/outlast/operator:0.1"
 """The operator's image: Outlast without torch."""
 ETCD = "outlast-etcd"
+"""The Service by which clients find whichever members answer, and what the members begin with."""
+ETCD_PEERS = "outlast-etcd-peers"
+"""The headless Service that gives members their names."""
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.6"
-ETCD_MEMBERS = 3
 _CLIENT, _PEER = 2379, 2380
+_QUOTA_MIB = 256
+"""What etcd may hold: a run has some KiB in it. Its log and its snapshots take about as much again each."""
+_ETCD_DISK = "2Gi"
 _LABELS = {
     "app.kubernetes.io/name": "outlast",
     "app.kubernetes.io/part-of": "outlast",
 }
 
 
-def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> dict[str, list[Document]]:
+@dataclass(frozen=True)
+class Etcd:
+    """How an etcd is to be made."""
+
+    members: int = 3
+    """3 go on when one is lost; with 1, worlds cannot change while it is away."""
+    storage: str | None = None
+    """Class of its volumes. Default: the cluster's. `none`: no volumes; what a pod knows ends with it, which only one member can
+    live with: of three, one that comes back empty is refused by the others."""
+
+
+def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd()) -> dict[str, list[Document]]:
     """The documents by the file that holds them, below `deploy/`; `into` is the operator's namespace."""
     base = {
         "namespace.yaml": [namespace(into)],
@@ -33,7 +51,7 @@ def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> dict[str, li
         "rbac.yaml": rbac.operator(_meta(OPERATOR), into) + rbac.users(),
         "operator.yaml": [operator(into, image)],
     }
-    optional = {"etcd/etcd.yaml": etcd(into)}
+    optional = {"etcd/etcd.yaml": etcd(into, wanted)}
     kustomized = {
         "kustomization.yaml": [_kustomization(list(base), namespace=into)],
         "etcd/kustomization.yaml": [_kustomization(["etcd.yaml"], namespace=into)],
@@ -92,34 +110,45 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
     }
 
 
-def etcd(into: str = OPERATOR_NAMESPACE) -> list[Document]:
-    """An etcd of three members, for `rendezvous: {backend: etcd}` where there is no operator.
+def etcd(into: str = OPERATOR_NAMESPACE, wanted: Etcd = Etcd()) -> list[Document]:
+    """An etcd for `rendezvous: {backend: etcd}`, and for any torchrun.
 
-    Members tell clients their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod. What they
-    know is on claims, so that a restart forgets nothing.
+    Members tell others their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod.
+    What they know is on claims, which go when the StatefulSet does: it is about runs that train now, and those tell it again.
     """
     labels = _selected("etcd")
-    return [_etcd_service(labels, into), _etcd_budget(labels, into), _etcd_members(labels, into)]
+    return [
+        _etcd_service(ETCD, labels, into),
+        _etcd_service(ETCD_PEERS, labels, into),
+        _etcd_budget(labels, into),
+        _etcd_members(labels, into, wanted),
+    ]
+
+
+def made(statefulset: Document) -> Etcd:
+    """How the etcd of this StatefulSet was made."""
+    claims = statefulset["spec"].get("volumeClaimTemplates")
+    storage = claims[0]["spec"].get("storageClassName") if claims else "none"
+    return Etcd(statefulset["spec"]["replicas"], storage)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- etcd
 
 
-def _etcd_host(member: str, into: str) -> str:
-    return f"{member}.{ETCD}.{into}.svc.{contract.CLUSTER_DOMAIN}"
+def _etcd_host(member: str) -> str:
+    """The full name of a member, in whichever namespace it is applied to."""
+    return f"{member}.{ETCD_PEERS}.$({contract.Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"
 
 
-def _etcd_service(labels: dict[str, str], into: str) -> Document:
+def _etcd_service(name: str, labels: dict[str, str], into: str) -> Document:
+    # Members are ready only after they have found each other; clients are led to those that are.
+    peers = {"clusterIP": "None", "publishNotReadyAddresses": True} if name == ETCD_PEERS else {}
+    ports = [{"name": "client", "port": _CLIENT}, *([{"name": "peer", "port": _PEER}] if peers else [])]
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": {**_meta(ETCD), "namespace": into},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # members are ready only after they have found each other
-            "selector": labels,
-            "ports": [{"name": "client", "port": _CLIENT}, {"name": "peer", "port": _PEER}],
-        },
+        "metadata": {**_meta(name), "namespace": into},
+        "spec": {**peers, "selector": labels, "ports": ports},
     }
 
 
@@ -132,10 +161,10 @@ def _etcd_budget(labels: dict[str, str], into: str) -> Document:
     }
 
 
-def _etcd_members(labels: dict[str, str], into: str) -> Document:
-    me = _etcd_host("$(OUTLAST_POD)", into)
-    members = ",".join(f"{ETCD}-{n}=http://{_etcd_host(f'{ETCD}-{n}', into)}:{_PEER}" for n in range(ETCD_MEMBERS))
-    command = [
+def _etcd_command(members: int) -> list[str]:
+    me = _etcd_host("$(OUTLAST_POD)")
+    all_ = ",".join(f"{ETCD}-{n}=http://{_etcd_host(f'{ETCD}-{n}')}:{_PEER}" for n in range(members))
+    return [
         "etcd",
         "--name=$(OUTLAST_POD)",
         "--data-dir=/var/lib/etcd/data",
@@ -143,47 +172,52 @@ def _etcd_members(labels: dict[str, str], into: str) -> Document:
         f"--advertise-client-urls=http://{me}:{_CLIENT}",
         f"--listen-peer-urls=http://0.0.0.0:{_PEER}",
         f"--initial-advertise-peer-urls=http://{me}:{_PEER}",
-        f"--initial-cluster={members}",
+        f"--initial-cluster={all_}",
         f"--initial-cluster-token={ETCD}",
-        "--auto-compaction-mode=periodic",
-        "--auto-compaction-retention=1h",
+        f"--quota-backend-bytes={_QUOTA_MIB << 20}",
+        "--auto-compaction-mode=periodic",  # old revisions are of no use to anybody: who has missed some reads all anew
+        "--auto-compaction-retention=10m",
     ]
+
+
+def _etcd_members(labels: dict[str, str], into: str, wanted: Etcd) -> Document:
+    container = {
+        "name": "etcd",
+        "image": ETCD_IMAGE,
+        "command": _etcd_command(wanted.members),
+        "env": [_field(contract.Env.POD, "metadata.name"), _field(contract.Env.NAMESPACE, "metadata.namespace")],
+        "ports": [{"name": "client", "containerPort": _CLIENT}, {"name": "peer", "containerPort": _PEER}],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        # Alone it is alive, but not ready: being started again would not bring the others back.
+        "startupProbe": pods.probe("/livez", port="client", every=2, tries=150),
+        "livenessProbe": pods.probe("/livez", port="client", every=10, tries=6),
+        "readinessProbe": pods.probe("/readyz", port="client", every=5, tries=2),
+        "securityContext": places.confined(),
+        "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
+    }
+    spec: Document = {"automountServiceAccountToken": False, "containers": [container]}
+    stored: Document = {}
+    if wanted.storage == "none":
+        spec["volumes"] = [{"name": "data", "emptyDir": {"sizeLimit": _ETCD_DISK}}]
+    else:
+        claim: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _ETCD_DISK}}}
+        if wanted.storage:
+            claim["storageClassName"] = wanted.storage
+        stored = {
+            "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"},
+            "volumeClaimTemplates": [{"metadata": {"name": "data", "labels": dict(_LABELS)}, "spec": claim}],
+        }
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
         "metadata": {**_meta(ETCD), "namespace": into},
         "spec": {
-            "serviceName": ETCD,
-            "replicas": ETCD_MEMBERS,
+            "serviceName": ETCD_PEERS,
+            "replicas": wanted.members,
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels},
-            "template": _pods(
-                labels,
-                {
-                    "automountServiceAccountToken": False,
-                    "containers": [
-                        {
-                            "name": "etcd",
-                            "image": ETCD_IMAGE,
-                            "command": command,
-                            "env": [_field(contract.Env.POD, "metadata.name")],
-                            "ports": [{"name": "client", "containerPort": _CLIENT}, {"name": "peer", "containerPort": _PEER}],
-                            "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-                            "startupProbe": pods.probe("/readyz", port="client", every=5, tries=60),
-                            "livenessProbe": pods.probe("/livez", port="client", every=10, tries=6),
-                            "readinessProbe": pods.probe("/readyz", port="client", every=5, tries=3),
-                            "securityContext": places.confined(),
-                            "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
-                        }
-                    ],
-                },
-            ),
-            "volumeClaimTemplates": [
-                {
-                    "metadata": {"name": "data"},
-                    "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2Gi"}}},
-                }
-            ],
+            "template": _pods(labels, spec),
+            **stored,
         },
     }
 

@@ -2,7 +2,8 @@
 
 The archived controller of torchelastic had them; their documents work here unchanged. A pod's container runs plain `torchrun`.
 Where workers meet is told to it by variables that torchrun reads (`PET_*`), and what the user has set stays. Worker 0 hosts the
-store of torch, and no etcd is needed. `controller.legacy` decides about them.
+store of torch, and no etcd is needed. A job whose image has Outlast can ask for its etcd (`RENDEZVOUS`): the back ends that torch
+itself has speak v2, which etcd 3.6 has no longer. `controller.legacy` decides about them.
 
 https://github.com/pytorch/elastic/tree/master/kubernetes
 """
@@ -24,6 +25,8 @@ CONTAINER = "elasticjob-worker"
 NNODES = f"{contract.GROUP}/nnodes"
 """Annotation of a pod: between how many and how many workers its torchrun meets, `1:4`. Workers that say different things about
 it do not meet."""
+RENDEZVOUS = f"{contract.GROUP}/rendezvous"
+"""Annotation of a job: `etcd` when its workers are to meet at its rdzvEndpoint, an etcd v3, by `--rdzv-backend=outlast`."""
 MAX_RESTARTS = 100
 """How often torchrun starts processes again, and how often pods are when the job does not say."""
 _PORT = contract.Pod.RENDEZVOUS_PORT
@@ -65,13 +68,14 @@ def restart_policy(job: Mapping[str, Any]) -> str:
     return str(workers(job).get("restartPolicy") or "ExitCode")
 
 
-def pod_name(job: str, index: int) -> str:
-    return f"{job}-worker-{index}"
-
-
 def selector(job: str) -> dict[str, str]:
     """What selects the pods of a job."""
     return {"group-name": LEGACY_JOB.group, "job-name": names.fit(job)}
+
+
+def nameless(job: Mapping[str, Any]) -> bool:
+    """Whether its name is too long for a label: by that its pods are found."""
+    return len(job["metadata"]["name"]) > names.LONGEST
 
 
 def endpoint(job: Mapping[str, Any]) -> str:
@@ -81,14 +85,28 @@ def endpoint(job: Mapping[str, Any]) -> str:
     return f"{host}:{_PORT}"
 
 
+def etcd(job: Mapping[str, Any]) -> str | None:
+    """The etcd at which the workers of a job meet that asks for it: `etcd://host:port`."""
+    wanted = (job["metadata"].get("annotations") or {}).get(RENDEZVOUS) == "etcd"
+    scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
+    return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if wanted and place else None
+
+
 def limits(job: Mapping[str, Any]) -> Iterator[str]:
     """What of a job cannot be honoured, in sentences."""
     spec, template = job["spec"], workers(job)["template"]
-    if place := spec.get("rdzvEndpoint"):
+    if nameless(job):
+        has = f"the job's name has {len(job['metadata']['name'])} characters, and labels hold at most {names.LONGEST}"
+        yield f"no worker is made: {has}; give it a shorter one"
+    asked_for = (job["metadata"].get("annotations") or {}).get(RENDEZVOUS)
+    if (place := spec.get("rdzvEndpoint")) and not asked_for:
         yield f"rdzvEndpoint {place} is not used: workers meet at worker 0 ({endpoint(job)})"
+    if asked_for and not etcd(job):
+        need = "it must be etcd" if asked_for != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
+        yield f"the annotation {RENDEZVOUS} ({asked_for}) is not used: {need}; workers meet at worker 0 ({endpoint(job)})"
     for kind in spec["replicaSpecs"]:
         if kind != "Worker":
-            yield f"replicaSpecs.{kind} is not used: there are workers only, and they need no etcd"
+            yield f"replicaSpecs.{kind} is not used: there are workers only"
     if (gang := (spec.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
         yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
     asked, (least, wanted, most) = int(workers(job).get("replicas", 1)), sizes(job)
@@ -151,7 +169,7 @@ def pod(job: Mapping[str, Any], index: int) -> Document:
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
-            "name": pod_name(name, index),
+            "name": contract.worker_name(name, index),
             "namespace": job["metadata"]["namespace"],
             "labels": labelled,
             "annotations": {**(given.get("annotations") or {}), NNODES: nnodes(job)},
@@ -182,18 +200,32 @@ def owner(job: Mapping[str, Any]) -> Document:
 def _env(job: Mapping[str, Any], index: int, own: list[Document]) -> list[Document]:
     """The container's variables: what torchrun is told, unless the user says it."""
     meta, there = job["metadata"], {each["name"] for each in own}
-    conf = {**_CONF, "is_host": "true" if index == 0 else "false"}
     told = {
         "PET_NNODES": nnodes(job),
+        "PET_RDZV_ID": f"{meta['name']}-{meta['uid'][:8]}",
+        "PET_MAX_RESTARTS": str(MAX_RESTARTS),
+        **_where(job, index),
+    }
+    return [*own, *({"name": name, "value": value} for name, value in told.items() if name not in there)]
+
+
+def _where(job: Mapping[str, Any], index: int) -> dict[str, str]:
+    """Where torchrun is told to meet the others."""
+    if named := etcd(job):
+        waits = {name: _CONF[name] for name in ("last_call_timeout", "join_timeout")}
+        return {"PET_RDZV_BACKEND": "outlast", "PET_RDZV_ENDPOINT": named, "PET_RDZV_CONF": _options(waits)}
+    return {
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": endpoint(job),
-        "PET_RDZV_ID": f"{meta['name']}-{meta['uid'][:8]}",
-        "PET_RDZV_CONF": ",".join(f"{key}={value}" for key, value in conf.items()),
-        "PET_MAX_RESTARTS": str(MAX_RESTARTS),
+        "PET_RDZV_CONF": _options({**_CONF, "is_host": "true" if index == 0 else "false"}),
         # With a shared store a newcomer waits for ever for an address that rank 0 says in its first world only (torch 2.13).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    return [*own, *({"name": name, "value": value} for name, value in told.items() if name not in there)]
+
+
+def _options(conf: Mapping[str, object]) -> str:
+    """As torchrun reads --rdzv-conf."""
+    return ",".join(f"{key}={value}" for key, value in conf.items())
 
 
 def torchrun(job: Mapping[str, Any]) -> str | None:
@@ -208,7 +240,7 @@ def _pod_policy(job: Mapping[str, Any]) -> str:
 
 
 def _host(job: str, index: int) -> str:
-    suffix = f"-worker-{index}"
+    suffix = contract.worker_name("", index)
     return names.fit(job.replace(".", "-"), names.LONGEST - len(suffix)) + suffix
 
 
@@ -289,14 +321,14 @@ def _spec() -> Schema:
         "description": "What to run, and with how many workers.",
         "required": ["replicaSpecs"],
         "properties": {
-            "rdzvEndpoint": _is("string", "Address of an etcd. It is not used: workers meet at worker 0."),
+            "rdzvEndpoint": _is("string", f"Address of an etcd v3. It is used when the annotation {RENDEZVOUS} says etcd."),
             "minReplicas": _is("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
             "maxReplicas": _is("integer", "Training takes no more workers. Default: replicas.", minimum=1),
             "replicaSpecs": {
                 "type": "object",
                 "description": "What to run.",
                 "required": ["Worker"],
-                "properties": {"Worker": _replicas("The workers.", 1), "Etcd": _replicas("Not used: no etcd is needed.", None)},
+                "properties": {"Worker": _replicas("The workers.", 1), "Etcd": _replicas("Not used.", None)},
             },
             "activeDeadlineSeconds": _is("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
             "backoffLimit": _is(
@@ -366,6 +398,10 @@ def _replicas(description: str, default: int | None) -> Schema:
                         "type": "object",
                         "description": "Labels and annotations of the pods.",
                         "x-kubernetes-preserve-unknown-fields": True,
+                        "properties": {
+                            kind: {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
+                            for kind in ("labels", "annotations")
+                        },
                     },
                     "spec": {
                         "type": "object",
@@ -381,7 +417,19 @@ def _replicas(description: str, default: int | None) -> Schema:
                                     "type": "object",
                                     "required": ["name"],
                                     "x-kubernetes-preserve-unknown-fields": True,
-                                    "properties": {"name": {"type": "string"}},
+                                    "properties": {
+                                        "name": {"type": "string"},
+                                        "env": {
+                                            "type": "array",
+                                            "nullable": True,
+                                            "items": {
+                                                "type": "object",
+                                                "required": ["name"],
+                                                "x-kubernetes-preserve-unknown-fields": True,
+                                                "properties": {"name": {"type": "string"}},
+                                            },
+                                        },
+                                    },
                                 },
                             }
                         },

@@ -11,8 +11,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-LONGEST = 63
-"""Of a label's value, a host name and a Service's name (RFC 1123)."""
+from outlast import contract
+
+LONGEST = contract.LONGEST_HOST
 _DIGITS = 8
 
 
@@ -27,11 +28,6 @@ def fit(name: str, longest: int = LONGEST) -> str:
     if len(name) <= longest:
         return name
     return f"{name[: longest - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
-
-
-def worker(job: str, index: int) -> str:
-    """The pod of a worker that the operator makes, and its Lease."""
-    return f"{job}-worker-{index}"
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _items(base: list[Any], patch: list[Any], name: str, at: str) -> list[Any]:
     """The items of both lists; those that are in both are merged where they stand, new ones come last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
-        if not isinstance(item, dict) or ("$patch" not in item and key not in item):
+        if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):
             raise ValueError(f"{at}[{index}] has no {key}; say which one is meant")
     if any(item == {"$patch": "replace"} for item in patch):
         return [_bare(item) for item in patch if "$patch" not in item]

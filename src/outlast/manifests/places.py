@@ -98,7 +98,12 @@ def store_of_all(fields: spec.Spec) -> str:
 def config(request: Request) -> Document:
     """What the ConfigMap holds: the job file and the files that travel along."""
     carried = {key: request.files[path] for _, key, path in _carried(request.spec)}
-    return {"job.yaml": spec.dump(document(request.job)), **carried}
+    return {"job.yaml": file(request.job), **carried}
+
+
+def file(job: spec.Job) -> str:
+    """The job file as a pod gets it."""
+    return spec.dump(document(job))
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:

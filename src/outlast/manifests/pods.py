@@ -17,7 +17,7 @@ from typing import Literal
 
 from outlast import contract, spec
 from outlast.contract import Annotation, Label, Pod
-from outlast.manifests import gang, labels, names, overlay, places, resources, scheduling, variables
+from outlast.manifests import gang, labels, overlay, places, resources, scheduling, variables
 from outlast.manifests.request import Document, Request, wrong
 
 START_S = 120
@@ -67,15 +67,15 @@ def template(request: Request, worker: Worker) -> Document:
     return _overlaid(request, made)
 
 
-def pod(request: Request, worker: Worker, *, index: int, generation: int) -> Document:
+def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
     """The pod of one worker, for an operator that makes each by itself. It carries its job file, see `Request.carried`."""
     request = dataclasses.replace(request, carried=True)
     made = template(request, worker)
-    meta = labels.metadata(request, names.worker(request.job.metadata.name, index))
+    meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
     meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
-    file = {Annotation.JOB_FILE: places.config(request)["job.yaml"]}
-    meta["annotations"] = {**made["metadata"].pop("annotations", {}), **file}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, **made["metadata"]}, "spec": made["spec"]}
+    meta["annotations"] = {**made["metadata"].pop("annotations", {}), Annotation.JOB_FILE: file}
+    # As of any template, a name in it has no meaning.
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
 
 
 def grace_s(fields: spec.Spec) -> int:
@@ -163,5 +163,9 @@ def _overlaid(request: Request, made: Document) -> Document:
     meta = result.get("metadata")
     if not isinstance(meta, dict) or not isinstance(meta.get("labels"), dict):
         raise wrong(request.job, "template.metadata.labels must be a mapping of names to values; correct or remove it")
+    if not isinstance(meta.get("annotations", {}), dict):
+        raise wrong(request.job, "template.metadata.annotations must be a mapping of names to values; correct or remove it")
+    if not isinstance(result.get("spec"), dict):
+        raise wrong(request.job, "template.spec must be a mapping, what a PodSpec has; correct or remove it")
     kept = {**meta["labels"], **labels.selector(request.job.metadata.name)}
     return {**result, "metadata": {**meta, "labels": kept}}

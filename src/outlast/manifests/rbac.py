@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from outlast import contract
 from outlast.contract import OPERATOR
 from outlast.kinds import LEGACY_JOB
-from outlast.manifests import crd
+from outlast.manifests import crd, kueue
 from outlast.manifests.request import Document
 
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
@@ -32,12 +32,14 @@ def operator(meta: Document, namespace: str) -> list[Document]:
         _rule(_RBAC, ["roles", "rolebindings"], _KEPT),  # of workers; the API server lets nobody give what they do not have
         _rule("policy", ["poddisruptionbudgets"], _KEPT),
         _rule("", ["nodes", "namespaces"], _READ),
-        _rule("", ["events"], ["create", "patch"]),
-        _rule("events.k8s.io", ["events"], ["create", "patch"]),
+        _rule("", ["events"], _KEPT),
         _rule(_LEASES, ["leases"], [*_READ, "create", "update", "patch", "delete"]),
         _rule("scheduling.x-k8s.io", ["podgroups"], [*_READ, "create", "delete", "patch"]),
         _rule("scheduling.volcano.sh", ["podgroups"], [*_READ, "create", "delete", "patch"]),
-        _rule("kueue.x-k8s.io", ["workloads"], [*_READ, "create", "patch", "delete"]),
+        _rule(kueue.GROUP, ["workloads"], [*_READ, "create", "patch", "delete"]),
+        _rule(kueue.GROUP, ["workloads/status"], ["update"]),
+        _rule(kueue.GROUP, ["resourceflavors", "workloadpriorityclasses"], _READ),
+        _rule("scheduling.k8s.io", ["priorityclasses"], _READ),
         _rule("apiextensions.k8s.io", ["customresourcedefinitions"], _READ),
     ]
     return [
@@ -75,15 +77,19 @@ def account(job: str) -> str:
     return f"{job}-worker"
 
 
-def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document) -> list[Document]:
+def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: Document, *, bearer: str = "") -> list[Document]:
     """What the workers of one job may do: make and change their Leases, each by its name, and read their job. Nothing else.
 
     `most` is `workers.max`. To create by a server-side apply is authorized with the name of what is made, which a POST is not.
+    `bearer` is the account that their pods have. Default: the one that is made here.
     """
     name = account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(labels), "ownerReferences": [owner]}
     rules = [
-        {**_rule(_LEASES, ["leases"], ["create", "patch"]), "resourceNames": [f"{name}-{index}" for index in range(most)]},
+        {
+            **_rule(_LEASES, ["leases"], ["create", "patch"]),
+            "resourceNames": [contract.worker_name(job, index) for index in range(most)],
+        },
         {**_rule(contract.GROUP, [crd.PLURAL], _READ), "resourceNames": [job]},
     ]
     return [
@@ -94,7 +100,7 @@ def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: 
             "kind": "RoleBinding",
             "metadata": meta,
             "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": namespace}],
+            "subjects": [{"kind": "ServiceAccount", "name": bearer or name, "namespace": namespace}],
         },
     ]
 

@@ -1,4 +1,4 @@
-"""Where a worker finds the others when there is no operator: an etcd, or torch's own store in pod 0.
+"""Where a worker finds the others when there is no operator: an etcd, or worker 0, which decides.
 
 Pod 0 is named by its full name. The bare name of a headless Service is every pod's address: each would take itself for the host
 of the store, and wait for the others for ever.
@@ -10,22 +10,31 @@ from outlast import contract
 from outlast.contract import Env, Pod
 from outlast.manifests.request import Request, wrong
 
+_SCHEMES = {
+    "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
+    "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
+}
+"""What an endpoint may begin with, by backend, and what the agent is told then."""
+
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
-    """`c10d://host:port` or `etcd://host:port`, as OUTLAST_RENDEZVOUS says it. Raises InvalidJob for what cannot work."""
+    """`c10d://host:port`, `etcd://host:port,...` or `etcds://`, as OUTLAST_RENDEZVOUS says it; see `etcd.address`.
+
+    Raises InvalidJob for what cannot work.
+    """
     wanted = request.spec.rendezvous
     if wanted.endpoint is None:
         return f"c10d://{fqdn(pod0, service)}:{Pod.RENDEZVOUS_PORT}"
     scheme, _, address = wanted.endpoint.rpartition("://")
-    if scheme == "https":
-        raise wrong(
-            request.job, f"rendezvous.endpoint ({wanted.endpoint}) asks for TLS, which pods do not speak; write {address}"
-        )
+    schemes = _SCHEMES[wanted.backend]
+    if scheme not in schemes:
+        known = " or ".join(f"{each}://" for each in schemes if each)
+        raise wrong(request.job, f"rendezvous.endpoint ({wanted.endpoint}) begins with {scheme}://; write {address}, or {known}")
     host = address.rpartition(":")[0]
     if wanted.backend == "c10d" and host.split(".")[0] == service:
         remedy = "leave rendezvous out: it is pod 0 then"
         raise wrong(request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}")
-    return f"{wanted.backend}://{address.rstrip('/')}"
+    return f"{schemes[scheme]}://{address.rstrip('/')}"
 
 
 def alone(request: Request) -> str:

@@ -1,8 +1,9 @@
 """Who decides for one run: hears its members, publishes calls and worlds, judges failures and says when it is over.
 
 The decisions are `world.decide` and `restarts.judge`; this is what every decider does about them, whoever it is: the launcher of
-one machine (`backends.launcher`), or the agent of worker 0 (`rendezvous.host`). What differs between those is the abstract
-methods. May die at any moment: what must survive is kept by `remember`, before anybody is told.
+one machine (`backends.launcher`), the agent of worker 0 (`rendezvous.host`), or a member that was elected (`rendezvous.elected`).
+What differs between those is the abstract methods. May die at any moment: what must survive is kept by `remember`, before anybody
+is told.
 """
 
 from __future__ import annotations
@@ -10,30 +11,62 @@ from __future__ import annotations
 import abc
 import dataclasses
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
-from outlast import contract, restarts, spec
+from pydantic import ValidationError
+
+from outlast import contract, restarts
 from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
 from outlast.status import Failure, State
+
+if TYPE_CHECKING:
+    from outlast import spec
 
 SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
 CAUSE_S = 0.5
 """How long the echoes of a failure wait for its cause."""
 
-_FACTS = ("rank", "code", "reason", "traceback", "time", "step")
+_FACTS = ("rank", "code", "reason", "traceback", "log_tail", "time", "step")
 """What a `Failure` takes from `local.Report.failure`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What a run asks of its decider."""
+
+    sizes: tuple[int, ...]
+    """Allowed sizes of a world, ascending."""
+    policy: restarts.Policy
+    patience: world.Patience
+
+    @classmethod
+    def of(cls, fields: spec.Spec) -> Self:
+        """Those of a job file."""
+        patience = dataclasses.replace(world.Patience(), leave=fields.interruption.grace.total_seconds())
+        return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), patience)
+
+
+def reported(told: Mapping[str, Any], worker: int, generation: int, now: float) -> tuple[Failure, bool]:
+    """What a member says has failed, a `local.Report.failure`, and whether it only echoes another failure. What cannot be read
+    still counts: the job must neither stop by it nor be tried again without end."""
+    failure = {key: told[key] for key in _FACTS if key in told}
+    where, echo = {"worker": worker, "generation": generation}, bool(told.get("echo"))
+    try:
+        return Failure.model_validate({**failure, **where}), echo
+    except ValidationError:
+        reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
+        return Failure.model_validate({"code": contract.Exit.FAILED.value, "reason": reason, "time": now, **where}), echo
 
 
 class Decider(abc.ABC):
     """All that is known of one run. `heard` and `gone` take what the transport brings; `decide` follows from it."""
 
-    def __init__(self, fields: spec.Spec) -> None:
-        self.sizes = fields.workers.allowed()
-        self.policy = restarts.Policy(fields.restarts.limit, fields.restarts.window)
-        self.patience = dataclasses.replace(world.Patience(), leave=fields.interruption.grace.total_seconds())
+    def __init__(self, terms: Terms, clock: Callable[[], float] = time.time) -> None:
+        self.sizes, self.policy, self.patience = terms.sizes, terms.policy, terms.patience
+        self.clock = clock
         self.history = restarts.History()
         self.restarts = 0
         """Failures that counted since the start of the run."""
@@ -44,6 +77,8 @@ class Decider(abc.ABC):
         """Failures of the current generation, each with whether it only echoes another."""
         self.judged = 0
         """The newest generation whose failure has been judged; what is reported of it later is known."""
+        self.unanswered_s = 5.0
+        """How long echoes are not judged while a member has not answered that may be their cause."""
         self.farewell: local.Closed | None = None
         """What everybody who reports is told once there is no further world."""
 
@@ -96,12 +131,12 @@ class Decider(abc.ABC):
             return  # a heartbeat
         standing = Standing(report.standing)
         self.known = self.known.heard(
-            world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
+            world.Member(report.id, report.address, standing, report.generation, self.clock(), report.failed)
         )
         now = self.known.world
         if report.failed and report.failure and now and self.judged < report.generation == now.generation:
-            facts: dict[str, Any] = {key: report.failure.get(key) for key in _FACTS}
-            self.add_failure(Failure(worker=report.id, generation=report.generation, **facts), echo=bool(report.failure["echo"]))
+            failure, echo = reported(report.failure, report.id, report.generation, self.clock())
+            self.add_failure(failure, echo=echo)
         # It may have missed what was said before it connected.
         if self.known.called is not None:
             self.send(report.id, "called", self._call(self.known.called))
@@ -124,12 +159,13 @@ class Decider(abc.ABC):
 
     # Decisions
 
-    def decide(self, replicas: int, expected: Iterable[int]) -> world.Decision | None:
-        """Take the next decision and act on it; None while it would be too early."""
-        now = time.time()
-        if self.pending and all(echo and now - failure.time < CAUSE_S for echo, failure in self.pending):
+    def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
+        """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Wanted`."""
+        now = self.clock()
+        if self.pending and all(echo and 0 <= now - failure.time < CAUSE_S for echo, failure in self.pending):
             return None  # whoever died is still ending; a call now would stop it before it could say why
-        decision = world.decide(self.known, world.Wanted(replicas, self.sizes, frozenset(expected)), self.patience, now)
+        wanted = world.Wanted(replicas, self.sizes, None if expected is None else frozenset(expected))
+        decision = world.decide(self.known, wanted, self.patience, now)
         match decision:
             case world.Call():
                 self._publish_call(decision)
@@ -171,8 +207,16 @@ class Decider(abc.ABC):
 
     def judge_when_settled(self) -> None:
         """Judge what has failed although no new world can be formed yet."""
-        if self.pending and time.time() - min(failure.time for _, failure in self.pending) > SETTLE_S:
+        patience = self.unanswered_s if self._may_be_answered() else SETTLE_S
+        if self.pending and not 0 <= self.clock() - min(failure.time for _, failure in self.pending) <= patience:
             self.judge()
+
+    def _may_be_answered(self) -> bool:
+        """Whether there are only echoes yet, and members that still say that they train: one of those may be the cause."""
+        now = self.known.world
+        inside = [member for id, member in self.known.members.items() if now and id in now.members]
+        trains = any(m.standing is Standing.TRAINING and m.generation == now.generation for m in inside if now)
+        return trains and all(echo for echo, _ in self.pending)
 
     def judge(self) -> bool:
         """Judge the failures that have come together; False when the run ends by it."""
@@ -182,7 +226,7 @@ class Decider(abc.ABC):
         self.pending.clear()
         self.judged = max(self.judged, first.generation)
         failure, raised, committed = self.progress(first, echo=echo)
-        verdict = restarts.judge(self.history, failure.model_copy(update={"step": raised}), committed, time.time(), self.policy)
+        verdict = restarts.judge(self.history, failure.model_copy(update={"step": raised}), committed, self.clock(), self.policy)
         counted = isinstance(verdict, restarts.Stop) or verdict.counted
         self.failed(failure.model_copy(update={"counted": counted}))
         facts = failure.model_dump(include={"generation", "worker", "rank", "code", "reason", "step"})

@@ -10,18 +10,31 @@ Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
 import socket
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast import contract, files
@@ -46,10 +59,13 @@ class Handler(RendezvousHandler):
     `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
     """
 
-    def __init__(self, client: transport.Client, *, run_id: str, id: int, state: Path, host: str, processes: int) -> None:
+    def __init__(
+        self, client: transport.Client, *, run_id: str, state: Path, host: str, processes: int, join_s: float = math.inf
+    ) -> None:
+        """`join_s` is how long a world is waited for."""
         self._client = client
         self._run_id = run_id
-        self._id = id
+        self._join_s = join_s
         self._state = state
         self._host = host
         self._processes = processes
@@ -57,6 +73,8 @@ class Handler(RendezvousHandler):
         self.world: World | None = None
         self.formed = 0.0
         """When the current world reached this worker, seconds since the epoch."""
+        self.dies: Callable[[], bool] = lambda: False
+        """Whether a training process is on its way out by a failure of its own: it is not stopped, so that this is reported."""
         self._next: dict[str, Any] = {}
         self._said_leaving = False
 
@@ -123,7 +141,7 @@ class Handler(RendezvousHandler):
         if called is None or not self.called():
             return 0
         if not called.planned or not self._listening() or time.time() > called.deadline:
-            return 1
+            return int(not self.dies())
         if asked.get("generation") != called.generation:
             try:
                 notice.write(self._notice, "call", called.reason, called.deadline, generation=called.generation)
@@ -133,6 +151,7 @@ class Handler(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next world with this worker in it, and connect to its store."""
+        begun = time.monotonic()
         while True:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.create_server((self._host, 0), family=family, backlog=1024)
@@ -144,7 +163,9 @@ class Handler(RendezvousHandler):
                     problem = error
             # The host of the store died between its offer and our connection: say so and ask again.
             where = f"the store of generation {world.generation} at {world.address}"
-            reason = f"worker {self._id} cannot reach {where}: {problem}"
+            reason = f"worker {self._client.id} cannot reach {where}: {problem}"
+            if time.monotonic() - begun > self._join_s:  # it is no one else's death, it is the way
+                raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
             said = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
             self.failed({**said, "echo": True, "step": None, "committed": None})
 
@@ -154,9 +175,12 @@ class Handler(RendezvousHandler):
         self._next = {}
         if not self._said_leaving:
             self._client.report(address=address, generation=generation, **fields)
+        begun = time.monotonic()
         while True:
             if self._client.closed is not None:
                 raise RendezvousClosedError(self._client.closed.reason)
+            if time.monotonic() - begun > self._join_s:
+                raise RendezvousTimeoutError(f"no world within join_timeout ({self._join_s:g} s){self._why()}")
             if self.leaving():
                 self._say_leaving()
                 raise Leaving("this worker was told to leave")
@@ -169,12 +193,12 @@ class Handler(RendezvousHandler):
             ):
                 fields["standing"] = Standing.WAITING  # others failed at the end: the last steps come again
                 self._client.report(**fields)
-            if world is not None and world.generation > generation and self._id in world.members:
+            if world is not None and world.generation > generation and self._client.id in world.members:
                 return world
             self._client.wait(0.1)
 
     def _join(self, world: World, listener: socket.socket) -> RendezvousInfo:
-        rank = world.members.index(self._id)
+        rank = world.members.index(self._client.id)
         host, port = world.address.rsplit(":", 1)
         self.world = world
         self.formed = time.time()
@@ -202,19 +226,64 @@ class Handler(RendezvousHandler):
             record is not None and record.generation == self.generation and record.phase != "started" for record in records
         )
 
+    def _why(self) -> str:
+        why = getattr(self._client, "why", "")
+        return f": {why}" if why else ""
+
     def _say_leaving(self) -> None:
         if not self._said_leaving:
             self._said_leaving = True
             self._client.report(standing=Standing.LEAVING)
 
 
+class Torchrun(Handler):
+    """The membership of a torchrun, which asks for worlds and says nothing of its processes."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        try:
+            return super().next_rendezvous()
+        except RendezvousClosedError as problem:
+            if self.closed is None or self.closed.code != contract.Exit.DONE:
+                raise
+            # The others have finished without this node: it was one too many. torchrun has no other way to end with success.
+            print(f"outlast | {self.closed.reason}; nothing is left to do here", flush=True)
+            raise SystemExit(0) from problem
+
+    def shutdown(self) -> bool:
+        """Say how this node has ended: torchrun calls this from a `finally`, with what it ends by still in the air."""
+        ended_by = sys.exception()
+        if ended_by is None:
+            self._client.report(standing=Standing.DONE)
+        elif isinstance(ended_by, ChildFailedError):
+            rank, first = ended_by.get_first_failure()
+            reason = f"worker {self._client.id} gives up, its --max-restarts are used up: rank {rank}"
+            said = {"rank": rank, "code": contract.Exit.GIVEN_UP, "traceback": "", "time": time.time(), "echo": False}
+            failure = {**said, "reason": f"{reason} exited with {first.exitcode}", "step": None, "committed": None}
+            self._client.report(standing=Standing.LEAVING, failed=True, failure=failure)
+        return super().shutdown()
+
+
 def create(params: RendezvousParameters) -> Handler:
     """A handler from torchrun's `--rdzv-*` options; what they do not say comes from the worker's environment."""
-    id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
-    state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or ".")
     processes = int(params.get("processes", "1"))
-    client = transport.client(params.endpoint, run=params.run_id, id=id, state=state, processes=processes)
-    return Handler(client, run_id=params.run_id, id=id, state=state, host=params.local_addr or "127.0.0.1", processes=processes)
+    state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _directory())
+    how: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
+    if params.endpoint.startswith(contract.ETCD):
+        from outlast.rendezvous import torchrun
+
+        sizes = params.min_nodes, params.max_nodes
+        client, join_s = torchrun.client(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
+        return Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
+    id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
+    client_ = transport.client(params.endpoint, run=params.run_id, id=id, state=state, processes=processes)
+    return Handler(client_, host=params.local_addr or "127.0.0.1", **how)
+
+
+def _directory() -> str:
+    """A directory for the small files of a process that was given none."""
+    path = tempfile.mkdtemp(prefix="outlast-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 @contextlib.contextmanager

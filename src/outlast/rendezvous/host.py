@@ -33,7 +33,7 @@ class Host(decider.Decider):
     def __init__(
         self, job: spec.Job, *, run: str, generation: int, ledger: Ledger, over: Over, broken: Callable[[str], None]
     ) -> None:
-        super().__init__(job.spec)
+        super().__init__(decider.Terms.of(job.spec))
         self.known = decider.after(generation)
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
         self._ledger, self._over, self._broken = ledger, over, broken

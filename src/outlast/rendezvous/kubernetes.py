@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,20 +25,18 @@ from typing import Any
 from outlast import contract, files, kube
 from outlast.errors import Absent, ClusterError, Conflict, Superseded, Unauthorized
 from outlast.kinds import ELASTIC_JOB, LEASE
+from outlast.rendezvous.contact import Line, pause
 from outlast.rendezvous.local import Called, Closed, Report
 from outlast.rendezvous.world import World
 from outlast.runtime import progress
 
 RENEW_S = contract.RENEW_S
-FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
 """Between two attempts at a report that says something new, or at hearing; of one that renews, RENEW_S."""
 ANSWER_S = 10.0
 """How long the API server may take to answer to a report. Arbitrary; there is a newer one by then."""
 LAST_S = 1.0
 """How long a member that goes waits for its last report to be taken."""
-_LONGEST = 63
-"""Of the name of a pod, which is a host name, and so of its Lease."""
 
 
 class Client:
@@ -52,7 +49,7 @@ class Client:
     def __init__(
         self, job: str, *, run: str, id: int, member: str, namespace: str, state: Path, processes: int, generation: int = 0
     ) -> None:
-        self._job, self._of, self._id = job, run, id
+        self._job, self._of, self.id = job, run, id
         self._member, self._namespace = member, namespace
         self._state, self._processes = state, processes
         self._floor = generation
@@ -65,7 +62,11 @@ class Client:
         """The generation that was there before us: we are in none of its world, even if that names us."""
         self._version = ""
         """Of our Lease, as we have written it last."""
-        self._gone = False
+        self._decided = ""
+        """What others than the operator have decided, for it to know."""
+        self.wanted: Mapping[str, Any] | None = None
+        """What the operator wants of those who decide in its place, `keys.Wanted`."""
+        self.gone = False
         """The run, the job or our place in it is no longer ours: nothing is reported any more."""
         self._reachable = True
         self._changed = threading.Condition()
@@ -90,6 +91,13 @@ class Client:
             if not thread.ident:
                 thread.start()
 
+    def tell(self, decided: str) -> None:
+        """Have the operator know what others have decided."""
+        with self._changed:
+            self._decided = decided
+            self._written += 1
+            self._changed.notify_all()
+
     def wait(self, timeout_s: float) -> None:
         """Return when the operator has said something, or after the timeout."""
         with self._changed:
@@ -99,7 +107,7 @@ class Client:
         """End, once the last report has been taken if the API server is there. The Lease stays: its holder is gone."""
         with self._changed:
             if self._owner and self._reachable and not self._stop.is_set():
-                self._changed.wait_for(lambda: self._taken == self._written or self._gone or not self._reachable, LAST_S)
+                self._changed.wait_for(lambda: self._taken == self._written or self.gone or not self._reachable, LAST_S)
             self._stop.set()
             self._watching.set()
             self._changed.notify_all()
@@ -122,7 +130,7 @@ class Client:
     def _connected(self) -> kube.Cluster:
         with self._changed:
             if not self._clusters:
-                self._clusters.append(kube.connect(namespace=self._namespace or None))
+                self._clusters.append(kube.connect(namespace=self._namespace or None, own=True))
             return self._clusters[-1]
 
     def _log_in_again(self, cluster: kube.Cluster | None) -> None:
@@ -134,14 +142,14 @@ class Client:
             if cluster is None or cluster is not self._clusters[-1]:
                 return
             try:
-                self._clusters.append(kube.connect(namespace=self._namespace or None))
+                self._clusters.append(kube.connect(namespace=self._namespace or None, own=True))
             except ClusterError as problem:
                 print(f"outlast | {problem}", flush=True)
 
     # What the operator says
 
     def _listen(self) -> None:
-        line, failures = _Line("this worker does not hear the operator", "this worker hears the operator again"), 0
+        line, failures = Line("this worker does not hear the operator", "this worker hears the operator again"), 0
         while not self._stop.is_set():
             with self._changed:
                 if self._stop.is_set():
@@ -171,8 +179,9 @@ class Client:
                 failures += 1
                 if isinstance(problem, Unauthorized):
                     self._log_in_again(cluster)
-                line.broken(problem, failures)
-                self._stop.wait(_pause(failures))
+                if failures > 1 or not isinstance(problem, Unauthorized):
+                    line.broken(problem)
+                self._stop.wait(pause(failures, LONGEST_PAUSE_S))
 
     def _hear(self, document: Mapping[str, Any]) -> None:
         meta = document["metadata"]
@@ -195,7 +204,7 @@ class Client:
                 return
             if world and (called is None or called.generation < world.generation):
                 called = Called(world.generation, world.reason, False, world.at)  # it was, whether or not we heard that
-            self.called = called
+            self.called, self.wanted = called, said.get("wanted")
             if world and world.generation > self._before:
                 self.world = world
             self._changed.notify_all()
@@ -215,7 +224,7 @@ class Client:
     def _leave(self, reason: str, code: int) -> None:
         """There is no further world for this member, and nobody to report to; the run may go on without it."""
         with self._changed:
-            self._gone = True
+            self.gone = True
             if not self.closed:
                 print(f"outlast | {reason}", flush=True)
                 self.closed = Closed(reason, code)
@@ -224,10 +233,10 @@ class Client:
     # What this member says
 
     def _tell(self) -> None:
-        line, failures = _Line("the operator does not hear this worker", "the operator hears this worker again"), 0
+        line, failures = Line("the operator does not hear this worker", "the operator hears this worker again"), 0
         with self._changed:
-            self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self._gone)
-        while not (self._stop.is_set() or self._gone):
+            self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self.gone)
+        while not (self._stop.is_set() or self.gone):
             with self._changed:
                 number, lease = self._written, self._lease()
             cluster = None
@@ -241,12 +250,13 @@ class Client:
                 failures += 1
                 if isinstance(problem, Unauthorized):
                     self._log_in_again(cluster)
-                line.broken(problem, failures)
+                if failures > 1 or not isinstance(problem, Unauthorized):
+                    line.broken(problem)
                 with self._changed:
                     self._reachable = failures == 1 and isinstance(problem, Unauthorized)
-                    pause = _pause(failures, LONGEST_PAUSE_S if self._taken != self._written else RENEW_S)
+                    pause_s = pause(failures, LONGEST_PAUSE_S if self._taken != self._written else RENEW_S)
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._stop.is_set() or self._gone, pause)
+                    self._changed.wait_for(lambda: self._stop.is_set() or self.gone, pause_s)
                 continue
             line.well()
             with self._changed:
@@ -254,7 +264,7 @@ class Client:
                     self._watching.set()  # it may wait, or for a server that is no more
                 failures, self._taken, self._reachable = 0, number, True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self._gone, RENEW_S)
+                self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self.gone, RENEW_S)
 
     def _renew(self, cluster: kube.Cluster, lease: dict[str, Any]) -> None:
         """Write the Lease: the first time whoever had it, then only if nobody else has written there. Raises Superseded."""
@@ -269,7 +279,7 @@ class Client:
                 there = cluster.patch(LEASE, meta["name"], {})  # what is not changed by this is shown, without a right to read
                 holder = there["spec"].get("holderIdentity")
                 if holder != self._member:
-                    raise Superseded(f"pod {holder} is worker {self._id} now, in the place of this one") from None
+                    raise Superseded(f"pod {holder} is worker {self.id} now, in the place of this one") from None
                 self._version = there["metadata"]["resourceVersion"]  # it was we who wrote it, and the answer was lost
 
     def _lease(self) -> dict[str, Any]:
@@ -279,15 +289,16 @@ class Client:
             "apiVersion": LEASE.api_version,
             "kind": LEASE.kind,
             "metadata": {
-                "name": name(self._job, self._id),
+                "name": contract.worker_name(self._job, self.id),
                 "labels": {
                     contract.Label.JOB: self._job,
-                    contract.Label.WORKER: str(self._id),
+                    contract.Label.WORKER: str(self.id),
                     "app.kubernetes.io/managed-by": "outlast",
                 },
                 "annotations": {
                     contract.Annotation.REPORT: json.dumps(dataclasses.asdict(report)),
                     **({contract.Annotation.PROGRESS: json.dumps(reached)} if reached else {}),
+                    **({contract.Annotation.DECIDED: self._decided} if self._decided else {}),
                 },
                 "ownerReferences": [self._owner],
             },
@@ -306,40 +317,12 @@ class Client:
             return None
         furthest = max(records, key=lambda record: (record.generation, record.step))
         return {
+            "generation": furthest.generation,
             "step": furthest.step,
             "steps": furthest.steps,
             "committed": max(record.committed for record in records),
             "time": max(record.time for record in records),
         }
-
-
-class _Line:
-    """Whether we get through; says it when that changes."""
-
-    def __init__(self, broken: str, well: str) -> None:
-        self._sentences = broken, well
-        self._problem: type[ClusterError] | None = None
-
-    def broken(self, problem: ClusterError, failures: int) -> None:
-        if type(problem) is self._problem or (failures == 1 and isinstance(problem, Unauthorized)):
-            return
-        self._problem = type(problem)
-        print(f"outlast | {self._sentences[0]}; it goes on as it was and tries again: {problem}", flush=True)
-
-    def well(self) -> None:
-        if self._problem:
-            print(f"outlast | {self._sentences[1]}", flush=True)
-        self._problem = None
-
-
-def name(job: str, id: int) -> str:
-    """The name of a member's Lease, which is that of its pod."""
-    whole = f"{job}-worker-{id}"
-    if len(whole) <= _LONGEST:
-        return whole
-    from outlast.manifests import names  # imports pydantic, for one job in a million
-
-    return names.fit(whole)
 
 
 def _read(kind: Any, said: Mapping[str, Any]) -> Any:
@@ -349,8 +332,3 @@ def _read(kind: Any, said: Mapping[str, Any]) -> Any:
         return None
     fields = {field.name: found[field.name] for field in dataclasses.fields(kind) if field.name in found}
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
-
-
-def _pause(failures: int, longest_s: float = LONGEST_PAUSE_S) -> float:
-    """Growing, and random: all workers of a cluster miss the same server."""
-    return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1)

@@ -56,8 +56,9 @@ class Report:
     """host:port where it would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
-    """What failed in `generation`: `{rank, code, reason, traceback, time, echo, step, committed}`. `echo` marks an error that
-    only echoes another's death. `step` and `committed`: how far the training was, and what is saved; None for a plain script."""
+    """What failed in `generation`: `{rank, code, reason, traceback, log_tail, time, echo, step, committed}`. `log_tail`: the last
+    lines that it wrote; may be lacking. `echo` marks an error that only echoes another's death. `step` and `committed`: how far
+    the training was, and what is saved; None for a plain script."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Client:
 
     def __init__(self, endpoint: str, *, run: str, id: int) -> None:
         self._endpoint = endpoint
+        self.id = id
         self._report = Report(run=run, id=id, standing="waiting", since=time.time())
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None

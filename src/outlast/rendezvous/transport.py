@@ -3,6 +3,7 @@
     unix:///path            the launcher of this machine                      `local`
     c10d://host:port        worker 0, in pods without an operator             `local`
     kubernetes://job        the operator, by way of the API server            `kubernetes`
+    etcd://host:port,...    an agent that they elect, by way of an etcd       `etcd`; in an operator's pod also `operated`
 
 Called by `handler.create` (torchrun) and `runtime.elastic`.
 """
@@ -12,20 +13,33 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from outlast import contract
+from outlast.contract import Env
 from outlast.errors import OutlastError
 from outlast.rendezvous import local
 from outlast.rendezvous.world import World
+
+if TYPE_CHECKING:
+    from outlast.rendezvous import kubernetes
 
 
 class Client(Protocol):
     """A member's side of a transport: it says what it is, and knows the newest words of who decides."""
 
-    called: local.Called | None
-    world: World | None
-    closed: local.Closed | None
+    @property
+    def id(self) -> int:
+        """Index of this worker; negative until one is found."""
+
+    @property
+    def called(self) -> local.Called | None: ...
+
+    @property
+    def world(self) -> World | None: ...
+
+    @property
+    def closed(self) -> local.Closed | None: ...
 
     def report(self, standing: str, **fields: Any) -> None:
         """Say what this member is now; fields as in `local.Report`, the others stay."""
@@ -41,31 +55,49 @@ def client(endpoint: str, *, run: str, id: int, state: Path, processes: int) -> 
     """A client for an endpoint. What it does not say comes from the worker's environment. Raises OutlastError."""
     if endpoint.startswith((local.SCHEME, local.TCP)):
         return local.Client(endpoint, run=run, id=id)
+    floor = int(os.environ.get(Env.GENERATION, "0"))
+    if endpoint.startswith(contract.ETCD):
+        from outlast import etcd as servers
+        from outlast.rendezvous import etcd, keys
+
+        where = servers.address(endpoint)
+        by_etcd = etcd.Client(where, run=run, id=id, name=keys.run_name(run, os.environ), floor=floor)
+        if Env.MEMBER not in os.environ:
+            return by_etcd
+        from outlast.rendezvous import operated
+
+        return operated.Client(by_etcd, _operator(os.environ[Env.JOB], run, id, state, processes, floor))
     if not endpoint.startswith(contract.KUBERNETES):
         raise OutlastError(
             f"--rdzv-endpoint={endpoint!r} is not one that outlast knows; "
-            "expected unix:///path/to/launcher.sock, c10d://host:port or kubernetes://job"
+            "expected unix:///path/to/launcher.sock, c10d://host:port, kubernetes://job or etcd://host:2379"
         )
+    return _operator(endpoint.removeprefix(contract.KUBERNETES), run, id, state, processes, floor)
+
+
+def _operator(job: str, run: str, id: int, state: Path, processes: int, floor: int) -> kubernetes.Client:
     from outlast.rendezvous import kubernetes
 
-    member = os.environ.get(contract.Env.MEMBER)
+    member = os.environ.get(Env.MEMBER)
     if not member:
-        raise OutlastError(f"{contract.Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
+        raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
     return kubernetes.Client(
-        endpoint.removeprefix(contract.KUBERNETES),
-        run=os.environ.get(contract.Env.OWNER, run),  # the operator knows the word that it gave its pods
+        job,
+        run=os.environ.get(Env.OWNER, run),  # the operator knows the word that it gave its pods
         id=id,
         member=member,
-        namespace=os.environ.get(contract.Env.NAMESPACE, ""),
+        namespace=os.environ.get(Env.NAMESPACE, ""),
         state=state,
         processes=processes,
-        generation=int(os.environ.get(contract.Env.GENERATION, "0")),
+        generation=floor,
     )
 
 
 def preload(endpoint: str) -> None:
     """Import what a client for an endpoint needs: for who forks the process that will make it."""
-    if endpoint.startswith(contract.KUBERNETES):
+    if endpoint.startswith(contract.ETCD):
+        from outlast.rendezvous import etcd  # noqa: F401
+    if endpoint.startswith(contract.KUBERNETES) or Env.MEMBER in os.environ:
         from outlast import kube
         from outlast.rendezvous import kubernetes  # noqa: F401
 

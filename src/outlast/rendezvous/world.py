@@ -143,6 +143,8 @@ class State:
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
     """When this decider began to listen to a world it has `learned`: the members get `Patience.answer` from then to report."""
+    floor: int = 0
+    """The newest generation that there may have been, although nobody here has seen it."""
 
     def heard(self, member: Member) -> State:
         """A worker reported. Repeating a report changes nothing."""
@@ -203,6 +205,8 @@ class _Situation:
         self.running = self.world is not None and self.called is None
         self.newest = max((m.generation for m in self.members.values()), default=0)
         """The newest generation that any worker has seen."""
+        self.next = max(self.generation, self.newest, state.floor) + 1
+        """The first that nobody can have seen."""
         self.target = largest(wanted.sizes, wanted.replicas) or wanted.sizes[0]
         self.inside = [
             self.members[id] for id in self.ranks if id in self.members and self.members[id].generation >= self.generation
@@ -233,7 +237,7 @@ class _Situation:
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
-        return Call(max(self.generation, self.newest) + 1, reason, planned, self.now, tuple(leaving))
+        return Call(self.next, reason, planned, self.now, tuple(leaving))
 
     def drop(self, reason: str) -> Call | None:
         """An unplanned call, unless there is nothing more to drop."""
@@ -485,7 +489,7 @@ def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
 def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     size = f"all {len(chosen)}" if len(chosen) == s.target else f"{len(chosen)} of {s.target}"
     why = f"{s.called.reason}; " if s.called else ""
-    generation = s.called.generation if s.called else max(s.generation, s.newest) + 1
+    generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)
 

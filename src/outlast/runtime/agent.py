@@ -34,6 +34,7 @@ from outlast.runtime.output import Output
 
 if TYPE_CHECKING:
     from outlast import spec
+    from outlast.rendezvous import etcd
     from outlast.rendezvous.host import Host
     from outlast.runtime import ownership
 
@@ -85,12 +86,14 @@ class Agent:
         self._store = environ.get(contract.Env.STORE, "")
         self._pusher = pusher.Pusher(environ)
         self.alone = not environ[contract.Env.RENDEZVOUS].startswith("unix://")
-        """Whether there is no launcher: then workers take up the run, and worker 0 decides unless there is an operator."""
+        """Whether there is no launcher: then workers take up the run, and worker 0 decides unless another is known to."""
         self.operated = environ[contract.Env.RENDEZVOUS].startswith(contract.KUBERNETES)
         """Whether the operator decides."""
         self._word = environ.get(contract.Env.RUN, "")
         """By which whoever made this worker knows the run, see `ownership`."""
-        self._host: Host | None = None
+        self.elects = environ[contract.Env.RENDEZVOUS].startswith(contract.ETCD)
+        """Whether the agents elect one of them who decides."""
+        self._host: Host | etcd.Running | None = None
         self._ending: threading.Thread | None = None
         self._told = threading.Event()
         self.displaced = False
@@ -212,9 +215,11 @@ class Agent:
             elif phase is Phase.CHECKPOINT:
                 if self._store:
                     self._restore()
-                if self.operated:
+                if self.operated or self.elects:
                     self._look_back()
-                elif self.alone and self.index == 0:
+                if self.elects:
+                    self._stand()
+                elif self.alone and not self.operated and self.index == 0:
                     self._decide()
         except Superseded as problem:
             self._displaced(str(problem))
@@ -242,12 +247,12 @@ class Agent:
         from outlast.runtime import ownership
 
         environ = self.environ
-        if not environ[contract.Env.RENDEZVOUS].startswith(("c10d://", contract.KUBERNETES)):
-            raise OutlastError(f"rendezvous by {environ[contract.Env.RENDEZVOUS]} is not known here; say backend: c10d")
+        if not environ[contract.Env.RENDEZVOUS].startswith(("c10d://", contract.KUBERNETES, *contract.ETCD)):
+            raise OutlastError(f"rendezvous by {environ[contract.Env.RENDEZVOUS]} is not known here; say backend: c10d or etcd")
         word = self._word
         where = ownership.place(self.output, self._store)
         if environ.get(contract.Env.STAY) == "1" and runs.read(where) is None:
-            others = ownership.others(environ[contract.Env.RENDEZVOUS], self.index, self.job.spec.workers.max)
+            others = ownership.others(environ[contract.Env.RENDEZVOUS], socket.getfqdn(), self.index, self.job.spec.workers.max)
             if end := ownership.told(others, word):
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
@@ -279,8 +284,25 @@ class Agent:
         self._host = host.Host(self.job, run=run, generation=generation, ledger=ledger, over=self._record, broken=broken)
         self._host.start(int(self.environ[contract.Env.RENDEZVOUS].rpartition(":")[2]))
 
+    def _stand(self) -> None:
+        """Run for election as the one who decides, see `rendezvous.elected`."""
+        from outlast import etcd as servers
+        from outlast.rendezvous import decider, etcd, keys
+
+        environ = self.environ
+        self._host = etcd.Running(
+            servers.address(environ[contract.Env.RENDEZVOUS], environ=environ),
+            name=keys.run_name(environ[contract.Env.RUN], environ),
+            terms=decider.Terms.of(self.job.spec),
+            voice=_Voice(self),
+            replicas=self.job.spec.workers.replicas,
+            operated=contract.Env.MEMBER in environ,
+            id=lambda: self.index,
+        )
+        self._host.start()
+
     def _look_back(self) -> None:
-        """Find out which generations this run has had, so that the operator, who may know nothing of them, goes beyond."""
+        """Find out which generations this run has had, so that who decides, and may know nothing of them, goes beyond."""
         from outlast.runtime import ownership
 
         where = ownership.place(self.output, self._store)
@@ -492,6 +514,26 @@ class Agent:
             return
         self._written = record
         write_state(self.state, record)
+
+
+class _Voice:
+    """What becomes of what this agent decides while it is elected."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._ledger: Ledger | None = None
+
+    def say(self, text: str) -> None:
+        print(f"outlast | {text}", flush=True)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        if self._ledger is None:
+            self._ledger = Ledger(self._agent.output / contract.LEDGER, f"decider-{self._agent.index}")
+        self._ledger.write(kind, **facts)
+
+    def over(self, state: str, reason: str, code: int) -> None:
+        """Each agent records the end, all the same: any of them may be gone."""
+        self._agent._record(state, reason, code)
 
 
 def processes_per_worker(job: spec.Job) -> int:

@@ -59,7 +59,7 @@ def copy(code: Path, into: Path, not_code: Sequence[Path], submitted: float) -> 
     try:
         into.mkdir(exist_ok=True)
         for entry in entries:
-            _renew(entry, into / entry.relative_to(code), submitted, shutil.copy2)
+            _renew(entry, into / entry.relative_to(code), submitted, _copied)
     except OSError as problem:
         raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
     return into
@@ -70,20 +70,21 @@ def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], 
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
-    partial = old.with_name(f".{old.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    if stat.S_ISLNK(mode):
-        partial.symlink_to(new.readlink())
-        partial.replace(old)
-    elif stat.S_ISDIR(mode):
+    if stat.S_ISDIR(mode):
         if old.is_symlink() or old.is_file():
             old.unlink()
         old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
-    elif stat.S_ISREG(mode):  # a socket or a pipe is no code
-        if old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
-            return  # the job's: code has the time of its original, which is older than the run
-        take(new, partial)
-        partial.replace(old)
+    elif stat.S_ISREG(mode) and old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
+        return  # the job's: code has the time of its original, which is older than the run
+    elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or a pipe is no code
+        take(new, old)
+
+
+def _copied(new: Path, old: Path) -> None:
+    partial = old.with_name(f".{old.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    shutil.copy2(new, partial, follow_symlinks=False)
+    partial.replace(old)
 
 
 def _written(path: Path) -> float:

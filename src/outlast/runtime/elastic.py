@@ -19,16 +19,21 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from outlast import contract
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
-from outlast.runtime import progress, shim
+from outlast.runtime import output, progress, shim
 
 MONITOR_S = 0.05
+DYING_S = 5.0
+"""Longest time from a process's last words to its end."""
 AGAIN_S = 30.0
 """Longest pause before a script that left without being told is started again."""
+_PREFIX = "[rank ${rank}] "
+"""Of each line that one of several processes writes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _ECHO = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|nccl",
@@ -48,10 +53,12 @@ def main(argv: list[str]) -> None:
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
     client = transport.client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id, state=state, processes=processes)
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
+    log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
     again_s = 0.0
-    with member(client, run_id=run_id, id=id, state=state, host=host, processes=processes) as handler:
+    with member(client, run_id=run_id, state=state, host=host, processes=processes) as handler:
+        handler.dies = lambda: any(time.time() - said["time"] < DYING_S for said in _causes(state, handler, processes).values())
         while True:
-            begun = time.monotonic()
+            begun, logged = time.monotonic(), output.size(log)
             try:
                 failures = _train(handler, state, host, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
             except rendezvous.RendezvousClosedError:
@@ -71,8 +78,10 @@ def main(argv: list[str]) -> None:
                         time.sleep(MONITOR_S)
             else:
                 first = min(failures, key=lambda failure: (not _is_cause(failure), failure["time"]))
-                print(f"outlast | {first['reason']}", file=sys.stderr, flush=True)
-                handler.failed(first)
+                said = f"outlast | {first['reason']}"
+                print(said, file=sys.stderr, flush=True)
+                prefix = _PREFIX.replace("${rank}", str(first["rank"])) if processes > 1 else ""
+                handler.failed({**first, "log_tail": output.tail(log, said, since=logged, prefix=prefix)})
 
 
 def _train(
@@ -106,21 +115,36 @@ def _train(
     )
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=state, ignore_cleanup_errors=True) as directory:
         logs = DefaultLogsSpecs(log_dir=directory, tee=Std.ALL if several else Std.NONE)
-        result = Agent(spec, logs, log_line_prefix_template="[rank ${rank}] " if several else None).run()
-        return [_failure(state, handler, rank, failure) for rank, failure in result.failures.items()]
+        result = Agent(spec, logs, log_line_prefix_template=_PREFIX if several else None).run()
+        # Who failed first may be the last to end: then others have failed by it, and torch's agent has stopped it with them.
+        ended = {process.local_rank for process in result.failures.values()}
+        causes = _causes(state, handler, processes) if ended else {}
+        stopped = {
+            said["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=said["code"])
+            for local_rank, said in causes.items()
+            if local_rank not in ended
+        }
+        return [_failure(state, handler, rank, process) for rank, process in {**result.failures, **stopped}.items()]
+
+
+def _causes(state: Path, handler: Handler, processes: int) -> dict[int, dict[str, Any]]:
+    """What training processes of the current world have said of their end, by local rank, but for echoes."""
+    said = {each: _read(state / contract.ERROR.format(local_rank=each), newer_than=handler.formed) for each in range(processes)}
+    return {each: record for each, record in said.items() if "code" in record and not _is_echo(record)}
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str, Any]:
     """What became of one training process, in our words."""
     record = _read(state / contract.ERROR.format(local_rank=process.local_rank), newer_than=handler.formed)
     verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank), newer_than=handler.formed)
-    code = contract.exit_code(process.exitcode)
+    # What a process died of is known once it has said so: threads of torch may yet end it with SIGABRT on its way out.
+    code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
     reached = progress.read(state, process.local_rank)
     if reached and (reached.generation != handler.generation or reached.phase == "started"):
         reached = None  # a plain script, which says nothing
-    stopped_by_us = process.exitcode == -signal.SIGTERM
+    stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # not one that was on its way out
     return {
         "rank": rank,
         "code": code,

@@ -16,6 +16,13 @@ from pathlib import Path
 
 _EARLY = 1 << 20
 """Bytes that are kept for `keep`."""
+TAIL_LINES = 20
+TAIL_BYTES = 2048
+"""A tail is no longer: it travels in reports, and what Kubernetes keeps of a container's log is no longer either."""
+_TAIL_WITHIN = 1 << 18
+"""Bytes before the end in which a tail is looked for. Arbitrary: what the other ranks wrote after the first that failed."""
+_TAIL_S = 0.5
+"""How long a line may take to the log. Arbitrary: it takes a millisecond, and on a full disk it never comes."""
 
 
 class Output:
@@ -78,6 +85,44 @@ class Output:
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
         self._thread.join(timeout_s)
+
+
+def size(log: Path) -> int:
+    """Bytes of a log; 0 when it is not there."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
+    """The last lines of a log from byte `since` to `line`, which has just been written to standard error: at most TAIL_LINES and
+    TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
+
+    Waits for the line, since it passes through the pipe after all that was written before; when it does not come, what has come
+    is the tail.
+    """
+    deadline = time.monotonic() + _TAIL_S
+    while True:
+        said = _end(log, since)
+        before, found, _ = said.rpartition(line.encode(errors="backslashreplace"))
+        if found or time.monotonic() > deadline:
+            return _last(before if found else said, prefix.encode())
+        time.sleep(0.005)
+
+
+def _end(log: Path, since: int) -> bytes:
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(since, size(log) - _TAIL_WITHIN))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _last(said: bytes, prefix: bytes) -> str:
+    lines = [line for line in said.splitlines() if line.startswith(prefix)][-TAIL_LINES:]
+    return b"\n".join(lines)[-TAIL_BYTES:].decode(errors="ignore")  # the first character may be cut in two
 
 
 def _write(file: int, data: bytes) -> None:

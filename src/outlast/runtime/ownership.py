@@ -64,12 +64,14 @@ def told(others: Sequence[str], run: str) -> Ended | None:
         return next(filter(None, crew.map(ask, others[:_ASKED])), None)
 
 
-def others(endpoint: str, index: int, workers: int) -> list[str]:
-    """`host:port` of the probes of all others, when pod 0 at `endpoint` (`c10d://NAME-0.SERVICE...`) is called as they are."""
-    host = urllib.parse.urlsplit(endpoint).hostname or ""
+def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
+    """`host:port` of the probes of all others, when they are called as pod 0 at `endpoint` is (`c10d://NAME-0.SERVICE...`), or as
+    this one is by its full name: `NAME-2.SERVICE...` is worker 2."""
+    at_0 = endpoint.startswith("c10d://")
+    host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")
     stem, _, number = name.rpartition("-")
-    if number != "0" or not domain:
+    if number != str(0 if at_0 else index) or not domain:
         return []
     return [f"{stem}-{n}.{domain}:{contract.Pod.PROBE_PORT}" for n in range(workers) if n != index]
 
@@ -122,7 +124,8 @@ def record(job: str, run: str, owner: str) -> runs.Run:
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
     """Bring what this worker has written before and its disk has lost, so that it is continued and not replaced."""
-    wanted = [f"{contract.LOGS}/{contract.worker_log(worker)}", f"{contract.LEDGER}/agent-{worker}.jsonl"]
+    ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
+    wanted = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:
         wanted += [contract.METRICS, f"{contract.LEDGER}/decider.jsonl"]
     for name in wanted:

@@ -39,13 +39,14 @@ def main(argv: list[str]) -> None:
             sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
             runpy.run_path(argv[0], run_name="__main__")
     except OutlastError as error:
-        _record(state, error, "")
-        print(error, file=sys.stderr, flush=True)
         codes = {Superseded: contract.Exit.INTERRUPTED, NoRoom: contract.Exit.FAILED}
-        sys.exit(codes.get(type(error), contract.Exit.MISCONFIGURED))
+        code = codes.get(type(error), contract.Exit.MISCONFIGURED)
+        _record(state, error, "", code)
+        print(error, file=sys.stderr, flush=True)
+        sys.exit(code)
     except Exception as error:
         text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
-        _record(state, error, text)
+        _record(state, error, text, contract.Exit.FAILED)
         sys.stderr.write(text)
         sys.stderr.flush()
         sys.exit(contract.Exit.FAILED)
@@ -68,7 +69,7 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
     return trace or error.__traceback__
 
 
-def _record(state: str | None, error: BaseException, text: str) -> None:
+def _record(state: str | None, error: BaseException, text: str, code: int) -> None:
     if not state:
         return
     path = Path(state) / contract.ERROR.format(local_rank=os.environ.get("LOCAL_RANK", "0"))
@@ -80,6 +81,7 @@ def _record(state: str | None, error: BaseException, text: str) -> None:
         "message": f"raised {type(error).__name__}: {first}" if text else first,
         "traceback": "\n".join(text.rstrip().splitlines()[-30:])[-8000:],
         "time": time.time(),
+        "code": code,
     }
     try:
         files.replace(path, json.dumps(record))

@@ -54,6 +54,7 @@ def request(sock: socket.socket, kind: str, argv: list[str], env: dict[str, str]
 
 def main() -> None:
     """Ask for the fork, wait for its end, end likewise."""
+    begun = time.time()
     path, grace_s, *argv = sys.argv[1:]
     try:
         sock = connect(path)
@@ -85,19 +86,23 @@ def main() -> None:
     ended = json.loads(reply) if reply.endswith(b"\n") else {"status": -signal.SIGKILL, "time": time.time()}
     status = int(ended["status"])
     if status < 0:
-        record_death(-status, ended["time"])
+        record_death(-status, ended["time"], begun)
         signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -status)
         time.sleep(1)  # not reached, unless the signal does not end a process
     os._exit(status & 0xFF)
 
 
-def record_death(number: int, when: float) -> None:
-    """Leave word that a signal ended the training process: it could not say so itself."""
+def record_death(number: int, when: float, begun: float) -> None:
+    """Leave word that a signal ended the training process, which has begun then. What it has said of its end itself stays:
+    threads of torch may end a process with SIGABRT that is on its way out by an exception."""
     directory = os.environ.get("OUTLAST_WORKER_STATE")
     if not directory:
         return
     path = os.path.join(directory, f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
+    with contextlib.suppress(OSError):
+        if os.path.getmtime(path) >= begun:
+            return
     name = signal.Signals(number).name
     record = {
         "rank": int(os.environ.get("RANK", "0")),

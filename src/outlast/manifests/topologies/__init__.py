@@ -73,8 +73,6 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
     found = []
     if places.lost(wanted):
         found.append(f"output is neither in a store nor on a volume at {Pod.OUTPUT}; it ends with the pods")
-    if wanted.spec.rendezvous.backend == "etcd":
-        found.append("workers of this version cannot meet by etcd yet, and end with exit code 78; leave rendezvous out")
     for name, field in spec.Spec.model_fields.items():
         if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) is not None:
             found.append(f"{field.alias} has no meaning in the topology {topology}")

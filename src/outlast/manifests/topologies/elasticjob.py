@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outlast import contract
-from outlast.manifests import labels, objects, places
+from outlast.manifests import labels, objects, places, rendezvous
 from outlast.manifests.request import Document, Request, wrong
 
 
@@ -14,6 +14,8 @@ def documents(request: Request) -> list[Document]:
         raise wrong(job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
     if files := places.files(job.spec):
         raise wrong(job, f"environment ({files[0]}) is on this machine, which pods do not see; put it into the code, in a store")
+    if job.spec.rendezvous.backend == "etcd":
+        rendezvous.endpoint(request, "", "")  # the operator could make no pods of another
     seen = places.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True

@@ -19,7 +19,7 @@ _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 def documents(request: Request) -> list[Document]:
     """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup if it is to be a gang."""
     request = request.held()
-    name = request.job.metadata.name  # at most 52 characters, and no digest: it can be changed
+    name = request.job.metadata.name  # at most 51 characters, and no digest: it can be changed
     together = gang.of(request, name)
     worker = pods.Worker(
         index=variables.of_field(_INDEX),

@@ -1,0 +1,501 @@
+"""What we ask of an etcd, over its JSON gateway: keys, leases, transactions, watches. The only module that knows its wire format.
+
+    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, the first that is well is used
+    etcds://host:2379                        TLS
+
+The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
+`http.client` is enough: no package, no gRPC core in processes that fork. Why not one of the clients: docs/decisions/0014.
+
+A request is sent again, to the next endpoint if there is one, when its answer was lost; so it may be carried out twice. Callers
+write with comparisons, for which that does no harm: the second time they fail, and the caller finds its own words there.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outlast.contract import ETCD, Env
+from outlast.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
+
+if TYPE_CHECKING:
+    import ssl
+
+SCHEME, SECURE = ETCD
+PORT = 2379
+PREFIX = "/outlast"
+ANSWER_S = 2.0
+"""How long an endpoint may take to answer. Shorter than a member's lease, so that another can be asked before that ends."""
+LOGIN_S = 20.0
+"""The same for a login: an etcd spends 60 ms of a core on each password, and all workers of a job may come at once. Who gives up
+early and comes again only adds to that, and none gets in."""
+_IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
+"""When the kernel asks whether the other end of a silent watch is still there; how often, how many times (tcp(7))."""
+_HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
+_AGAIN = (1, 4, 8, 10, 13, 14)
+"""gRPC codes that pass by themselves: cancelled, late, exhausted, aborted, internal, unavailable."""
+_UNAUTHENTICATED = 16
+_OLD = re.compile("revision .* is old")
+"""Users or roles have changed since a token was given: one that is a JWT is refused from then on."""
+_NOBODY = "user name is empty"
+_NO_ROOM = "database space exceeded"
+OPTIONS = {
+    "prefix": Env.ETCD_PREFIX,
+    "cacert": Env.ETCD_CACERT,
+    "cert": Env.ETCD_CERT,
+    "key": Env.ETCD_KEY,
+    "user": Env.ETCD_USER,
+    "password": Env.ETCD_PASSWORD,
+}
+"""What may be said of an etcd besides its endpoint, and the variable that says it where no option does."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an etcd is, and who asks."""
+
+    hosts: tuple[tuple[str, int], ...]
+    prefix: str = PREFIX
+    """What all keys begin with."""
+    tls: bool = False
+    cacert: str = ""
+    """File of the authorities that are trusted; those of this machine when empty."""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return "etcd at " + ", ".join(_shown(*host) for host in self.hosts)
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """A key as it was at some revision."""
+
+    key: str
+    value: str
+    created: int
+    """Revision of the creation: a key that was deleted and made again has another."""
+    modified: int
+    lease: int = 0
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A key that was deleted, or whose lease ended."""
+
+    key: str
+    modified: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a transaction: whether its comparisons held, and what was read by the branch that was taken."""
+
+    succeeded: bool
+    revision: int
+    found: tuple[KeyValue, ...] = ()
+
+
+class LeaseGone(EtcdError):
+    """The lease has ended, or the etcd has forgotten it."""
+
+
+class Behind(EtcdError):
+    """What was to be watched is not there to be told any more, or not yet: it has to be listed again."""
+
+
+def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
+    """An address from an endpoint and options (see OPTIONS); what they do not say is in the environment. Raises OutlastError."""
+    environ = os.environ if environ is None else environ
+    said = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
+    secure = endpoint.startswith(SECURE)
+    hosts, slash, path = endpoint.removeprefix(SECURE).removeprefix(SCHEME).partition("/")
+    found = []
+    for text in hosts.split(","):
+        match = _HOST.fullmatch(text.strip())
+        port = int((match[2] or match[4] or PORT) if match else 0)
+        if not match or not 0 < port < 65536:
+            raise OutlastError(f"{endpoint!r} is no address of an etcd; expected etcd://host:2379, with commas between several")
+        found.append((match[1] or match[3], port))
+    if bool(said["cert"]) != bool(said["key"]):
+        raise OutlastError(f"of cert ({said['cert']!r}) and key ({said['key']!r}) one is missing; say both or neither")
+    if bool(said["user"]) != bool(said["password"]):
+        raise OutlastError("of user and password for the etcd one is missing; say both or neither")
+    prefix = (said.pop("prefix") or (slash + path)).rstrip("/") or PREFIX
+    return Address(tuple(found), "/" + prefix.lstrip("/"), secure or bool(said["cacert"] or said["cert"]), **said)
+
+
+class Etcd:
+    """One process's connection; for any of its threads, one request at a time. Nothing is connected before the first."""
+
+    def __init__(self, where: Address) -> None:
+        self.address = where
+        self.requests = 0
+        """How many have been sent."""
+        self.local = ""
+        """Our own address, as seen on the way to the etcd; empty before the first request."""
+        self._lock = threading.Lock()
+        self._connection: http.client.HTTPConnection | None = None
+        self._at = 0
+        """Which of the hosts is asked first."""
+        self._token = ""
+        self._tls: ssl.SSLContext | None = None
+        self._spoken = False
+        """Whether there has been an answer: then it is not the address that is wrong."""
+        self._watching: set[socket.socket] = set()
+        self._closed = False
+
+    # Words
+
+    def range(self, key: str, *, prefix: bool = False) -> Outcome:
+        """One key, or all that begin with it, as they are now. `revision` is where a watch has to go on."""
+        return _outcome(self._ask("kv/range", range_(key, prefix=prefix)["request_range"]))
+
+    def txn(
+        self,
+        compare: Sequence[Mapping[str, Any]],
+        then: Sequence[Mapping[str, Any]],
+        otherwise: Sequence[Mapping[str, Any]] = (),
+    ) -> Outcome:
+        """If all comparisons hold do this, else that; both made by `range_`, `put`, `delete`. Raises LeaseGone."""
+        answer = self._ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
+        parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
+        found = [_keyvalue(kv) for part in parts for kv in part.get("kvs", ())]
+        return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), tuple(found))
+
+    def grant(self, seconds: int) -> int:
+        """A new lease; its id."""
+        return int(self._ask("lease/grant", {"TTL": str(seconds)})["ID"])
+
+    def keep(self, lease: int) -> None:
+        """Renew a lease. Raises LeaseGone."""
+        answer = self._ask("lease/keepalive", {"ID": str(lease)})
+        if int(answer.get("result", {}).get("TTL", 0)) <= 0:
+            raise LeaseGone("the lease has ended")
+
+    def left(self, lease: int) -> int | None:
+        """How many seconds a lease has left; None when it has ended."""
+        seconds = int(self._ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
+        return seconds if seconds >= 0 else None
+
+    def revoke(self, lease: int) -> None:
+        """End a lease, and with it its keys."""
+        with contextlib.suppress(LeaseGone):
+            self._ask("lease/revoke", {"ID": str(lease)})
+
+    def watch(self, prefix: str, after: int) -> Iterator[Sequence[KeyValue | Gone]]:
+        """What happens to keys that begin so, after a revision, in order, for ever; first nothing, when it has begun.
+
+        Raises Behind when the etcd does not have that revision: it has forgotten it, or has not got there; EtcdAway, also when
+        `interrupt` was called.
+        """
+        with self._lock:
+            self._open()
+            connection, where = self._connect(self._at), self.address.hosts[self._at]
+            token, sock = self._token, connection.sock
+            self._watching.add(sock)
+        if self._closed:
+            self.interrupt()
+        try:
+            request = {**range_(prefix, prefix=True)["request_range"], "start_revision": str(after + 1)}
+            with self._send(connection, "watch", {"create_request": request}, token) as answer:
+                if answer.status != 200:
+                    self._refused(where, answer.status, answer.read(), token)
+                self._listen_on(sock)
+                while line := answer.readline():
+                    said = json.loads(line)
+                    if "error" in said:
+                        raise EtcdAway(f"{self._named(where)} ended a watch: {said['error'].get('message', said['error'])}")
+                    result = said["result"]
+                    if result.get("canceled") or (result.get("created") and int(result["header"]["revision"]) < after):
+                        raise Behind(f"{self._named(where)} has nothing of revision {after + 1}")
+                    yield [_event(event) for event in result.get("events", ())]
+            raise EtcdAway(f"{self._named(where)} ended a watch")
+        except (OSError, ValueError, http.client.HTTPException) as problem:
+            raise EtcdAway(f"{self._named(where)} ended a watch: {_why(problem)}") from problem
+        finally:
+            self._watching.discard(sock)
+            connection.close()
+
+    def interrupt(self) -> None:
+        """End all watches: what they are connected to may be no more."""
+        for sock in list(self._watching):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, for good: what is asked from now on raises EtcdAway. Who still waits for an answer hangs up after it."""
+        self._closed = True
+        self.interrupt()
+        if self._lock.acquire(timeout=ANSWER_S):
+            self._hang_up()
+            self._lock.release()
+
+    # Requests
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            self._open()
+            try:
+                return self._of_any(path, body)
+            finally:
+                if self._closed:
+                    self._hang_up()
+
+    def _open(self) -> None:
+        """Raise EtcdAway if we have hung up: nobody would ever close another connection."""
+        if self._closed:
+            raise EtcdAway(f"{self.address}: the connection was closed")
+
+    def _of_any(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the first endpoint that has one, beginning with the one that had one last."""
+        first, problem = self._at, EtcdAway(str(self.address))
+        for n in range(len(self.address.hosts)):
+            self._at = (first + n) % len(self.address.hosts)
+            try:
+                answer = self._answer(path, body)
+            except EtcdAway as away:
+                self._hang_up()
+                problem = away
+                continue
+            if n:
+                self.interrupt()  # watches of an endpoint that is not well may say nothing for ever
+            return answer
+        self._at = (first + 1) % len(self.address.hosts)
+        raise problem
+
+    def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the current endpoint. A connection that was idle may have been closed by the other end: then a new one is tried."""
+        where = self.address.hosts[self._at]
+        for kept in (self._connection is not None, False):
+            if self._connection is None:
+                self._connection = self._connect(self._at)
+            try:
+                with self._send(self._connection, path, body, self._token) as answer:
+                    text = answer.read()
+            except TimeoutError as problem:
+                raise EtcdAway(f"{self._named(where)} does not answer within {ANSWER_S:g} s") from problem
+            except (OSError, http.client.HTTPException) as problem:
+                self._hang_up()
+                self._certificates(where, problem)  # with TLS 1.3, ours is refused with the first answer
+                if kept:
+                    continue
+                hint = "" if self._spoken else self._hint(where)
+                raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}{hint}") from problem
+            if answer.status == 200:
+                self._spoken = True
+                with contextlib.suppress(ValueError):
+                    said = json.loads(text)
+                    if isinstance(said, dict) and ("header" in said or "result" in said):
+                        return said
+                raise EtcdRefused(f"{self._named(where)} is no etcd: it answers {text[:60]!r}")
+            try:
+                self._refused(where, answer.status, text, self._token)
+            except _Expired:
+                self._token = ""
+                self._hang_up()
+        raise EtcdRefused(f"{self._named(where)} does not accept the token that it has given to user {self.address.user}")
+
+    def _connect(self, at: int) -> http.client.HTTPConnection:
+        """A connection to an endpoint, and a token if there is a user. Raises EtcdAway, EtcdRefused."""
+        host, port = where = self.address.hosts[at]
+        if self.address.tls:
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                host, port, timeout=ANSWER_S, context=self._context()
+            )
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+        try:
+            connection.connect()
+        except OSError as problem:
+            connection.close()
+            self._certificates(where, problem)
+            hint = "; if it speaks no TLS, write etcd://" if self.address.tls and "SSL" in str(problem) else ""
+            raise EtcdAway(f"{self._named(where)} cannot be reached: {_why(problem)}{hint}") from problem
+        self.local = connection.sock.getsockname()[0]
+        if self.address.user and not self._token:
+            login = {"name": self.address.user, "password": self.address.password}
+            try:
+                connection.sock.settimeout(LOGIN_S)
+                with self._send(connection, "auth/authenticate", login, "") as answer:
+                    text = answer.read()
+                if connection.sock:
+                    connection.sock.settimeout(ANSWER_S)
+            except (OSError, http.client.HTTPException) as problem:
+                connection.close()
+                raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}") from problem
+            if answer.status == 200:
+                self._token = json.loads(text)["token"]
+            elif b"authentication is not enabled" not in text:
+                connection.close()
+                self._refused(where, answer.status, text, "")
+        return connection
+
+    def _context(self) -> ssl.SSLContext:
+        import ssl
+
+        if self._tls is None:
+            where = self.address
+            try:
+                self._tls = ssl.create_default_context(cafile=where.cacert or None)
+                if where.cert:
+                    self._tls.load_cert_chain(where.cert, where.key)
+            except OSError as problem:  # an SSLError is one
+                files = ", ".join(filter(None, (where.cacert, where.cert, where.key)))
+                raise EtcdRefused(f"{files}: {_why(problem)}; expected files in PEM format") from problem
+        return self._tls
+
+    def _send(
+        self, connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any], token: str
+    ) -> http.client.HTTPResponse:
+        self.requests += 1
+        headers = {"Authorization": token} if token else {}
+        connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
+        return connection.getresponse()
+
+    def _refused(self, where: tuple[str, int], status: int, text: bytes, token: str) -> None:
+        """Raise what an answer that is none means."""
+        try:
+            said = json.loads(text)
+            code, message = int(said["code"]), str(said.get("message") or said.get("error")).removeprefix("etcdserver: ")
+        except (ValueError, KeyError, TypeError):
+            if status >= 500:
+                raise EtcdAway(f"{self._named(where)} is not well: HTTP {status}") from None
+            if b"HTTPS server" in text:
+                raise EtcdRefused(f"{self._named(where)} speaks TLS; write {SECURE}{_shown(*where)}") from None
+            what = "which is how an etcd answers that speaks v2 only" if status == 404 else "which no etcd does"
+            said = f"{self._named(where)} answers a request of v3 with HTTP {status}, {what}"
+            raise EtcdRefused(f"{said}; expected an etcd of version 3.4 or newer") from None
+        if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
+            raise _Expired(message)
+        if not token and self.address.user and _NOBODY in message:  # users were made since we came
+            raise _Expired(message)
+        if "lease not found" in message:
+            raise LeaseGone(message)
+        if _NO_ROOM in message:
+            raise EtcdRefused(f"{self._named(where)} is full: {message}; compact and defragment it, or raise its quota")
+        if _NOBODY in message or code == _UNAUTHENTICATED:
+            raise EtcdRefused(f"{self._named(where)} wants to know who asks; say user and password ({Env.ETCD_USER}, ...)")
+        if "authentication failed" in message:
+            raise EtcdRefused(
+                f"{self._named(where)} does not accept user {self.address.user}: {message}; correct user or password"
+            )
+        if "permission denied" in message:
+            who = f"user {self.address.user}" if self.address.user else "nobody in particular"
+            remedy = f"grant its role readwrite on all keys that begin with {self.address.prefix}/"
+            raise EtcdRefused(f"{self._named(where)} does not let {who} read and write below {self.address.prefix}/; {remedy}")
+        if code in _AGAIN:
+            raise EtcdAway(f"{self._named(where)} is not well: {message}")
+        raise EtcdError(f"{self._named(where)} refuses what it was asked: {message} (code {code})")
+
+    def _certificates(self, where: tuple[str, int], problem: Exception) -> None:
+        """Raise EtcdRefused if that is what the problem is about."""
+        self._tls = None  # files that are renewed meanwhile are read again
+        if "CERTIFICATE_VERIFY_FAILED" in str(problem):
+            said = f"the certificate of {self._named(where)} is not accepted: {_why(problem)}"
+            raise EtcdRefused(f"{said}; name the authority that signed it with cacert") from problem
+        if "CERTIFICATE" in str(problem):
+            raise EtcdRefused(f"{self._named(where)} wants to see a certificate: {_why(problem)}; say cert and key") from problem
+
+    def _hint(self, where: tuple[str, int]) -> str:
+        if not self.address.tls:
+            return f"; if it speaks TLS, write {SECURE}{_shown(*where)}"
+        return "" if self.address.cert else "; if it wants to see a certificate, say cert and key"
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _listen_on(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_S), ("TCP_KEEPCNT", _PROBES)):
+            if hasattr(socket, option):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+    def _named(self, where: tuple[str, int]) -> str:
+        return f"etcd at {_shown(*where)}"
+
+
+class _Expired(EtcdAway):
+    """The token is no longer accepted, or one is needed now."""
+
+
+# Parts of a transaction
+
+
+def range_(key: str, *, prefix: bool = False) -> dict[str, Any]:
+    """Read a key, or all that begin with it."""
+    return {"request_range": {"key": _b64(key), **({"range_end": _b64(_end(key))} if prefix else {})}}
+
+
+def put(key: str, value: str, lease: int = 0) -> dict[str, Any]:
+    """Write a key, under a lease if there is one."""
+    return {"request_put": {"key": _b64(key), "value": _b64(value), "lease": str(lease)}}
+
+
+def delete(key: str) -> dict[str, Any]:
+    """Remove a key."""
+    return {"request_delete_range": {"key": _b64(key)}}
+
+
+def created(key: str, revision: int) -> dict[str, Any]:
+    """Whether a key is the one that was created then; 0: that there is none."""
+    return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
+
+
+def modified(key: str, revision: int) -> dict[str, Any]:
+    """Whether a key has not been written since; 0: that there is none."""
+    return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+
+
+def holds(key: str, value: str) -> dict[str, Any]:
+    """Whether a key holds exactly this."""
+    return {"key": _b64(key), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
+
+
+def _b64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def _text(encoded: str) -> str:
+    return base64.b64decode(encoded).decode(errors="replace")
+
+
+def _end(prefix: str) -> str:
+    """The first key behind all that begin so."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
+
+
+def _outcome(answer: Mapping[str, Any]) -> Outcome:
+    return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
+
+
+def _keyvalue(kv: Mapping[str, Any]) -> KeyValue:
+    revisions = int(kv["create_revision"]), int(kv["mod_revision"])
+    return KeyValue(_text(kv["key"]), _text(kv.get("value", "")), *revisions, int(kv.get("lease", 0)))
+
+
+def _event(event: Mapping[str, Any]) -> KeyValue | Gone:
+    kv = event["kv"]
+    return Gone(_text(kv["key"]), int(kv["mod_revision"])) if event.get("type") == "DELETE" else _keyvalue(kv)
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _why(problem: Exception) -> str:
+    return getattr(problem, "strerror", None) or str(problem) or type(problem).__name__

@@ -1,0 +1,533 @@
+"""The decider by etcd: members elect one of them, who decides until it ends or its lease does (docs/decisions/0014).
+
+`Candidate` runs for election and `Term` decides, both without threads: `Running` has those, and tests have an etcd of their own.
+Whatever a term writes is compared with its election: one that is over can write nothing, and what it would have printed or
+recorded is dropped with it. The election is known by a word in its key and not by a revision: an etcd that has lost its data
+begins to count anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from outlast import contract, restarts
+from outlast.errors import EtcdError
+from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
+from outlast.rendezvous import decider, keys, local, world
+from outlast.rendezvous.membership import Store
+from outlast.status import Failure, State
+
+TICK_S = 0.1
+LINGER_S = 600
+"""How long what was decided stays when nobody decides any more: as long as all members may be cut off from etcd at once."""
+LISTEN_S = 1.0
+"""How long a decider that finds nothing listens: etcd may have lost what members know. They try again every half second."""
+REPORT_S = 3.0
+"""How long one that finds a world, and nobody of it, waits for a sign of life: all may have been cut off for a while."""
+PASSED = 100
+"""Generations that are passed over when etcd has forgotten which there were: more than can have come after the newest known."""
+WHY_S = 0.5
+"""How often the reason of a wait is written at most, when nothing else is new."""
+JITTER_S = 0.1
+"""All see the end of a term at once; not all are to run. Those who know no world let the others go first."""
+
+
+class Deposed(Exception):
+    """Another was elected, or may have been."""
+
+
+class Voice(Protocol):
+    """What becomes of a term besides what it writes. Called only for what etcd has taken."""
+
+    def say(self, text: str) -> None: ...
+    def note(self, kind: str, **facts: Any) -> None: ...
+    def over(self, state: State, reason: str, code: int) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Office:
+    """What does not change from term to term."""
+
+    store: Store
+    of: keys.Keys
+    token: str
+    terms: decider.Terms
+    voice: Voice
+    asked: str = ""
+    """`min:max` under torchrun: its --max-restarts counts, anybody may come. Empty in pods."""
+    replicas: int = 0
+    """Workers that are expected, in pods."""
+    operated: bool = False
+    """Whether an operator looks after the pods: members pass on what it wants, and it judges what pods have come to."""
+    ttl: int = 5
+    clock: Callable[[], float] = time.time
+    chance: Callable[[], float] = random.random
+    word: Callable[[], str] = lambda: secrets.token_hex(4)
+
+
+class Term(decider.Decider):
+    """One decider's time, from its election on."""
+
+    def __init__(self, office: Office, leader: KeyValue, found: Outcome, born: str = "") -> None:
+        """`leader` is the key by which it was elected; `found` is all that etcd has of the run; `born` is the run that the
+        candidate was part of."""
+        super().__init__(office.terms, office.clock)
+        if office.operated:
+            self.unanswered_s = math.inf  # an operator sees what becomes of their pods
+        self._office, self.leader = office, leader
+        self._lease: int | None = None
+        """Of what we say."""
+        self._kept = 0.0
+        self._seen: dict[int, tuple[str, int]] = {}
+        """Of each member's key the token in it, and its revision."""
+        self._tokens: tuple[str, ...] = ()
+        """Of the members of the world."""
+        self._parked: dict[int, KeyValue] = {}
+        """Keys of processes in the place of members whose loss is yet to be decided about."""
+        self._effects: list[Callable[[], None]] = []
+        """What follows once etcd has taken what we say."""
+        self._written: keys.Said | None = None
+        self._written_at = 0.0
+        self._why = ""
+        self._committed = 0
+        self._failure: Mapping[str, Any] | None = None
+        """The last failure that was judged."""
+        self._wanted: keys.Wanted | None = None
+        self._listen_until: float | None = None
+        self._begin(found, born)
+
+    @property
+    def born(self) -> str:
+        """Of which run this is; empty while nobody can have heard of it."""
+        return self._born if self._written else ""
+
+    def _begin(self, found: Outcome, born: str) -> None:
+        """Take over: what was decided, and what members report."""
+        of, now = self._office.of, self.clock()
+        there = {kv.key: kv for kv in found.found}
+        kv = there.get(of.said)
+        said = keys.Said.loads(kv.value) if kv else None
+        self._said_at = kv.modified if kv else 0
+        self._after = 0
+        """What was written up to this revision is of a run that is over."""
+        members = [kv for kv in found.found if kv.key.startswith(of.members)]
+        if said and (said.closed or (said.world and set(said.world.members) <= set(said.done) and born != said.born)):
+            self._before, self._born, self._after, said = said.born, self._office.word(), self._said_at, None
+        elif said:
+            self._before, self._born = said.before, said.born
+        else:
+            known = [record for kv in members if (record := keys.Record.loads(kv.value)) and record.born]
+            newest = max(known, key=lambda record: record.world.generation if record.world else 0, default=None)
+            self._before, self._born = "", newest.born if newest else self._office.word()
+            self._listen_until = now + LISTEN_S
+        if said:
+            self.judged, self.restarts, self._failure = said.judged, said.restarts, said.failure
+            records = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
+            self.history = restarts.History(records)
+            restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
+            self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor), said.tokens
+        for kv in members:
+            self._hear(kv)
+        if not self.known.world:
+            return
+        ranks, generation = self.known.world.members, self.known.world.generation
+        for id in set(said.done if said else ()) & set(ranks) - self.known.members.keys():
+            self.known = self.known.heard(world.Member(id, "", world.Standing.DONE, generation, now))
+        inside = [id for id in ranks if id in self.known.members and self.known.members[id].generation >= generation]
+        if not inside:
+            self._listen_until = now + REPORT_S
+        if not any(kv.created < self._said_at for kv in members if self._id(kv) in inside):
+            self.forgive()  # who is there had to come back, too: others may be about to
+
+    # What members say
+
+    def happened(self, events: Iterable[KeyValue | Gone]) -> None:
+        """What has happened to keys of the run. Raises Deposed."""
+        of = self._office.of
+        for event in events:
+            if event.key == of.leader and event != self.leader:
+                raise Deposed("somebody else was elected")
+            if event.key.startswith(of.members):
+                if isinstance(event, KeyValue):
+                    self._hear(event)
+                else:
+                    self._lost(self._id(event), event.modified)
+
+    def listed(self, found: Outcome) -> None:
+        """All keys of the run as they are now: what has happened to them was perhaps not heard."""
+        members = {self._id(kv): kv for kv in found.found if kv.key.startswith(self._office.of.members)}
+        for id in set(self._seen) - set(members):
+            self._lost(id, found.revision)
+        for kv in members.values():
+            self._hear(kv)
+
+    def forgive(self) -> None:
+        """Leases may have ended while nobody could renew them: members of the world get some time to come back."""
+        self.known = replace(self.known, since=self.clock())
+
+    def _id(self, kv: KeyValue | Gone) -> int:
+        number = kv.key.removeprefix(self._office.of.members)
+        return int(number) if number.isdecimal() else -1
+
+    def _hear(self, kv: KeyValue) -> None:
+        record, id = keys.Record.loads(kv.value), self._id(kv)
+        token, at = self._seen.get(id, ("", 0))
+        if record is None or record.report.id != id or kv.modified <= max(at, self._after):
+            return  # of another program, or known
+        if record.terms != self._office.asked or (record.born and record.born == self._before):
+            return  # of another job, or of a run that is over
+        if token and token != record.token:
+            self.gone(id)  # there is another now in its place
+        self._seen[id] = record.token, kv.modified
+        self._learn(record)
+        if record.wanted and record.wanted.number > (self._wanted.number if self._wanted else 0):
+            self._wanted, self.sizes = record.wanted, record.wanted.sizes
+        report, now = record.report, self.known.world
+        if now and id in now.members and (id, record.token) not in zip(now.members, self._tokens, strict=False):
+            if self.known.called is None:  # the index has come to another: the member is lost, and this one may join what follows
+                self.gone(id)
+                self._parked[id] = kv
+                return
+            if report.generation == now.generation:
+                report = replace(report, generation=now.generation - 1)
+        if report.failure:  # dated by when we hear of it: its clock is not ours
+            report = replace(report, failure={**report.failure, "time": self.clock()})
+        given_up = self._office.asked and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
+        if given_up and report.failure and report.generation >= self.generation():  # not one that the others have gone on without
+            self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED)
+        self.heard(report)
+
+    def _learn(self, record: keys.Record) -> None:
+        """A member may know of a world that etcd had lost: it goes on, and is followed by none that somebody may have seen."""
+        said = record.world
+        own = self.known.world.generation if self.known.world else 0
+        if said and said.generation > own and (self.known.called is None or said.generation >= self.known.called.generation):
+            now = self.clock()
+            floor = max(self.known.floor, said.generation + PASSED)
+            self._born, self._tokens = self._born if self._written else record.born, record.tokens
+            self.known = replace(self.known, world=replace(said, at=now), called=None, since=now, floor=floor)
+
+    def _lost(self, id: int, revision: int) -> None:
+        _, at = self._seen.get(id, ("", 0))
+        if id in self._seen and at <= revision:
+            del self._seen[id]
+            self._parked.pop(id, None)
+            self.gone(id)
+
+    # Deciding
+
+    def turn(self) -> None:
+        """Decide, and write it. Raises EtcdError, and Deposed."""
+        now = self.clock()
+        self._keep()
+        if self._listen_until is not None:
+            if not 0 < self._listen_until - now <= max(LISTEN_S, REPORT_S):
+                self._listened()
+            else:
+                if self.known.world:
+                    self._publish()  # what etcd has forgotten must not die with those who know it
+                return
+        for _ in range(10):
+            self._publish()  # nothing is decided on top of what may not have been written
+            if self.farewell is not None:
+                return
+            self._unpark()
+            expected, replicas = None, self.sizes[-1]
+            if self._wanted:
+                expected, replicas = {*self._wanted.expected}, self._wanted.replicas
+            elif not self._office.asked:
+                expected = {*range(self._office.replicas), *self.reports}
+                replicas = min(len(expected), replicas)
+            decision = self.decide(replicas, expected)
+            self.judge_when_settled()
+            if decision is None or isinstance(decision, world.Wait):
+                self._why = decision.reason.partition(" (")[0] if decision else self._why  # without the seconds that are left
+                break
+        self._publish()
+
+    def _unpark(self) -> None:
+        if self.known.called is not None or self.known.world is None:
+            parked, self._parked = self._parked, {}
+            for id, kv in parked.items():
+                if self._seen.pop(id, ("", 0))[1] == kv.modified:  # still the newest
+                    self._hear(kv)
+
+    def _listened(self) -> None:
+        self._listen_until = None
+        now, members = self.known.world, self.known.members.values()
+        if now and not any(m.generation >= now.generation for m in members if m.id in now.members):
+            floor = max(self.known.floor, self.generation())
+            called = world.Call(floor + 1, "nobody of the last world is left", False, self.clock())
+            self.known = replace(self.known, world=None, called=called, floor=floor, since=-math.inf)
+
+    def _said(self) -> keys.Said:
+        known = self.known
+        ranks = known.world.members if known.world else ()
+        generation = known.world.generation if known.world else 0
+        done = [m.id for m in known.members.values() if m.standing is world.Standing.DONE and m.generation >= generation]
+        return keys.Said(
+            by=self._office.token,
+            born=self._born,
+            before=self._before,
+            terms=self._office.asked,
+            world=known.world,
+            tokens=self._tokens if known.world else (),
+            called=known.called if known.called and known.called.generation > generation else None,
+            leave_s=self.patience.leave,
+            closed=self.farewell,
+            why=self._why,
+            floor=known.floor,
+            done=tuple(sorted(set(done) & set(ranks))),
+            judged=self.judged,
+            restarts=self.restarts,
+            failure=self._failure,
+        )
+
+    def _publish(self) -> None:
+        """Write what has been decided, if that is new. Raises Deposed when this term is over."""
+        said, written, now = self._said(), self._written, self.clock()
+        if written and replace(said, why=written.why) == written and 0 <= now - self._written_at < WHY_S:
+            said = written  # while many come one after the other, not each is worth a word to all
+        if said != written:
+            if self.known.world is None and said.why != (written.why if written else ""):
+                self._effects.append(lambda: self._office.voice.say(said.why))
+            failures = tuple((now - time_, committed, step) for time_, committed, step in self.history.failures)
+            self._write(replace(said, failures=failures).dumps())
+            self._written, self._written_at = said, now
+        effects, self._effects = self._effects, []
+        for effect in effects:
+            effect()
+
+    def _write(self, value: str) -> None:
+        of, store = self._office.of, self._office.store
+        for _ in range(3):
+            if self._lease is None:
+                self._lease, self._kept = store.grant(LINGER_S), self.clock()
+            mine = [holds(of.leader, self.leader.value), modified(of.said, self._said_at)]
+            try:
+                outcome = store.txn(mine, [put(of.said, value, self._lease)], [range_(of.leader), range_(of.said)])
+            except LeaseGone:
+                self._lease = None
+                continue
+            if outcome.succeeded:
+                self._said_at = outcome.revision
+                return
+            there = {kv.key: kv for kv in outcome.found}
+            if of.leader not in there or there[of.leader].value != self.leader.value:
+                raise Deposed("somebody else was elected, or etcd has lost who was")
+            # We are who decides, so what is there we have written, and the answer was lost; or its lease has ended.
+            self._said_at = there[of.said].modified if of.said in there else 0
+        raise EtcdError(f"{of.said} changes although only this process may write it")
+
+    def _keep(self) -> None:
+        """Renew the lease of what we have said; when it has ended, write it again."""
+        if self._lease is None or 0 <= self.clock() - self._kept < LINGER_S / 4:
+            return
+        try:
+            self._office.store.keep(self._lease)
+        except LeaseGone:
+            self._lease = self._written = None
+        self._kept = self.clock()
+
+    # Failures, where an operator judges what pods have come to
+
+    def judge(self) -> bool:
+        """As ever, but what only echoes the loss of a member is not judged: the operator sees why its pod was lost."""
+        now, members = self.known.world, self.known.members
+        lost = now and any(id not in members or members[id].generation < now.generation for id in now.members)
+        if self._office.operated and lost and self.pending and all(echo for echo, _ in self.pending):
+            self.judged = max(self.judged, *(failure.generation for _, failure in self.pending))
+            self.pending.clear()
+        return super().judge()
+
+    # What a decider is
+
+    def send(self, id: int, kind: str, content: object) -> None:
+        """Nothing: what is decided is written for all."""
+
+    def poke(self) -> None:
+        """Nothing: `turn` follows."""
+
+    def remember(self) -> None:
+        """Nothing: see `_publish`."""
+
+    def say(self, state: State, reason: str) -> None:
+        self._effects.append(lambda: self._office.voice.say(f"{state}: {reason}"))
+
+    def note(self, kind: str, **facts: Any) -> None:
+        self._effects.append(lambda: self._office.voice.note(kind, **facts))
+
+    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
+        report = self.reports.get(failure.worker)
+        self._committed = max(self._committed, (report.failure or {}).get("committed") or 0 if report else 0)
+        return failure, None if echo else failure.step, self._committed
+
+    def formed(self, new: world.World) -> None:
+        """All of its members have been heard: whose key goes from now on is lost."""
+        self.known = replace(self.known, since=-math.inf)
+        self._tokens = tuple(self._seen[id][0] for id in new.members)
+
+    def failed(self, failure: Failure) -> None:
+        self._failure = failure.model_dump(exclude_none=True, exclude={"traceback"})
+        if failure.traceback:
+            self._effects.append(lambda: self._office.voice.say(failure.traceback))
+
+    def over(self, state: State, reason: str, code: int) -> None:
+        if self.farewell is not None or state is State.SUSPENDED:
+            return  # whoever suspends the job takes its workers away
+        if state is State.FAILED and code != contract.Exit.MISCONFIGURED and not self._office.asked:
+            code = contract.Exit.GIVEN_UP
+        self.farewell = local.Closed(reason, code)
+        self.note("finished", state=str(state), reason=reason, code=code)
+        self.say(state, reason)
+        self._effects.append(lambda: self._office.voice.over(state, reason, code))
+
+
+class Candidate:
+    """One who may be elected. `turn` does what is to be done now; the rest is what it hears."""
+
+    def __init__(self, office: Office, *, host: str = "", id: Callable[[], int | None] = lambda: None) -> None:
+        self._office, self._host, self._id = office, host, id
+        self.term: Term | None = None
+        self.ended = False
+        """Whether the run is over."""
+        self._at = 0
+        """The revision up to which we have heard."""
+        self._began: int | None = None
+        """Revision of etcd when we began to listen."""
+        self._born = ""
+        self._leader: KeyValue | None = None
+        self._lease: int | None = None
+        self._kept = 0.0
+        self._run_at: float | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What has to be listened to."""
+        return f"{self._office.of.root}/" if self.term else self._office.of.decided
+
+    def listed(self, found: Outcome, below: str = "") -> None:
+        """All below `prefix`, as it is now; `below` is what that was when it was asked for."""
+        if below and below != self.prefix:
+            return  # it says nothing of members, or is of a term that is over; what is below the new one is asked for as well
+        self._at = found.revision
+        there = {kv.key: kv for kv in found.found}
+        if self._began is None:
+            self._began = found.revision
+        self._leader = there.get(self._office.of.leader)
+        if kv := there.get(self._office.of.said):
+            self._hear(kv)
+        if self.term:
+            if self._leader != self.term.leader:
+                self._stand_down()
+                return
+            if not 0 <= self._office.clock() - self._kept < self._office.ttl / 2:
+                self.term.forgive()
+            self.term.listed(found)
+
+    def happened(self, events: Iterable[KeyValue | Gone]) -> None:
+        """What has happened below `prefix` since."""
+        events = [event for event in events if event.modified > self._at]
+        for event in events:
+            self._at = event.modified
+            if event.key == self._office.of.leader:
+                self._leader = event if isinstance(event, KeyValue) else None
+            elif event.key == self._office.of.said and isinstance(event, KeyValue):
+                self._hear(event)
+        if self.term:
+            try:
+                self.term.happened(events)
+            except Deposed:
+                self._stand_down()
+
+    def _hear(self, kv: KeyValue) -> None:
+        said = keys.Said.loads(kv.value)
+        if said is None or said.by == self._office.token:
+            return
+        if not said.closed:
+            if keys.live(said, self._leader):
+                self._born = said.born
+        elif not self.ended and (self._born == said.born or (not self._born and kv.modified > (self._began or 0))):
+            self.ended = True
+            state = State.FAILED if said.closed.code else State.SUCCEEDED
+            self._office.voice.over(state, said.closed.reason, said.closed.code)
+
+    def turn(self) -> float:
+        """Do what is to be done; in how many seconds to look again if nothing happens. Raises EtcdError."""
+        office, now = self._office, self._office.clock()
+        if self._began is None or (self.ended and not self.term):
+            return float(office.ttl)
+        term = self.term
+        if term is None:
+            mine = self._leader is not None and self._lease is not None and self._leader.lease == self._lease
+            if self._leader is not None and not mine:
+                self._run_at = None
+                return float(office.ttl)
+            if self._run_at is None or self._run_at > now + 2 * JITTER_S:
+                self._run_at = now + JITTER_S * (office.chance() + (not self._born))
+            if now < self._run_at and not mine:
+                return self._run_at - now
+            self._run()
+            return 0.0
+        try:
+            if not 0 <= now - self._kept < office.ttl / 3:
+                office.store.keep(self._lease or 0)
+                self._kept = now
+            term.turn()
+        except (Deposed, LeaseGone):
+            self._stand_down()
+            return 0.0
+        if term.farewell is not None:
+            self.ended = True
+            self.resign()
+        return TICK_S
+
+    def _run(self) -> None:
+        office = self._office
+        if self._lease is None:
+            self._lease, self._kept = office.store.grant(office.ttl), office.clock()
+        value = keys.Leader(office.token, self._host, self._id(), office.word()).dumps()
+        leader = office.of.leader
+        try:
+            outcome = office.store.txn([created(leader, 0)], [put(leader, value, self._lease)], [range_(leader)])
+        except LeaseGone:
+            self._lease = None
+            return
+        self._run_at = None
+        if not outcome.succeeded and not any(kv.lease == self._lease for kv in outcome.found):
+            lease, self._lease = self._lease, None
+            self._leader = next(iter(outcome.found), None)
+            office.store.revoke(lease)
+            return
+        found = office.store.range(f"{office.of.root}/", prefix=True)
+        self._leader = next((kv for kv in found.found if kv.key == leader), None)
+        if self._leader is None or self._leader.lease != self._lease:
+            self._lease = None
+            return
+        self.term = Term(office, self._leader, found, self._born)
+
+    def _stand_down(self) -> None:
+        if self.term:
+            self._born = self.term.born or self._born  # for when we are elected again
+        self.term = self._lease = self._leader = self._run_at = None
+
+    def resign(self) -> None:
+        """Let another decide, at once. Raises EtcdError."""
+        lease = self._lease
+        self._stand_down()
+        if lease is not None:
+            self._office.store.revoke(lease)
+
+    def last(self) -> None:
+        """Decide once more by what is there now, and resign. Raises EtcdError."""
+        if self.term:
+            self.term.listed(self._office.store.range(f"{self._office.of.root}/", prefix=True))
+            self.turn()
+            self.resign()

@@ -1,0 +1,248 @@
+"""What stands in etcd about a run: which keys, and what they hold. Pure.
+
+    <prefix>/<run>/members/<id>        Record: what a member says of itself        under the member's lease
+    <prefix>/<run>/decided/leader      Leader: who decides                         under the decider's short lease
+    <prefix>/<run>/decided/said        Said: all that it has decided               under the decider's long lease
+
+Written by `rendezvous.etcd` (members) and `rendezvous.elected` (who decides); docs/decisions/0014. No time of a clock is in it
+that another machine would compare with its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+from urllib.parse import quote, unquote
+
+from outlast import contract
+from outlast.etcd import KeyValue
+from outlast.rendezvous.local import Closed, Report
+from outlast.rendezvous.world import Call, Standing, World
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one run."""
+
+    root: str
+
+    @classmethod
+    def of(cls, prefix: str, run: str) -> Self:
+        """Those of a run, whatever its name."""
+        return cls(f"{prefix}/{quote(run, safe='')}")
+
+    @property
+    def members(self) -> str:
+        """What the keys of all members begin with."""
+        return f"{self.root}/members/"
+
+    def member(self, id: int) -> str:
+        return f"{self.members}{id}"
+
+    @property
+    def decided(self) -> str:
+        """What the keys begin with that every member watches."""
+        return f"{self.root}/decided/"
+
+    @property
+    def leader(self) -> str:
+        return f"{self.decided}leader"
+
+    @property
+    def said(self) -> str:
+        return f"{self.decided}said"
+
+
+def run_of(prefix: str, key: str) -> str:
+    """The name of the run that a key belongs to; empty for a key of something else."""
+    name, slash, rest = key.removeprefix(f"{prefix}/").partition("/")
+    return unquote(name) if slash and rest.startswith(("members/", "decided/")) else ""
+
+
+def run_name(run: str, environ: Mapping[str, str]) -> str:
+    """What a run is called in an etcd that many jobs share: runs of pods are unique only within their namespace and job."""
+    place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
+    return "/".join([*filter(None, place), run])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the operator wants of a run for which it does not decide: a `world.Wanted`, which members pass on."""
+
+    number: int
+    """A greater one is newer."""
+    replicas: int
+    """0: the job is suspended."""
+    sizes: tuple[int, ...]
+    expected: tuple[int, ...]
+
+    @classmethod
+    def of(cls, said: object) -> Self | None:
+        """From its JSON form; None if it is not there, or makes no sense here."""
+        try:
+            fields = _known(cls, said) if isinstance(said, Mapping) else {}
+            return cls(**{**fields, "sizes": tuple(fields["sizes"]), "expected": tuple(fields["expected"])})
+        except (KeyError, TypeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a member says of itself."""
+
+    report: Report
+    token: str
+    """Of the process: by it a member knows its own key."""
+    terms: str = ""
+    """`min:max`, where members have to ask for the same (torchrun's --nnodes); empty in pods, where the job file says it."""
+    born: str = ""
+    """Which run of this name it has heard of; empty: none yet."""
+    world: World | None = None
+    """The newest world that it has heard of, whether or not it is in it: so a decider learns what etcd has lost."""
+    tokens: tuple[str, ...] = ()
+    """Of the members of that world, in its order."""
+    wanted: Wanted | None = None
+    """What it has heard last from the operator, if one looks after it."""
+
+    def dumps(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Self | None:
+        """None for what makes no sense here: another program, or a version that is too different."""
+        said = _read(cls, text)
+        if said is None:
+            return None
+        try:
+            report = Report(**_known(Report, said["report"]))
+            return cls(
+                **{
+                    **said,
+                    "report": replace(report, standing=Standing(report.standing)),
+                    "world": _world(said.get("world")),
+                    "wanted": Wanted.of(said.get("wanted")),
+                    "tokens": tuple(said.get("tokens", ())),
+                }
+            )
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Who decides."""
+
+    token: str
+    """Of the process; what it says names it."""
+    host: str = ""
+    id: int | None = None
+    """As which member it is known, if it is one already."""
+    word: str = ""
+    """Of this election alone."""
+
+    def dumps(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Self | None:
+        """None for what makes no sense here."""
+        said = _read(cls, text)
+        try:
+            return None if said is None else cls(**said)
+        except TypeError:
+            return None
+
+
+@dataclass(frozen=True)
+class Said:
+    """All that has been decided. One value, written by one: it is never half there."""
+
+    by: str
+    """Token of the decider that has written it."""
+    born: str
+    """A word by which runs of one name that follow each other are told apart."""
+    before: str = ""
+    """`born` of the run of this name that had ended before this one; who is of that one has no part in this."""
+    terms: str = ""
+    world: World | None = None
+    tokens: tuple[str, ...] = ()
+    """Of the processes that are the members of the world, in its order: an index may come to another."""
+    called: Call | None = None
+    leave_s: float = 0.0
+    """How long members have for a planned call, from when they hear of it."""
+    closed: Closed | None = None
+    why: str = ""
+    """What the decider waits for, or that all is well; without the seconds that are left."""
+    floor: int = 0
+    """No call is of this generation or an older one."""
+    done: tuple[int, ...] = ()
+    """Members of the world that have finished, and may be gone."""
+    judged: int = 0
+    restarts: int = 0
+    failures: tuple[tuple[float, int, int | None], ...] = field(default=())
+    """`restarts.Record`s, each with the seconds since then, when this was written, as its time."""
+    failure: Mapping[str, Any] | None = None
+    """The last failure that was judged, a `status.Failure`."""
+
+    def dumps(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Self | None:
+        """None for what makes no sense here."""
+        said = _read(cls, text)
+        if said is None:
+            return None
+        try:
+            called, closed = said.get("called"), said.get("closed")
+            return cls(
+                **{
+                    **said,
+                    "world": _world(said.get("world")),
+                    "called": Call(**{**_known(Call, called), "leaving": tuple(called["leaving"])}) if called else None,
+                    "closed": Closed(**_known(Closed, closed)) if closed else None,
+                    "tokens": tuple(said.get("tokens", ())),
+                    "done": tuple(said.get("done", ())),
+                    "failures": tuple((each[0], each[1], each[2]) for each in said.get("failures", ())),
+                }
+            )
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return None
+
+    @property
+    def generation(self) -> int:
+        """The newest generation that there may have been."""
+        called = self.called.generation - 1 if self.called else 0
+        return max(self.floor, called, self.world.generation if self.world else 0)
+
+
+def live(said: Said, leader: KeyValue | None) -> bool:
+    """Whether who has written this still decides; if not, it may be what a run has left that is no more."""
+    deciding = Leader.loads(leader.value) if leader else None
+    return deciding is not None and deciding.token == said.by
+
+
+def asked(terms: str) -> str:
+    """Terms for people: `4` instead of `4:4`."""
+    least, _, most = terms.partition(":")
+    return terms if least != most else least
+
+
+def _read(cls: type, text: str) -> dict[str, Any] | None:
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return None
+    return _known(cls, said) if isinstance(said, dict) else None
+
+
+def _known(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what newer versions add."""
+    return {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+
+
+def _world(said: Mapping[str, Any] | None) -> World | None:
+    return World(**{**_known(World, said), "members": tuple(said["members"])}) if said else None

@@ -1,0 +1,250 @@
+"""A member's side of the rendezvous by etcd, without threads: what it writes, and what it makes of what it hears.
+
+`rendezvous.etcd.Client` calls it from two threads: one that tells (`tell`, again and again), and one that hears.
+All that comes from the etcd may come late, twice, or not at all.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from outlast import contract
+from outlast.errors import Superseded
+from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
+from outlast.rendezvous import keys
+from outlast.rendezvous.local import Called, Closed, Report
+from outlast.rendezvous.world import Standing, World
+
+
+class Store(Protocol):
+    """What is needed of an etcd, as `etcd.Etcd` has it."""
+
+    def range(self, key: str, *, prefix: bool = False) -> Outcome: ...
+    def txn(
+        self,
+        compare: Sequence[Mapping[str, Any]],
+        then: Sequence[Mapping[str, Any]],
+        otherwise: Sequence[Mapping[str, Any]] = (),
+    ) -> Outcome: ...
+    def grant(self, seconds: int) -> int: ...
+    def keep(self, lease: int) -> None: ...
+    def revoke(self, lease: int) -> None: ...
+
+
+class Membership:
+    """One member. `id` is None where it is to be given a free one; `most` is how many there may be then.
+
+    `floor` is the newest generation that the output knows of: the next one is to be beyond it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        of: keys.Keys,
+        *,
+        run: str,
+        id: int | None,
+        token: str,
+        ttl: int,
+        terms: str = "",
+        most: int = 1,
+        floor: int = 0,
+        clock: Callable[[], float] = time.time,
+        choose: Callable[[Sequence[int]], int] = random.choice,
+    ) -> None:
+        self._store, self._keys, self._ttl = store, of, ttl
+        self._run, self._token, self._terms, self._most = run, token, terms, most
+        self._fixed = id is not None
+        self._floor = floor
+        self._clock, self._choose = clock, choose
+        self.id = -1 if id is None else id
+        """-1 until one is found."""
+        self.report = Report(run=run, id=self.id, standing=Standing.WAITING, since=clock())
+        self.called: Called | None = None
+        self.world: World | None = None
+        """The newest that we may be in."""
+        self.closed: Closed | None = None
+        self.why = ""
+        """What the decider waits for, as it says."""
+        self.wanted: keys.Wanted | None = None
+        """What the operator wants, to be passed on."""
+        self.said: tuple[int, keys.Said] | None = None
+        """All that was decided, as heard last, and the revision of etcd by which it was."""
+        self.heard = False
+        """Whether etcd has been listed: nobody is a member before."""
+        self._newest: World | None = None
+        """The newest world that we have heard of."""
+        self._tokens: tuple[str, ...] = ()
+        """Of its members."""
+        self._born = ""
+        self._leader: KeyValue | None = None
+        self._leads_since = 0.0
+        """When we have first heard of that one."""
+        self._call: tuple[int, bool, str] | None = None
+        """The call that we have counted the time of."""
+        self._lease: int | None = None
+        self._kept = 0.0
+        """When our lease was renewed last."""
+        self._at = 0
+        """The revision up to which we have heard."""
+        self._registered = 0
+        """The revision by which our key was there first; 0 for never."""
+        self._modified = 0
+        """The revision of our key as we have written it last; 0: it has to be registered."""
+        self._written: tuple[Report, keys.Wanted | None] | None = None
+        """What etcd has of what is ours. That we have heard of a newer world is no reason to write: etcd knows it."""
+
+    # What it says
+
+    def record(self) -> keys.Record:
+        """What is to be in etcd."""
+        report = replace(self.report, id=self.id, generation=self.report.generation or self._floor)
+        return keys.Record(report, self._token, self._terms, self._born, self._newest, self._tokens, self.wanted)
+
+    def tell(self) -> None:
+        """Have etcd know what we are: register, write what has changed, or renew. Raises EtcdError, Superseded."""
+        for _ in range(100):
+            if self._lease is None:
+                self._lease, self._kept = self._store.grant(self._ttl), self._clock()
+            try:
+                if self._modified:
+                    if self._renew():
+                        return
+                elif self._register():
+                    return
+            except LeaseGone:
+                self._lease, self._modified = None, 0
+        raise Superseded(f"worker {self.id} finds no place in run {self._run}: others write there all the time")
+
+    def _renew(self) -> bool:
+        """Write our key if what it says has changed, and renew its lease if not, or if that is due: who writes all the time must
+        live as well. False when it has to be tried once more."""
+        assert self._lease is not None
+        record, key = self.record(), self._keys.member(self.id)
+        same = (record.report, record.wanted) == self._written
+        if same or not 0 <= self._clock() - self._kept < self._ttl / 3:
+            self._store.keep(self._lease)
+            self._kept = self._clock()
+        if same:
+            return True
+        outcome = self._store.txn([modified(key, self._modified)], [put(key, record.dumps(), self._lease)], [range_(key)])
+        if outcome.succeeded:
+            self._modified, self._written = outcome.revision, (record.report, record.wanted)
+            return True
+        self._modified, self._written = 0, None
+        for there in outcome.found:
+            self._find(there)
+        return False
+
+    def _register(self) -> bool:
+        if self.id < 0:
+            self._find_a_place()
+        assert self._lease is not None
+        record, key = self.record(), self._keys.member(self.id)
+        take = self._fixed and not self._registered  # whoever was worker i before us is not any more
+        written = put(key, record.dumps(), self._lease)
+        outcome = self._store.txn([] if take else [created(key, 0)], [written], [range_(key)])
+        if outcome.succeeded:
+            self._modified, self._written = outcome.revision, (record.report, record.wanted)
+            self._registered = self._registered or outcome.revision
+        for there in outcome.found:
+            self._find(there)
+        return outcome.succeeded
+
+    def _find(self, there: KeyValue) -> None:
+        """There is our key, not as we have it in mind. Raises Superseded when it is another's, and we may take no other."""
+        found = keys.Record.loads(there.value)
+        if found and found.token == self._token:  # we wrote it, and the answer was lost
+            self._registered = self._registered or there.created
+            if there.lease == self._lease:
+                self._modified, self._written = there.modified, (found.report, found.wanted)
+            else:  # under a lease that we have lost sight of
+                self._store.txn([modified(there.key, there.modified)], [delete(there.key)])
+        elif self._fixed:
+            raise Superseded(f"another process is worker {self.id} of run {self._run} now, in the place of this one")
+        else:
+            self.id, self.world = -1, None
+
+    def _find_a_place(self) -> None:
+        """Any of the lowest free indices: not the lowest, which all who come together would want."""
+        found = self._store.range(self._keys.members, prefix=True).found
+        taken = {int(number) for kv in found if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
+        free = [index for index in range(max(self._most, len(taken) + 1)) if index not in taken]
+        self.id = self._choose(free)
+
+    def leave(self) -> None:
+        """Go: at once, except that what we have said of our end stays until the lease ends. Raises EtcdError."""
+        if self._lease is not None and self.report.standing != Standing.DONE and not self.report.failed:
+            self._store.revoke(self._lease)
+        self._lease, self._modified = None, 0
+
+    # What it hears
+
+    def listed(self, found: Outcome) -> None:
+        """Everything below `keys.decided`, as it is now."""
+        self._at = found.revision
+        there = {kv.key: kv for kv in found.found}
+        self._meet(there.get(self._keys.leader))
+        kv = there.get(self._keys.said)
+        if not self.heard:
+            said = keys.Said.loads(kv.value) if kv else None
+            if said and not said.closed:
+                self._floor = self._floor if self._floor > said.generation else 0  # it knows by itself
+        if kv:
+            self._hear(kv)
+        self.heard = True
+
+    def happened(self, events: Iterable[KeyValue | Gone]) -> None:
+        """What has happened to these keys since."""
+        for event in events:
+            if event.modified <= self._at:
+                continue
+            self._at = event.modified
+            if event.key == self._keys.leader:
+                self._meet(event if isinstance(event, KeyValue) else None)
+            elif event.key == self._keys.said and isinstance(event, KeyValue):
+                self._hear(event)
+
+    def _meet(self, leader: KeyValue | None) -> None:
+        if leader != self._leader:
+            self._leader, self._leads_since = leader, self._clock()
+
+    def _hear(self, kv: KeyValue) -> None:
+        said = keys.Said.loads(kv.value)
+        if said is None:
+            print("outlast | what was decided in etcd makes no sense here; is it of another version?", flush=True)
+            return
+        if said.closed:  # it is meant for those who were there, and not for who comes after
+            if self._born == said.born or (not self._born and 0 < self._registered < kv.modified):
+                self.closed, self.said = said.closed, (kv.modified, said)
+            return
+        if self._born and said.before == self._born:
+            self.closed = Closed(f"run {self._run} is over, and another of this name has begun", contract.Exit.FAILED)
+            return
+        if said.born != self._born and not keys.live(said, self._leader):
+            return  # of a run that is no more, or nobody has taken it up yet
+        if said.terms != self._terms:
+            # A job that was killed leaves its key for as long as the lease lasts: only who is there for longer is another job.
+            if said.terms and self._terms and self._clock() - self._leads_since > self._ttl + 1:
+                theirs, ours = keys.asked(said.terms), keys.asked(self._terms)
+                reason = f"run {self._run} is of --nnodes={theirs}, and this is --nnodes={ours}"
+                self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
+            return
+        self._born, self.why, self.said = said.born, said.why, (kv.modified, said)
+        world = said.world
+        if world and world.generation > (self._newest.generation if self._newest else 0):
+            self._newest, self._tokens = world, said.tokens
+            if (self.id, self._token) in zip(world.members, said.tokens, strict=False):  # and not one that was here before us
+                self.world = world
+        call = said.called
+        if call and (world is None or call.generation > world.generation):
+            mark = (call.generation, call.planned, call.reason)
+            if mark != self._call:  # our time for it begins when we hear of it: the decider's clock is not ours
+                self._call = mark
+                self.called = Called(call.generation, call.reason, call.planned, self._clock() + said.leave_s)
+        elif world:  # there was a call, whether or not we have heard it
+            self.called = Called(world.generation, world.reason, False, self._clock())

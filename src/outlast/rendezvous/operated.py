@@ -1,0 +1,84 @@
+"""A member's way to those who decide by an etcd, and to the operator that looks after its pod: a job of the operator's that asks
+for an etcd has both (docs/decisions/0014).
+
+    member -> etcd       its report, and what the operator wants          `etcd`
+    member -> operator   its report, its progress, and what was decided   `kubernetes`
+
+Who trains together is heard from the etcd alone. The operator is heard when the job is over for another reason, and when this pod
+is no longer worker i of it. That a suspended job is over is not: who suspends takes the pods away, and they save before they go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import replace
+from typing import Any
+
+from outlast import contract
+from outlast.rendezvous import etcd, keys, kubernetes
+from outlast.rendezvous.local import Called, Closed
+from outlast.rendezvous.world import World
+
+TELL = 3
+"""So many members of a world tell the operator of it: who hears of a thousand need not hear it a thousand times."""
+
+
+def for_operator(said: keys.Said, id: int) -> keys.Said | None:
+    """What this member tells the operator of what was decided; None when others do."""
+    if said.world and id not in said.world.members[:TELL]:
+        return None
+    return replace(said, tokens=(), failures=())
+
+
+class Client:
+    """As `transport.Client`. The elastic agent asks it many times a second: then it passes on what is new, to both sides."""
+
+    def __init__(self, deciders: etcd.Client, operator: kubernetes.Client) -> None:
+        self._deciders, self._operator = deciders, operator
+        self._told: keys.Said | None = None
+        self._wanted: object = None
+        """What we have passed on already."""
+
+    @property
+    def id(self) -> int:
+        return self._deciders.id
+
+    @property
+    def called(self) -> Called | None:
+        self._pass_on()
+        return self._deciders.called
+
+    @property
+    def world(self) -> World | None:
+        return self._deciders.world
+
+    @property
+    def closed(self) -> Closed | None:
+        said = self._operator.closed
+        if said and (self._operator.gone or said.code != contract.Exit.INTERRUPTED):
+            return said
+        return self._deciders.closed
+
+    def report(self, standing: str, **fields: Any) -> None:
+        self._operator.report(standing, **fields)
+        self._deciders.report(standing, **fields)
+
+    def wait(self, timeout_s: float) -> None:
+        self._pass_on()
+        self._deciders.wait(timeout_s)
+
+    def close(self) -> None:
+        self._pass_on()
+        self._deciders.close()
+        self._operator.close()
+
+    def _pass_on(self) -> None:
+        said, wanted = self._deciders.said, self._operator.wanted
+        if said and (news := for_operator(said[1], self.id)) and replace(news, why="") != self._told:
+            self._told = replace(news, why="")
+            self._operator.tell(json.dumps({"revision": said[0], "said": dataclasses.asdict(news)}))
+        if wanted != self._wanted:
+            self._wanted = wanted
+            if read := keys.Wanted.of(wanted):
+                self._deciders.want(read)

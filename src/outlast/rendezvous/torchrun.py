@@ -1,0 +1,170 @@
+"""A plain torchrun in a rendezvous by etcd: what its options mean, and that it may be elected.
+
+    torchrun --rdzv-backend=outlast --rdzv-endpoint=etcd://host:2379 --rdzv-id=train --nnodes=2:8 train.py
+
+Called by `rendezvous.handler`. Options: docs/guide/torchrun.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import math
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from outlast import etcd as servers
+from outlast import restarts
+from outlast.errors import EtcdAway, OutlastError
+from outlast.rendezvous import decider, etcd, world
+from outlast.rendezvous.contact import pause
+from outlast.status import State
+
+DEFAULTS = {
+    "ttl": float(etcd.TTL_S),
+    "join_timeout": 600.0,
+    "last_call_timeout": 30.0,
+    "recovery_timeout": world.Patience().recovery,
+    "growth_timeout": world.Patience().growth,
+    "connect_timeout": 60.0,
+}
+"""Options that are seconds."""
+FOREIGN = (
+    *("timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
+    *("is_host", "store_type", "protocol", "etcd_prefix", "use_libuv", "state", "processes"),
+)
+"""Options of torch's own back ends: they say nothing here, and need not be taken out of a command."""
+_FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
+"""How often a node may fail is --max-restarts, which torchrun counts."""
+
+
+class Client(etcd.Client):
+    """A member that may be elected."""
+
+    def __init__(self, where: servers.Address, sizes: tuple[int, int], said: Mapping[str, float], **member: Any) -> None:
+        least, most = sizes
+        super().__init__(where, terms=f"{least}:{most}", most=most, ttl=int(said["ttl"]), token=secrets.token_hex(8), **member)
+        patience = world.Patience(
+            start=said["last_call_timeout"], recovery=said["recovery_timeout"], growth=said["growth_timeout"]
+        )
+        terms = decider.Terms(tuple(range(least, most + 1)), _FOREVER, patience)
+        self._running = etcd.Running(
+            where,
+            name=member["run"],
+            terms=terms,
+            voice=Voice(),
+            asked=f"{least}:{most}",
+            ttl=int(said["ttl"]),
+            token=self.token,
+            id=lambda: self.id if self.id >= 0 else None,
+        )
+        self._candidate_started = False
+        self._standing = ""
+        self.host = ""
+        """An address by which others reach this machine, as far as can be seen."""
+
+    def connect(self, within_s: float) -> None:
+        """Reach the etcd for the first time. Raises EtcdError: at once what trying again does not mend."""
+        begun, failures = time.monotonic(), 0
+        while True:
+            try:
+                self.etcd.range(self._of.said)
+                break
+            except EtcdAway as problem:
+                if time.monotonic() - begun > within_s:
+                    raise EtcdAway(f"{problem} (for connect_timeout, {within_s:g} s)") from problem
+                if not failures:
+                    print(f"outlast | {problem}; trying again for {within_s:g} s", flush=True)
+                failures += 1
+                time.sleep(pause(failures, etcd.LONGEST_PAUSE_S))
+        self.host = own_address(self.etcd.local, [host for host, _ in self.etcd.address.hosts], primary())
+
+    def report(self, standing: str, **fields: Any) -> None:
+        self._standing = standing
+        super().report(standing, **fields)
+        if not self._candidate_started:
+            self._candidate_started = True
+            self._running.start()
+            atexit.register(self.close)  # torchrun shuts no handler down when it ends by a signal
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        super().close()
+        if self._candidate_started:
+            self._running.close(done=self._standing == world.Standing.DONE)
+
+
+class Voice:
+    """What a torchrun that decides prints. There is no ledger, and nobody else to be told of the end."""
+
+    def say(self, text: str) -> None:
+        print(f"outlast | {text}", flush=True)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Nothing."""
+
+    def over(self, state: State, reason: str, code: int) -> None:
+        """Nothing."""
+
+
+def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
+    """A connected client, and how many seconds it may wait for a world. Raises OutlastError."""
+    said = options(conf)
+    where = servers.address(endpoint, {name: str(value) for name, value in conf.items() if name in servers.OPTIONS})
+    made = Client(where, sizes, said, run=run, id=int(conf["id"]) if "id" in conf else None)
+    made.connect(said["connect_timeout"])
+    return made, said["join_timeout"]
+
+
+def options(conf: Mapping[str, Any]) -> dict[str, float]:
+    """The seconds that --rdzv-conf says, or the defaults. Raises OutlastError for what makes no sense."""
+    said = dict(DEFAULTS)
+    for name, value in conf.items():
+        if name in DEFAULTS:
+            try:
+                said[name] = float(value)
+            except ValueError:
+                said[name] = math.nan
+            if not 0 <= said[name] < math.inf:
+                raise OutlastError(f"--rdzv-conf {name}={value} must be a number of seconds, e.g. {name}={DEFAULTS[name]:g}")
+        elif name not in (*servers.OPTIONS, *FOREIGN, "id"):
+            known = ", ".join([*DEFAULTS, *servers.OPTIONS, "id"])
+            raise OutlastError(f"--rdzv-conf {name}={value} is not known; expected some of {known}")
+    if not str(conf.get("id", 0)).isdecimal():
+        raise OutlastError(f"--rdzv-conf id={conf['id']} must be the index of this node: 0, 1, 2, ...")
+    if said["ttl"] < etcd.LEAST_TTL_S or said["ttl"] % 1:
+        least = f"whole seconds, at least {etcd.LEAST_TTL_S}, which is what an etcd grants"
+        raise OutlastError(f"--rdzv-conf ttl={conf['ttl']} must be {least}")
+    return said
+
+
+def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
+    """Where others reach us: our side of the connection to etcd, unless that is on this very machine: then its main address.
+
+    An endpoint such as `localhost` is the same for all only if all are on this machine.
+    """
+    if not _loopback(seen) or any(host == "localhost" or _loopback(host) for host in hosts):
+        return seen
+    return main or seen
+
+
+def _loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def primary() -> str:
+    """The address from which this machine would reach others; empty if it has none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737
+            return str(sock.getsockname()[0])
+        except OSError:
+            return ""

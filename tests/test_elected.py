@@ -1,0 +1,383 @@
+"""The elected decider and the member beside it, one step at a time, against an etcd in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from outlast import restarts
+from outlast.errors import EtcdAway, Superseded
+from outlast.etcd import Outcome
+from outlast.rendezvous import decider, elected, keys, local, world
+from outlast.rendezvous.membership import Membership
+from outlast.rendezvous.world import Standing
+from outlast.status import State
+from simulated_etcd import Link, SimulatedEtcd
+
+OF = keys.Keys.of("/outlast", "team/a job")
+
+
+class Voice:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.ended: list[tuple[str, str, int]] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def note(self, kind: str, **facts: Any) -> None: ...
+
+    def over(self, state: State, reason: str, code: int) -> None:
+        self.ended.append((str(state), reason, code))
+
+
+class Bench:
+    """An etcd, and who is to meet there."""
+
+    def __init__(self) -> None:
+        self.etcd = SimulatedEtcd()
+        self.words = 0
+
+    def word(self) -> str:
+        self.words += 1
+        return f"word-{self.words}"
+
+    def member(self, token: str, id: int | None = None, *, skew: float = 0.0, **fields: Any) -> Membership:
+        how: dict[str, Any] = {"run": "r", "token": token, "ttl": 5, "most": 3, "choose": min, **fields}
+        member = Membership(Link(self.etcd, random.Random(0)), OF, id=id, clock=lambda: self.etcd.now + skew, **how)
+        self.hear(member)
+        member.report = dataclasses.replace(member.report, address=f"{token}:1")
+        member.tell()
+        return member
+
+    def hear(self, *members: Membership) -> None:
+        for member in members:
+            member.listed(member._store.range(OF.decided, prefix=True))
+
+    def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[elected.Candidate, Voice]:
+        terms = decider.Terms((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
+        voice = Voice()
+        link = Link(self.etcd, random.Random(0))
+        office = elected.Office(
+            link, OF, token, terms, voice, clock=lambda: self.etcd.now + skew, chance=lambda: 0.0, word=self.word, **fields
+        )
+        candidate = elected.Candidate(office)
+        self.turn(candidate, seconds=0.0)
+        return candidate, voice
+
+    def turn(self, *candidates: elected.Candidate, seconds: float = 3.0, keep: tuple[Membership, ...] = ()) -> None:
+        """Time passes, in which these decide, and those members renew their leases."""
+        for _ in range(max(1, round(seconds / 0.25))):
+            for candidate in candidates:
+                candidate.listed(candidate._office.store.range(candidate.prefix, prefix=True))
+                candidate.turn()
+            for member in keep:
+                self.hear(member)
+                member.tell()
+            self.etcd.pass_(0.25 if seconds else 0.0)
+
+    def said(self) -> keys.Said:
+        said = keys.Said.loads(self.etcd.kvs[OF.said].value)
+        assert said is not None
+        return said
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def trains(bench: Bench, *members: Membership) -> None:
+    for member in members:
+        bench.hear(member)
+        assert member.world is not None
+        member.report = dataclasses.replace(
+            member.report, standing=Standing.TRAINING, generation=member.world.generation, failed=False, failure=None
+        )
+        member.tell()
+
+
+def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, echo: bool = False) -> None:
+    failure = {"rank": 0, "code": 1, "reason": reason, "traceback": "", "time": time, "echo": echo, "step": None}
+    member.report = dataclasses.replace(
+        member.report, standing=Standing.WAITING, failed=True, failure={**failure, "committed": None}
+    )
+    member.tell()
+
+
+def test_what_is_written_is_read_again() -> None:
+    report = local.Report("r", 3, "waiting", failure={"code": 1})
+    wanted = keys.Wanted(3, 2, (1, 2), (0, 4))
+    record = keys.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"), wanted)
+    assert keys.Record.loads(record.dumps()) == record
+    call = world.Call(2, "r", True, 1.0, (3,))
+    said = keys.Said(
+        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, local.Closed("a", 0), "why", 1, (2,), 1, 1, ((1.0, 2, None),),
+        {"worker": 1, "code": 1, "reason": "it failed"},
+    )  # fmt: skip
+    assert keys.Said.loads(said.dumps()) == said
+    assert keys.Leader.loads(keys.Leader("t", "h", 3, "w").dumps()) == keys.Leader("t", "h", 3, "w")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"by": 1}', '{"report": 3, "token": "t"}', '{"by": "t", "born": "b", "world": 3}'),
+        '{"report": {"run": "r", "id": 0, "standing": "dreaming"}, "token": "t"}',
+    ],
+)
+def test_what_makes_no_sense_is_nothing(text: str) -> None:
+    assert (keys.Record.loads(text), keys.Said.loads(text)) == (None, None)
+
+
+def test_names_of_runs_may_hold_anything() -> None:
+    assert OF.root == "/outlast/team%2Fa%20job"
+    assert keys.run_of("/outlast", OF.member(3)) == "team/a job"
+    assert keys.run_of("/outlast", "/outlast/x/else") == ""
+
+
+def test_a_decider_that_was_deposed_writes_and_says_nothing(bench: Bench) -> None:
+    (old, old_voice), member = bench.candidate("old"), bench.member("m")
+    bench.turn(old, seconds=5, keep=(member,))
+    trains(bench, member)
+    bench.turn(old, seconds=1, keep=(member,))
+    assert bench.said().by == "old"
+    bench.turn(seconds=6, keep=(member,))  # it is frozen, and its lease ends
+    new, _ = bench.candidate("new")
+    bench.turn(new, seconds=2, keep=(member,))
+    assert bench.said().by == "new"
+    fails(member)
+    term, said = old.term, len(old_voice.said)
+    assert term is not None
+    term.listed(old._office.store.range(f"{OF.root}/", prefix=True))
+    with pytest.raises(elected.Deposed):
+        term.turn()
+    assert bench.said().by == "new"
+    assert len(old_voice.said) == said
+
+
+def test_a_listing_that_was_asked_for_before_the_election_says_nothing_of_members(bench: Bench) -> None:
+    a, b = bench.member("a"), bench.member("b")
+    candidate, _ = bench.candidate("d")
+    before = candidate.prefix
+    bench.turn(candidate, keep=(a, b))
+    trains(bench, a, b)
+    bench.turn(candidate, seconds=0.0)
+    assert candidate.term
+    candidate.listed(candidate._office.store.range(before, prefix=True), before)
+    assert candidate.term.reports.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_without_it(bench: Bench, cut_off: bool) -> None:
+    members = [bench.member(token, terms="1:3") for token in "abc"]
+    *others, lost = members
+    candidate, voice = bench.candidate("d", asked="1:3")
+    bench.turn(candidate, keep=tuple(members))
+    trains(bench, *members)
+    if cut_off:
+        bench.turn(candidate, seconds=6.0, keep=tuple(others))
+        for member in others:
+            member.report = dataclasses.replace(member.report, standing=Standing.WAITING)
+            member.tell()
+        bench.turn(candidate, keep=tuple(others))
+        trains(bench, *others)
+    failure = {"rank": 0, "code": 79, "reason": "worker 2 gives up", "traceback": "", "time": 0.0, "echo": False}
+    lost.report = dataclasses.replace(lost.report, standing=Standing.LEAVING, failed=True, failure=failure)
+    lost.tell()
+    bench.turn(candidate, keep=tuple(others), seconds=1.0)
+    assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
+    assert bench.said().world.members == ((0, 1) if cut_off else (0, 1, 2))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Bench, killed: bool) -> None:
+    old = bench.member("a", terms="1:1")
+    candidate, _ = bench.candidate("d", asked="1:1")
+    bench.turn(candidate, keep=(old,))
+    trains(bench, old)
+    new = bench.member("b", terms="2:2")
+    bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=3.0)
+    assert new.closed is None
+    bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
+    reason = "run r is of --nnodes=1, and this is --nnodes=2: another job has this --rdzv-id; give each its own"
+    assert new.closed == (None if killed else local.Closed(reason, 78))
+
+
+def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(bench: Bench) -> None:
+    member = bench.member("a")
+    candidate, voice = bench.candidate("d")
+    bench.turn(candidate, keep=(member,))
+    trains(bench, member)
+    bench.turn(candidate, seconds=0.0)
+    member.report = dataclasses.replace(member.report, standing=Standing.DONE)
+    member.tell()
+    link = candidate._office.store
+    assert isinstance(link, Link)
+    txn = link.txn
+
+    def last(*parts: Any) -> Outcome:
+        outcome = txn(*parts)
+        link.cut = True
+        return outcome
+
+    link.txn = last  # type: ignore[method-assign]
+    with pytest.raises(EtcdAway):
+        bench.turn(candidate, seconds=0.0)
+    assert (bench.said().done, bench.said().closed) == ((0,), None)
+    link.txn = txn  # type: ignore[method-assign]
+    bench.turn(keep=(member,), seconds=6.0)
+    link.cut = False
+    bench.turn(candidate, keep=(member,), seconds=3.0)
+    assert voice.ended == [("Succeeded", "worker 0 is done", 0)]
+    assert member.closed == local.Closed("worker 0 is done", 0)
+
+
+def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(bench: Bench) -> None:
+    (decides, _), a, b = bench.candidate("d"), bench.member("a"), bench.member("b")
+    bench.turn(decides, seconds=5, keep=(a, b))
+    trains(bench, a, b)
+    assert (a.id, b.id) == (0, 1)
+    bench.etcd.end(b._lease or 0)
+    c = bench.member("c")
+    assert c.id == 1
+    assert c.world is None
+    assert bench.said().world == a.world
+    bench.turn(decides, seconds=0, keep=(a,))
+    assert bench.said().called is not None
+    assert bench.said().called.reason == "lost worker 1"  # type: ignore[union-attr]
+
+
+def test_a_later_process_of_a_fixed_index_takes_the_place_of_the_one_before(bench: Bench) -> None:
+    a = bench.member("a", 0)
+    b = bench.member("b", 0)
+    a.report = dataclasses.replace(a.report, standing=Standing.LEAVING)
+    with pytest.raises(Superseded, match="another process is worker 0 of run r now, in the place of this one"):
+        a.tell()
+    b.tell()
+
+
+def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(bench: Bench) -> None:
+    member = bench.member("a")
+    [key] = bench.etcd.kvs
+    created = bench.etcd.kvs[key].created
+    for generation in range(20):
+        member.report = dataclasses.replace(member.report, generation=generation)
+        bench.etcd.pass_(1.0)
+        member.tell()
+    assert bench.etcd.kvs[key].created == created
+
+
+def test_failures_count_on_when_another_decides_and_no_clock_of_others_is_believed(bench: Bench) -> None:
+    (first, _), member = bench.candidate("first", skew=5e5), bench.member("m", skew=-1e6)
+    bench.turn(first, seconds=5, keep=(member,))
+    trains(bench, member)
+    fails(member, time=1e9)
+    bench.turn(first, seconds=3, keep=(member,))
+    assert (bench.said().restarts, bench.said().world.generation) == (1, 2)  # type: ignore[union-attr]
+    trains(bench, member)
+    first.resign()
+    second, voice = bench.candidate("second", skew=-5e5)
+    bench.turn(second, seconds=1, keep=(member,))
+    fails(member)
+    bench.turn(second, seconds=3)
+    assert bench.said().closed is not None
+    assert voice.ended[0][1] == "it failed; restarts.limit (1 within 1h without a new checkpoint) is used up"
+
+
+@pytest.mark.parametrize("operated", [True, False])
+def test_what_only_echoes_the_loss_of_a_member_is_left_to_an_operator_that_sees_its_pod(bench: Bench, operated: bool) -> None:
+    (decides, _), a, b = bench.candidate("d", limit=9, operated=operated, replicas=2), bench.member("a", 0), bench.member("b", 1)
+    bench.turn(decides, seconds=5, keep=(a, b))
+    trains(bench, a, b)
+    fails(a, echo=True)
+    bench.turn(decides, seconds=12, keep=(a,))  # b says nothing any more, and its lease ends
+    world, failure = bench.said().world, bench.said().failure
+    assert (world.members, world.generation) == ((0,), 2)  # type: ignore[union-attr]
+    assert (bench.said().restarts, failure is None) == ((0, True) if operated else (1, False))
+
+
+def test_a_clock_that_is_set_back_while_a_cause_is_awaited_holds_up_nothing(bench: Bench) -> None:
+    a, b = bench.member("a"), bench.member("b")
+    candidate, _ = bench.candidate("d")
+    bench.turn(candidate, keep=(a, b))
+    trains(bench, a, b)
+    bench.turn(candidate, seconds=0.0)
+    assert candidate.term
+    fails(a, echo=True)
+    bench.turn(candidate, seconds=0.0)
+    assert bench.said().called is None
+    candidate.term.clock = lambda: bench.etcd.now - 3600
+    bench.turn(candidate, seconds=0.0)
+    assert bench.said().called is not None
+
+
+def test_a_failure_that_is_none_of_an_echo_is_judged_at_once_and_said(bench: Bench) -> None:
+    (decides, _), a, b = bench.candidate("d", limit=9, operated=True, replicas=2), bench.member("a", 0), bench.member("b", 1)
+    bench.turn(decides, seconds=5, keep=(a, b))
+    trains(bench, a, b)
+    fails(a)
+    bench.turn(decides, seconds=2, keep=(a, b))
+    failure = bench.said().failure or {}
+    assert (bench.said().restarts, failure["worker"], failure["reason"], failure["counted"]) == (1, 0, "it failed", True)
+    decides.resign()
+    bench.turn(bench.candidate("second", limit=9, operated=True, replicas=2)[0], seconds=1, keep=(a, b))
+    assert bench.said().failure == failure
+
+
+def test_a_failure_that_cannot_be_read_counts_and_is_decided_on(bench: Bench) -> None:
+    a, b = bench.member("a", 0), bench.member("b", 1)
+    candidate, _ = bench.candidate("a", limit=5)
+    bench.turn(candidate, keep=(a, b))
+    trains(bench, a, b)
+    a.report = dataclasses.replace(a.report, standing=Standing.WAITING, failed=True, failure={"code": "of another version"})
+    a.tell()
+    bench.turn(candidate, keep=(a, b))
+    assert bench.said().restarts == 1
+    said = "worker 0 failed, and its report of how cannot be read: its agent is of another version"
+    assert (bench.said().failure or {})["reason"] == said
+
+
+def test_what_the_operator_wants_is_what_the_newest_word_of_it_says(bench: Bench) -> None:
+    (decides, _), a, b = bench.candidate("d", operated=True, replicas=1), bench.member("a", 0), bench.member("b", 1)
+    a.wanted, b.wanted = keys.Wanted(2, 2, (2,), (0, 1)), keys.Wanted(1, 1, (1,), (0,))
+    for member in (a, b):
+        member.tell()
+    bench.turn(decides, seconds=5, keep=(a, b))
+    trains(bench, a, b)
+    b.wanted = keys.Wanted(3, 1, (1, 2), (1,))
+    b.tell()
+    bench.turn(decides, seconds=1, keep=(a, b))
+    called = bench.said().called
+    assert called
+    assert (called.reason, called.planned, called.leaving) == ("shrinking from 2 to 1", True, (1,))
+
+
+def test_the_time_for_a_planned_call_counts_from_when_it_is_heard(bench: Bench) -> None:
+    (decides, _), a = bench.candidate("d", skew=9e5), bench.member("a", skew=-500.0)
+    bench.turn(decides, seconds=5, keep=(a,))
+    trains(bench, a)
+    b = bench.member("b")
+    bench.turn(decides, seconds=8, keep=(a, b))
+    assert a.called is not None
+    assert a.called.planned
+    assert 100 < a.called.deadline - (bench.etcd.now - 500.0) <= 120
+
+
+def test_a_world_that_etcd_has_forgotten_is_taken_up_and_generations_are_passed_over(bench: Bench) -> None:
+    (decides, _), a = bench.candidate("d"), bench.member("a")
+    bench.turn(decides, seconds=5, keep=(a,))
+    trains(bench, a)
+    bench.etcd.lose_data()
+    a.tell()
+    bench.turn(decides, seconds=3, keep=(a,))
+    assert bench.said().world is not None
+    assert dataclasses.replace(bench.said().world, at=0.0) == dataclasses.replace(a.world, at=0.0)  # type: ignore[type-var]
+    assert bench.said().floor == 101
+    fails(a)
+    bench.turn(decides, seconds=3, keep=(a,))
+    assert bench.said().world.generation == 102  # type: ignore[union-attr]

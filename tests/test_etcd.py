@@ -1,0 +1,428 @@
+"""Our client of etcd, against a real one: what it asks, and what it says when it gets no answer, or a refusal."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import datetime
+import http.server
+import ipaddress
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ports
+from etcds import Server, binary, serving
+from outlast import etcd
+from outlast.errors import EtcdAway, EtcdRefused, OutlastError
+from outlast.etcd import Gone, KeyValue, created, delete, modified, put, range_
+
+
+@pytest.fixture
+def client(shared_etcd: Server) -> Iterator[etcd.Etcd]:
+    with contextlib.closing(shared_etcd.client()) as client:
+        yield client
+
+
+# Addresses
+
+
+def test_an_endpoint_names_hosts_ports_and_a_prefix() -> None:
+    said = etcd.address("etcd://a:2379,b,[::1]:99/team/x/", environ={})
+    assert said == etcd.Address((("a", 2379), ("b", 2379), ("::1", 99)), "/team/x")
+    assert str(said) == "etcd at a:2379, b:2379, [::1]:99"
+    assert etcd.address("etcds://a", environ={}).tls
+    assert etcd.address("etcd://a", {"prefix": "mine"}, {}).prefix == "/mine"
+
+
+def test_what_is_not_said_comes_from_the_environment_and_a_password_is_shown_to_nobody() -> None:
+    environ = {"OUTLAST_ETCD_USER": "u", "OUTLAST_ETCD_PASSWORD": "secret", "OUTLAST_ETCD_CACERT": "/ca.pem"}
+    said = etcd.address("etcd://a", {"user": "v"}, environ)
+    assert (said.user, said.password, said.cacert, said.tls) == ("v", "secret", "/ca.pem", True)
+    assert "secret" not in repr(said)
+
+
+@pytest.mark.parametrize("endpoint", ["etcd://", "etcd://a:b", "etcd://a:99999", "etcd://a,,b", "etcd://user@a", "etcd://a:0"])
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(OutlastError, match="is no address of an etcd; expected etcd://host:2379, with commas between several"):
+        etcd.address(endpoint, environ={})
+
+
+def test_halves_are_refused() -> None:
+    with pytest.raises(OutlastError, match="of user and password for the etcd one is missing"):
+        etcd.address("etcd://a", {"user": "u"}, {})
+    with pytest.raises(OutlastError, match=r"of cert \('c'\) and key \(''\) one is missing"):
+        etcd.address("etcd://a", {"cert": "c"}, {})
+
+
+# Keys, leases, watches
+
+
+def test_a_transaction_compares_writes_and_reads(client: etcd.Etcd) -> None:
+    key = "/txn/é key"
+    made = client.txn([created(key, 0)], [put(key, "1 ✓")], [range_(key)])
+    assert made.succeeded
+    again = client.txn([created(key, 0)], [put(key, "2")], [range_(key)])
+    assert (again.succeeded, again.found) == (False, (KeyValue(key, "1 ✓", made.revision, made.revision),))
+    assert client.txn([modified(key, made.revision)], [put(key, "3"), delete("/txn/none")]).succeeded
+    assert [kv.value for kv in client.range("/txn/", prefix=True).found] == ["3"]
+
+
+def test_keys_end_with_their_lease(client: etcd.Etcd) -> None:
+    lease = client.grant(30)
+    client.txn([], [put("/lease/a", "1", lease)])
+    assert client.left(lease) in (29, 30)
+    client.keep(lease)
+    client.revoke(lease)
+    client.revoke(lease)
+    assert (client.left(lease), client.range("/lease/a").found) == (None, ())
+    with pytest.raises(etcd.LeaseGone):
+        client.keep(lease)
+    with pytest.raises(etcd.LeaseGone):
+        client.txn([], [put("/lease/a", "1", lease)])
+
+
+def test_a_watch_tells_what_has_happened_since_in_order(client: etcd.Etcd) -> None:
+    before = client.range("/watch/", prefix=True).revision
+    first = client.txn([], [put("/watch/a", "1")]).revision
+    client.txn([], [put("/elsewhere", "1")])
+    second = client.txn([], [delete("/watch/a")]).revision
+    heard = []
+    with contextlib.closing(client.watch("/watch/", before)) as watch:
+        for events in watch:
+            heard += events
+            if len(heard) == 2:
+                break
+    assert heard == [KeyValue("/watch/a", "1", first, first), Gone("/watch/a", second)]
+
+
+def test_a_watch_ends_when_it_is_interrupted_or_when_it_is_ahead_of_what_etcd_has(client: etcd.Etcd) -> None:
+    watch = client.watch("/watch/", client.range("x").revision)
+    assert next(watch) == []
+    client.interrupt()
+    with pytest.raises(EtcdAway, match="ended a watch"):
+        next(watch)
+    with pytest.raises(etcd.Behind, match="has nothing of revision 1000001"):
+        list(client.watch("/watch/", 1_000_000))
+
+
+def test_an_idle_connection_that_was_closed_is_opened_again(own_etcd: Server) -> None:
+    with contextlib.closing(own_etcd.client()) as client:
+        client.txn([], [put("/a", "1")])
+        own_etcd.stop()
+        own_etcd.start()
+        assert client.range("/a").found[0].value == "1"
+
+
+# What goes wrong
+
+
+def test_nobody_there_is_said() -> None:
+    port = ports.free()
+    with pytest.raises(EtcdAway, match=rf"^etcd at 127.0.0.1:{port} cannot be reached: Connection refused$"):
+        etcd.Etcd(etcd.address(f"etcd://127.0.0.1:{port}", environ={})).range("x")
+
+
+def test_another_endpoint_is_asked(shared_etcd: Server) -> None:
+    both = f"etcd://127.0.0.1:{ports.free()},127.0.0.1:{shared_etcd.port}"
+    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}))) as client:
+        client.range("x")
+        assert next(iter(client.watch("/x", 0))) == []
+
+
+def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server, monkeypatch) -> None:
+    monkeypatch.setattr(etcd, "ANSWER_S", 0.2)
+    both = f"etcd://127.0.0.1:{own_etcd.port},127.0.0.1:{shared_etcd.port}"
+    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}))) as client:
+        watch = client.watch("x", client.range("x").revision)
+        assert next(watch) == []
+        assert own_etcd.process
+        os.kill(own_etcd.process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        client.range("x")
+        assert time.monotonic() - begun < 2
+        client.range("x")
+        with pytest.raises(EtcdAway, match="ended a watch"):
+            next(watch)
+
+
+class Stub(http.server.BaseHTTPRequestHandler):
+    """Answers everything alike."""
+
+    status, body = 404, b"404 page not found\n"
+
+    def do_POST(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "sentence"),
+    [
+        (
+            404,
+            b"404 page not found\n",
+            EtcdRefused,
+            "HTTP 404, which is how an etcd answers that speaks v2 only; expected",
+        ),
+        (
+            405,
+            b"<html>",
+            EtcdRefused,
+            "answers a request of v3 with HTTP 405, which no etcd does; expected an etcd of",
+        ),
+        (200, b"<html>welcome</html>", EtcdRefused, "is no etcd: it answers b'<html>welcome</html>'"),
+        (200, b"{}", EtcdRefused, "is no etcd: it answers b'{}'"),
+        (200, b"null", EtcdRefused, "is no etcd: it answers b'null'"),
+        (503, b"<html>", EtcdAway, "is not well: HTTP 503"),
+        (503, b'{"code": 14, "message": "etcdserver: request timed out"}', EtcdAway, "is not well: request timed out"),
+        (429, b'{"code": 8, "message": "etcdserver: mvcc: database space exceeded"}', EtcdRefused, "is full: mvcc"),
+    ],
+)
+def test_what_answers_wrongly_is_said(status: int, body: bytes, kind: type[Exception], sentence: str) -> None:
+    handler = type("Handler", (Stub,), {"status": status, "body": body})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(kind) as caught, contextlib.closing(_at(server.server_address[1])) as client:
+            client.range("x")
+        assert sentence in str(caught.value)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _at(port: int) -> etcd.Etcd:
+    return etcd.Etcd(etcd.address(f"etcd://127.0.0.1:{port}", environ={}))
+
+
+# Hanging up
+
+
+def test_what_is_asked_after_hanging_up_opens_no_connection(shared_etcd: Server) -> None:
+    client = shared_etcd.client()
+    client.range("/x")
+    client.close()
+    for ask in (lambda: client.range("/x"), lambda: next(iter(client.watch("/x", 0)))):
+        with pytest.raises(EtcdAway, match="the connection was closed"):
+            ask()
+    assert client._connection is None
+
+
+def test_who_is_answered_after_the_others_hung_up_hangs_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, may = threading.Event(), threading.Event()
+
+    class Late(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked.set()
+            may.wait()
+            self.send_response(200)
+            self.send_header("Content-Length", "13")
+            self.end_headers()
+            self.wfile.write(b'{"header": 1}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = _at(server.server_address[1])
+        asker = threading.Thread(target=client._ask, args=("kv/range", {}))
+        asker.start()
+        asked.wait()
+        monkeypatch.setattr(etcd, "ANSWER_S", 0.1)  # only of who hangs up: the connection has its timeout
+        client.close()
+        assert client._connection is not None
+        may.set()
+        asker.join()
+        assert client._connection is None
+        server.shutdown()
+
+
+# Who asks
+
+
+def test_users_passwords_and_rights(own_etcd: Server) -> None:
+    b64 = lambda text: base64.b64encode(text.encode()).decode()  # noqa: E731
+    own_etcd.auth("role/add", name="trains")
+    permission = {"permType": "READWRITE", "key": b64("/outlast/"), "range_end": b64("/outlast0")}
+    own_etcd.auth("role/grant", name="trains", perm=permission)
+    for name, role in (("root", "root"), ("worker", "trains")):
+        own_etcd.auth("user/add", name=name, password=f"{name}'s")
+        own_etcd.auth("user/grant", user=name, role=role)
+    own_etcd.auth("enable")
+
+    def ask(key: str, **options: str) -> etcd.Outcome:
+        with contextlib.closing(own_etcd.client(**options)) as client:
+            lease = client.grant(5)
+            client.txn([], [put(key, "1", lease)])
+            client.keep(lease)
+            assert next(iter(client.watch(key, 0)), None) is not None
+            client.revoke(lease)
+            return client.range(key)
+
+    ask("/outlast/a", user="worker", password="worker's")
+    with pytest.raises(EtcdRefused, match=r"does not let user worker read and write below /outlast/; grant its role readwrite"):
+        ask("/else", user="worker", password="worker's")
+    with pytest.raises(EtcdRefused, match=r"does not accept user worker: authentication failed, invalid user ID or password"):
+        ask("/outlast/a", user="worker", password="wrong")
+    with pytest.raises(EtcdRefused, match=r"wants to know who asks; say user and password \(OUTLAST_ETCD_USER, ...\)"):
+        ask("/outlast/a")
+
+
+def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
+    own_etcd.auth("user/add", name="root", password="r")
+    own_etcd.auth("user/grant", user="root", role="root")
+    own_etcd.auth("enable")
+    with contextlib.closing(own_etcd.client(user="root", password="r")) as client:
+        client.range("x")
+        own_etcd.stop()
+        own_etcd.start(user="root", password="r")  # simple tokens are kept in memory
+        client.range("x")
+        client._token = "expired.1"
+        client.range("x")
+
+
+def test_users_that_are_made_and_changed_meanwhile_are_no_obstacle(tmp_path: Path) -> None:
+    if not binary():
+        pytest.skip("there is no etcd here")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(65537, 2048)
+    plain = serialization.NoEncryption()
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (tmp_path / "private").write_bytes(private)
+    (tmp_path / "public").write_bytes(public)
+    token = f"jwt,priv-key={tmp_path}/private,pub-key={tmp_path}/public,sign-method=RS256,ttl=1h"
+    with serving(tmp_path / "etcd", options=("--auth-token", token)) as server:
+        client = server.client(user="root", password="r")
+        with contextlib.closing(client):
+            client.range("x")
+            server.auth("user/add", name="root", password="r")
+            server.auth("user/grant", user="root", role="root")
+            server.auth("enable")
+            client.range("x")
+            first = client._token
+            client._ask("auth/role/add", {"name": "another"})
+            client.range("x")
+            assert client._token != first
+
+
+def test_a_login_for_an_etcd_without_users_does_no_harm(shared_etcd: Server) -> None:
+    with contextlib.closing(shared_etcd.client(user="u", password="p")) as client:
+        client.range("x")
+
+
+class Slow(Stub):
+    """Takes its time for a login, and none for anything else."""
+
+    protocol_version, status = "HTTP/1.1", 200
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        login = self.path.endswith("/authenticate")
+        time.sleep(0.3 if login else 0)
+        self.body = b'{"token": "t"}' if login else b'{"header": {"revision": "1"}}'
+        super().do_POST()
+
+
+def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(etcd, "ANSWER_S", 0.1)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = etcd.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
+    try:
+        with contextlib.closing(etcd.Etcd(where)) as client:
+            assert client.range("x").revision == 1
+            assert client._connection
+            assert client._connection.sock.gettimeout() == 0.1
+        late = etcd.Etcd(where)
+        asking = threading.Thread(target=late.range, args=("x",))
+        asking.start()
+        time.sleep(0.05)
+        late.close()
+        assert asking.is_alive()  # who goes does not wait for it
+        asking.join()
+        late.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with ca.pem, cert.pem and key.pem, for 127.0.0.1."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    directory = tmp_path_factory.mktemp("certificates")
+    now = datetime.datetime.now(datetime.UTC)
+    keys = {"ca": ec.generate_private_key(ec.SECP256R1()), "cert": ec.generate_private_key(ec.SECP256R1())}
+    named = {name: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in keys}
+    for name, key in keys.items():
+        made = x509.CertificateBuilder().subject_name(named[name]).issuer_name(named["ca"]).public_key(key.public_key())
+        made = made.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(1))
+        made = made.not_valid_after(now + datetime.timedelta(1))
+        made = made.add_extension(x509.BasicConstraints(ca=name == "ca", path_length=None), critical=True)
+        if name == "cert":
+            address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+            made = made.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        certificate = made.sign(keys["ca"], hashes.SHA256())
+        (directory / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    plain = serialization.NoEncryption()
+    pem = keys["cert"].private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    (directory / "key.pem").write_bytes(pem)
+    return directory
+
+
+def test_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path) -> None:
+    if not binary():
+        pytest.skip("there is no etcd here")
+    ca, cert, key = (str(certificates / f"{name}.pem") for name in ("ca", "cert", "key"))
+    options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca, "--client-cert-auth")
+    server = Server(tmp_path, scheme="https", options=options)
+    server.start(cacert=ca, cert=cert, key=key)
+    try:
+        with contextlib.closing(server.client(cacert=ca, cert=cert, key=key)) as client:
+            lease = client.grant(5)
+            client.txn([], [put("/a", "1", lease)])
+            assert next(iter(client.watch("/a", 0))) == []
+        with pytest.raises(EtcdRefused, match=r"is not accepted: .*; name the authority that signed it with cacert"):
+            server.client().range("x")
+        with pytest.raises((EtcdRefused, EtcdAway), match=rf"speaks TLS[;,] write etcds://127.0.0.1:{server.port}"):
+            _at(server.port).range("x")
+        with pytest.raises((EtcdRefused, EtcdAway), match=r"wants to see a certificate.* say cert and key"):
+            server.client(cacert=ca).range("x")
+        with pytest.raises(EtcdRefused, match=r"/none.pem: No such file or directory; expected files in PEM format"):
+            server.client(cacert="/none.pem").range("x")
+        renewed = tmp_path / "ca.pem"
+        shutil.copy(cert, renewed)
+        with contextlib.closing(server.client(cacert=str(renewed), cert=cert, key=key)) as client:
+            with pytest.raises(EtcdRefused, match="is not accepted"):
+                client.range("x")
+            shutil.copy(ca, renewed)
+            client.range("x")
+    finally:
+        server.stop()
+
+
+def test_tls_to_a_plain_etcd_says_so(shared_etcd: Server) -> None:
+    client = etcd.Etcd(etcd.address(f"etcds://127.0.0.1:{shared_etcd.port}", environ={}))
+    with pytest.raises(EtcdAway, match="if it speaks no TLS, write etcd://"):
+        client.range("x")

@@ -1,0 +1,147 @@
+"""What a cluster does to ElasticJobs beside their pods: nodes go, the API server is away, the operator dies.
+
+Nodes and the API server are harmed by two commands, which who runs the cluster has to bring:
+OUTLAST_TEST_NODE is called with kill, start, freeze or thaw (of its kubelet) and a node, OUTLAST_TEST_API with freeze or thaw.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from namespaces import Namespace
+from operated import ELASTIC, begun, live, status, trains, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+def harm(variable: str, *words: str) -> None:
+    if variable not in os.environ:
+        pytest.skip(f"{variable} does not name a command")
+    subprocess.run([os.environ[variable], *words], check=True, timeout=120)
+
+
+@contextmanager
+def harmed(variable: str, before: str, after: str, *what: str) -> Iterator[None]:
+    harm(variable, before, *what)
+    try:
+        yield
+    finally:
+        harm(variable, after, *what)
+
+
+def node_of(namespace: Namespace, pod: str) -> str:
+    return namespace.kubectl("get", "pod", pod, "-o", "jsonpath={.spec.nodeName}")
+
+
+def stopwatch(name: str) -> Callable[[str], None]:
+    """Says how many seconds after now something was so; pytest -rA shows it."""
+    began = time.monotonic()
+    return lambda what: print(f"{name}: {time.monotonic() - began:.1f} s {what}")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_node_of_a_worker_is_lost(index: int, namespace: Namespace, undisturbed_pods: str) -> None:
+    name = f"lost-{index}"
+    before = begun(namespace, name, {"replicas": 2, "min": 2})
+    node = node_of(namespace, f"{name}-worker-{index}")
+    assert node_of(namespace, f"{name}-worker-{1 - index}") != node, "the workers are on one node; nothing is shown by its loss"
+    with harmed("OUTLAST_TEST_NODE", "kill", "start", node):
+        told = stopwatch(name)
+        found = until(namespace, name, lambda found: found["generation"] > before and trains(2)(found))
+        told("until both trained again")
+        assert node_of(namespace, f"{name}-worker-{index}") != node
+        assert (found["restarts"], found["interruptions"]) == (0, 1)
+        ended = until(namespace, name, lambda found: found["state"] in ("Succeeded", "Failed"))
+    assert (ended["state"], ended["progress"]) == ("Succeeded", "100 %")
+    assert namespace.weights(name) == undisturbed_pods
+
+
+def test_survivors_train_while_a_node_is_lost(namespace: Namespace) -> None:
+    before = begun(namespace, "survivor", {"replicas": 2, "min": 1, "max": 2}, args=["--epochs=100000"])
+    node = node_of(namespace, "survivor-worker-0")
+    with harmed("OUTLAST_TEST_NODE", "kill", "start", node):
+        told = stopwatch("survivor")
+        until(namespace, "survivor", lambda found: found["generation"] > before and trains(1)(found))
+        told("until the survivor trained")
+        found = until(namespace, "survivor", trains(2))
+        told("until both trained again")
+        assert (found["restarts"], found["interruptions"]) == (0, 1)
+    namespace.kubectl("delete", ELASTIC, "survivor", "--wait=false")
+
+
+def test_a_kubelet_that_stands_still_stops_no_training(namespace: Namespace) -> None:
+    before = begun(namespace, "still", {"replicas": 2, "min": 2}, args=["--epochs=100000"])
+    node = node_of(namespace, "still-worker-1")
+    with harmed("OUTLAST_TEST_NODE", "freeze", "thaw", node):
+        time.sleep(100)  # it is called lost after 50 s, and our limit is 30 s
+        found = status(namespace, "still")
+        assert namespace.kubectl("get", "node", node).split()[6] == "NotReady"
+        assert trains(2)(found)
+        assert (found["generation"], found["restarts"], found["interruptions"]) == (before, 0, 0)
+    namespace.kubectl("delete", ELASTIC, "still", "--wait=false")
+
+
+def test_training_goes_on_while_the_api_server_is_away(namespace: Namespace) -> None:
+    before = begun(namespace, "deaf", {"replicas": 2, "min": 1, "max": 2}, args=["--epochs=100000"])
+    found = status(namespace, "deaf")
+    with harmed("OUTLAST_TEST_API", "freeze", "thaw"):
+        time.sleep(60)
+    back = until(namespace, "deaf", lambda now: now["step"] > found["step"])
+    time.sleep(45)  # whoever is taken for dead wrongly is so by now
+    found = status(namespace, "deaf")
+    assert found["step"] > back["step"]
+    assert trains(2)(found)
+    assert (found["generation"], found["restarts"], found["interruptions"]) == (before, 0, 0)
+    assert len(live(namespace, "deaf")) == 2
+    namespace.kubectl("delete", ELASTIC, "deaf", "--wait=false")
+
+
+def test_a_worker_dies_while_the_api_server_is_away(namespace: Namespace, undisturbed_pods: str) -> None:
+    before = begun(namespace, "twofold", {"replicas": 2, "min": 2})
+    exec_ = subprocess.Popen(
+        ["kubectl", "-n", namespace.name, "exec", "twofold-worker-1", "--", "sh", "-c", "sleep 3; kill -9 -1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    time.sleep(1.5)
+    with harmed("OUTLAST_TEST_API", "freeze", "thaw"):
+        time.sleep(30)
+    exec_.wait(30)
+    until(namespace, "twofold", lambda found: found["generation"] > before and trains(2)(found))
+    ended = until(namespace, "twofold", lambda found: found["state"] in ("Succeeded", "Failed"))
+    assert (ended["state"], ended["restarts"]) == ("Succeeded", 1)
+    assert namespace.weights("twofold") == undisturbed_pods
+
+
+def test_the_operator_dies_while_a_job_is_scaled(namespace: Namespace) -> None:
+    begun(namespace, "headless", {"replicas": 2, "min": 1, "max": 4}, args=["--epochs=100000"])
+    for wanted in (3, 1, 2):
+        namespace.kubectl("scale", f"{ELASTIC}/headless", f"--replicas={wanted}")
+        operators = ("delete", "pods", "-l", "app.kubernetes.io/name=outlast,app.kubernetes.io/component=operator")
+        namespace.kubectl(*operators, "-n", "outlast-system", "--grace-period=0", "--force")
+        until(namespace, "headless", trains(wanted))
+        namespace.wait(lambda: len(live(namespace, "headless")) == wanted, lambda: namespace.kubectl("get", "pods"), 60)  # noqa: B023
+    found = status(namespace, "headless")
+    assert (found["restarts"], found["interruptions"]) == (0, 0)
+    namespace.kubectl("delete", ELASTIC, "headless", "--wait=false")
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_node_is_drained(least: int, namespace: Namespace) -> None:
+    name = f"drained-{least}"
+    before = begun(namespace, name, {"replicas": 2, "min": least, "max": 2})
+    node = node_of(namespace, f"{name}-worker-0")
+    try:
+        namespace.kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=120s")
+        until(namespace, name, lambda found: found["generation"] > before and trains(2)(found))
+        assert node_of(namespace, f"{name}-worker-0") != node
+    finally:
+        namespace.kubectl("uncordon", node)
+    ended = until(namespace, name, lambda found: found["state"] in ("Succeeded", "Failed"))
+    assert (ended["state"], ended["progress"], ended["restarts"]) == ("Succeeded", "100 %", 0)

@@ -1,0 +1,260 @@
+"""`outlast rdzv`: what it says of runs, and that it hears of them from a real etcd."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import etcds
+from outlast import cli, etcd
+from outlast.cli import rdzv
+from outlast.rendezvous import keys
+from outlast.rendezvous.etcd import Present, Run
+from outlast.rendezvous.local import Closed, Report
+from outlast.rendezvous.world import Call, World
+
+RUN = "team/cifar/cifar-1a2b"
+WORLD = World(4, (0, 2), "10.0.0.5:3333", "2 of 2 workers wait")
+LEADER = keys.Leader("a", "node-b", 2)
+
+
+def a_report(id: int, standing: str = "training", generation: int = 4, **fields: Any) -> Report:
+    return Report(run=RUN, id=id, standing=standing, generation=generation, address=f"10.0.0.{id}:3333", **fields)
+
+
+def a_run(*members: Report, **fields: Any) -> Run:
+    usual: dict[str, Any] = {"decider": LEADER, "world": WORLD, "why": "all is well"}
+    there = members or (a_report(0), a_report(2))
+    return Run(RUN, tuple(Present(each, 4, each.id == 2) for each in there), **{**usual, **fields})
+
+
+# What is said
+
+
+def test_a_run_is_a_line_and_one_alone_is_a_page() -> None:
+    other = Run("other", (), None)
+    assert rdzv.page([a_run(), other]).splitlines() == [
+        "RUN                    MEMBERS  GENERATION  WORLD  DECIDES             WHY",
+        "team/cifar/cifar-1a2b  2        4           2      member 2 on node-b  all is well",
+        "other                  0        -           -                          nobody decides yet",
+    ]
+    assert rdzv.page([a_run(a_report(0), a_report(3, "waiting", 0))]).splitlines() == [
+        "run      team/cifar/cifar-1a2b",
+        "world    generation 4: members 0, 2 at 10.0.0.5:3333 (2 of 2 workers wait)",
+        "decides  member 2 on node-b",
+        "why      all is well",
+        "",
+        "MEMBER  STANDING  GENERATION  ADDRESS        LEASE  FAILED",
+        "0       training  4           10.0.0.0:3333  4 s    -",
+        "3       waiting   -           10.0.0.3:3333  4 s    -",
+    ]
+    assert rdzv.page([]) == ""
+
+
+def test_why_is_a_call_or_the_end_before_what_is_waited_for() -> None:
+    called = Call(5, "worker 2 was lost", planned=False)
+    assert rdzv.why(a_run(called=called, why="waiting for worker 2")) == (
+        "generation 5 is called: worker 2 was lost; waiting for worker 2"
+    )
+    over = a_run(called=called, closed=Closed("training is done", 0))
+    assert rdzv.why(over) == "over: training is done (exit code 0)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (a_run(), a_run(), []),
+        (a_run(), dataclasses.replace(a_run(), members=tuple(Present(m.report, 1, m.decides) for m in a_run().members)), []),
+        (
+            None,
+            a_run(a_report(2)),
+            [
+                "member 2 comes: training in generation 4",
+                "member 2 on node-b decides",
+                "generation 4: members 0, 2 at 10.0.0.5:3333 (2 of 2 workers wait)",
+                "all is well",
+            ],
+        ),
+        (a_run(), a_run(a_report(0)), ["member 2 is gone"]),
+        (a_run(), a_run(decider=None), ["nobody decides"]),
+        (a_run(), a_run(decider=keys.Leader("b", "node-a", 0)), ["member 0 on node-a decides"]),
+        (
+            a_run(),
+            a_run(called=Call(5, "worker 3 waits", planned=True), why="saving"),
+            ["generation 5 is called: worker 3 waits", "saving"],
+        ),
+        (
+            a_run(),
+            a_run(a_report(0, "waiting", failed=True, failure={"reason": "rank 0 was killed by SIGKILL"}), a_report(2)),
+            ["member 0 is waiting, failed: rank 0 was killed by SIGKILL"],
+        ),
+        (
+            a_run(),
+            a_run(closed=Closed("training is done", 0), decider=None, why="done"),
+            ["over: training is done (exit code 0)"],
+        ),
+        (a_run(), None, ["is forgotten"]),
+    ],
+)
+def test_what_changes_is_said_in_sentences(old: Run | None, new: Run | None, said: list[str]) -> None:
+    assert rdzv.changes(old, new) == said
+
+
+# A real etcd
+
+
+def write(server: etcds.Server, run: str, *members: Report, said: keys.Said | None = None) -> None:
+    """Be the members of a run, and who decides."""
+    of = keys.Keys.of(etcd.PREFIX, run)
+    puts = [etcd.put(of.member(each.id), keys.Record(each, "t").dumps()) for each in members]
+    if said:
+        puts += [etcd.put(of.said, said.dumps()), etcd.put(of.leader, LEADER.dumps())]
+    with contextlib.closing(server.client()) as client:
+        client.txn([], puts)
+
+
+def ctl(server: etcds.Server, *words: str) -> None:
+    program = f"{etcds.binary()}ctl"
+    command = [program, f"--endpoints=127.0.0.1:{server.port}", *words]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "ETCDCTL_API": "3"})
+
+
+def until(what: Callable[[], object], why: Callable[[], str], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.02)
+
+
+def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    return (int(ended.value.code or 0), *capsys.readouterr())
+
+
+PROGRAM = "from outlast import cli; cli.main()"
+SAID = keys.Said(by="a", born="b", world=WORLD, why="all is well")
+
+
+def test_an_etcd_is_looked_into(
+    shared_etcd: etcds.Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTLAST_RENDEZVOUS", f"{shared_etcd.endpoint}/shown")
+    said = f"etcd at 127.0.0.1:{shared_etcd.port} knows no run below /shown\n"
+    assert outlast(capsys, "rdzv", "show") == (0, said, "")
+    assert outlast(capsys, "rdzv", "show", "-o", "json")[1] == "[]\n"
+    write(shared_etcd, RUN, a_report(0), a_report(2), said=SAID)
+    write(shared_etcd, "other", a_report(0, "waiting", 0))
+    code, out, _ = outlast(capsys, "rdzv", "show", "--endpoint", shared_etcd.endpoint)
+    assert (code, {"RUN", "other", RUN} <= {line.split()[0] for line in out.splitlines()}) == (0, True)
+    code, out, _ = outlast(capsys, "rdzv", "show", "--endpoint", shared_etcd.endpoint, "--run", "team/cifar", "-o", "json")
+    (found,) = json.loads(out)
+    assert (found["run"], found["generation"], found["decides"]) == (RUN, 4, {"member": 2, "host": "node-b"})
+    assert [member["id"] for member in found["members"]] == [0, 2]
+
+
+def test_a_run_that_there_is_not_is_said_with_those_there_are(
+    shared_etcd: etcds.Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(shared_etcd, "there", a_report(0))
+    code, _, err = outlast(capsys, "rdzv", "show", "--endpoint", shared_etcd.endpoint, "--run", "ther")
+    assert code == 2
+    assert f"Error: etcd at 127.0.0.1:{shared_etcd.port} knows no run ther below /outlast; it knows " in err
+    assert "there" in err.partition("it knows ")[2]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "said"),
+    [
+        ("etcd://127.0.0.1:1", 1, "etcd at 127.0.0.1:1 cannot be reached"),
+        ("c10d://a:29400", 2, "'c10d://a:29400' is no address of an etcd; expected etcd://host:2379"),
+        ("", 2, "is no address of an etcd"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_said(
+    endpoint: str, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OUTLAST_RENDEZVOUS", raising=False)
+    for verb in ("show", "watch"):
+        found, out, err = outlast(capsys, "rdzv", verb, "--endpoint", endpoint)
+        assert (found, out, said in err) == (code, "", True), err
+
+
+def test_an_etcd_that_wants_to_know_who_asks_is_told_by_variables(
+    own_etcd: etcds.Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["user", "add", "root:right"], ["user", "grant-role", "root", "root"], ["auth", "enable"]):
+        ctl(own_etcd, *words)
+    said = []
+    for password in ("", "wrong", "right"):
+        monkeypatch.setenv("OUTLAST_ETCD_PASSWORD", password)
+        monkeypatch.setenv("OUTLAST_ETCD_USER", "root" if password else "")
+        said.append(outlast(capsys, "rdzv", "show", "--endpoint", own_etcd.endpoint))
+    (nobody, _, why_nobody), (wrong, _, why_wrong), (right, _, _) = said
+    assert (nobody, wrong, right) == (2, 2, 0)
+    assert "wants to know who asks; say user and password (OUTLAST_ETCD_USER" in why_nobody
+    assert "does not accept user root" in why_wrong
+
+
+@pytest.fixture
+def watching(tmp_path: Path) -> Iterator[Callable[..., Watching]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda server, *words: stack.enter_context(Watching(tmp_path, "--endpoint", server.endpoint, *words))
+
+
+class Watching:
+    """`outlast rdzv watch` in a pipe."""
+
+    def __init__(self, directory: Path, *words: str) -> None:
+        self.out, self.err = directory / "out", directory / "err"
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, "rdzv", "watch", *words], stdout=out, stderr=err)
+
+    def __enter__(self) -> Watching:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def says(self, sentence: str, *, where: str = "out") -> None:
+        until(lambda: sentence in getattr(self, where).read_text(), lambda: self.out.read_text() + self.err.read_text())
+
+
+def test_changes_are_lines_and_the_end_of_the_run_ends_them(shared_etcd: etcds.Server, watching: Callable[..., Watching]) -> None:
+    write(shared_etcd, "w/lines/1", a_report(0, "waiting", 0), said=keys.Said(by="a", born="b", why="waiting for worker 1"))
+    watch = watching(shared_etcd, "--run", "w/lines")
+    watch.says("w/lines/1: waiting for worker 1")
+    write(shared_etcd, "w/lines/1", a_report(2, "waiting", 0), said=SAID)
+    watch.says("w/lines/1: generation 4: members 0, 2 at")
+    write(shared_etcd, "w/lines/1", said=dataclasses.replace(SAID, closed=Closed("training is done", 0)))
+    watch.says("w/lines/1: over: training is done (exit code 0)")
+    assert watch.process.wait(10) == 0
+    assert watch.err.read_text() == ""
+
+
+@pytest.mark.slow
+def test_an_etcd_that_is_away_is_waited_for(
+    own_etcd: etcds.Server, watching: Callable[..., Watching], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(own_etcd, "w/away", a_report(0))
+    watch = watching(own_etcd, "--run", "w/away", "-o", "json")
+    watch.says('"id": 0')
+    own_etcd.stop()
+    watch.says("trying again", where="err")
+    own_etcd.start()
+    watch.says("the etcd answers again", where="err")
+    write(own_etcd, "w/away", a_report(1))
+    watch.says('"id": 1')
+    for line in watch.out.read_text().splitlines():
+        assert json.loads(line)["run"] == "w/away"

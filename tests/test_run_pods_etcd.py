@@ -1,0 +1,81 @@
+"""Workers as pods run them, that meet by an etcd: their agents elect one of them who decides."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from etcds import Server
+from outlast import contract
+from outlast.rendezvous import etcd
+from test_run_pods import LONG, Final, Pods, pods
+
+__all__ = ["pods"]
+
+
+def by(server: Server) -> dict[str, str]:
+    """What the pods' environment says of it."""
+    return {contract.Env.RENDEZVOUS: server.endpoint, contract.Env.NAMESPACE: "team-a"}
+
+
+def decider(server: Server) -> int | None:
+    client = server.client()
+    found = etcd.look(client)
+    client.close()
+    return found[0].decider.id if found and found[0].decider else None
+
+
+@pytest.mark.slow
+def test_pods_go_on_when_the_agent_that_decides_is_lost(pods, own_etcd: Server, undisturbed: Final) -> None:
+    two: Pods = pods(args=LONG)
+    two.start(0, 1, **by(own_etcd))
+    two.wait(lambda: two.step() >= 25, "step 25")
+    victim = decider(own_etcd)
+    assert victim in (0, 1)
+    two.kill(victim)
+    two.start(victim, **by(own_etcd))
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(LONG, 2)
+    assert (two.record().state, two.record().exit_code) == ("Succeeded", 0)
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_for_good_is_given_up_by_all_who_meet_by_etcd(pods, own_etcd: Server) -> None:
+    two: Pods = pods(args=("--fail-at=15",), restarts={"limit": 1})
+    two.start(0, 1, **by(own_etcd))
+    assert two.codes() == {0: contract.Exit.GIVEN_UP, 1: contract.Exit.GIVEN_UP}
+    assert two.record().state == "Failed"
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_told_to_leave_has_everybody_save(pods, own_etcd: Server, undisturbed: Final) -> None:
+    two: Pods = pods(args=LONG)
+    two.start(0, 1, **by(own_etcd))
+    two.wait(lambda: two.step() >= 25, "step 25")
+    two.running[1].terminate()
+    assert two.running.pop(1).wait(30) == contract.Exit.INTERRUPTED
+    two.start(1, **by(own_etcd))
+    assert two.codes() == {0: 0, 1: 0}
+    assert two.final() == undisturbed(LONG, 2)
+    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 151))
+
+
+@pytest.mark.slow
+def test_training_does_not_notice_an_etcd_that_is_away_for_a_minute(pods, own_etcd: Server) -> None:
+    two: Pods = pods(args=("--steps=1600", "--pause=0.05"))
+    two.start(0, 1, **by(own_etcd))
+    two.wait(lambda: two.step() >= 25, "step 25")
+    own_etcd.stop()
+    begun, step = time.monotonic(), two.step()
+    while time.monotonic() - begun < 60:
+        time.sleep(5)
+        assert two.step() > step
+        step = two.step()
+    own_etcd.start()
+    two.wait(lambda: (at := decider(own_etcd)) is not None and at in two.running, "an election")
+    assert two.codes() == {0: 0, 1: 0}
+    worlds = [json.loads(line) for path in (two.output / "ledger").glob("decider-*") for line in path.read_text().splitlines()]
+    assert [event["generation"] for event in worlds if event["kind"] == "world"] == [1]
