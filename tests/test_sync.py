@@ -592,6 +592,35 @@ def test_odd_answers_are_left_to_the_store(tmp_path: Path, answer: bytes) -> Non
     assert directly(OddServer(answer), tmp_path / "file", (0, 5, True)) == [None]
 
 
+def test_a_thread_that_comes_after_the_end_connects_no_more(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    server = OddServer()
+    direct = Direct(lambda key: f"{server.url}/{key}")
+    direct.close()
+    with (tmp_path / "file").open("r+b") as target:
+        assert direct.fetch("a", target.fileno(), 0, 5, True) is None
+    server.close()
+
+
+def test_connections_are_closed_when_nobody_uses_them_any_more(
+    away: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[list[str]] = []
+
+    def fetch(*_: object) -> None:
+        time.sleep(0.1)
+
+    def close(_: Direct) -> None:
+        left.append([thread.name for thread in threading.enumerate() if thread.name == "transfer"])
+
+    monkeypatch.setattr(Direct, "fetch", fetch)
+    monkeypatch.setattr(Direct, "close", close)
+    away.put("a", b"hello")
+    with pytest.raises(Missing):
+        transfer.receive(away, [("missing", 5, tmp_path / "x"), *(("a", 5, tmp_path / f"a{n}") for n in range(20))])
+    assert left == [[]]
+
+
 def test_a_server_that_never_answers_plainly_is_not_asked_for_long(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     server = OddServer(b"no", b"no", b"no")

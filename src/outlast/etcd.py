@@ -20,7 +20,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +194,7 @@ class Etcd:
         with contextlib.suppress(LeaseGone):
             self._ask("lease/revoke", {"ID": str(lease)})
 
-    def watch(self, prefix: str, after: int) -> Iterator[Sequence[KeyValue | Gone]]:
+    def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
         """What happens to keys that begin so, after a revision, in order, for ever; first nothing, when it has begun.
 
         Raises Behind when the etcd does not have that revision: it has forgotten it, or has not got there; EtcdAway, also when

@@ -111,9 +111,10 @@ class Access:
         """Bytes of an object, from servers whose answers to ranges obstore does not take (rclone says 200 instead of 206)."""
         condition = {"IfMatch": etag} if etag else {}
         answer = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **condition)
-        if not (answer.get("ContentRange") or "").startswith(f"bytes {start}-"):
-            raise StoreError(f"s3://{bucket}/{key}: the server knows no ranges")
-        return bytes(answer["Body"].read())
+        with contextlib.closing(answer["Body"]) as body:
+            if not (answer.get("ContentRange") or "").startswith(f"bytes {start}-"):
+                raise StoreError(f"s3://{bucket}/{key}: the server knows no ranges")
+            return bytes(body.read())
 
 
 def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) -> Access:

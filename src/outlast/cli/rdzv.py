@@ -210,7 +210,8 @@ def _looks(client: Etcd, run: str | None) -> Iterator[list[Run]]:
             if revision is None:
                 revision = client.range(there, prefix=True).revision
             else:
-                revision = next(events[-1].modified for events in client.watch(there, revision) if events)
+                with contextlib.closing(client.watch(there, revision)) as watch:
+                    revision = next(events[-1].modified for events in watch if events)
             found = _now(client, run)
             if away:
                 _say("the etcd answers again")

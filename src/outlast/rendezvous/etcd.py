@@ -79,11 +79,12 @@ class Listener:
                 found = self._client.range(prefix, prefix=True)
                 self._listed(found, prefix)
                 failures = 0
-                for events in self._client.watch(prefix, found.revision):
-                    if self._again.is_set():
-                        break
-                    if events:
-                        self._happened(events)
+                with contextlib.closing(self._client.watch(prefix, found.revision)) as watch:
+                    for events in watch:
+                        if self._again.is_set():
+                            break
+                        if events:
+                            self._happened(events)
             except EtcdError:  # who tells says it
                 if not self._again.is_set():
                     failures += 1

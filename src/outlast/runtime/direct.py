@@ -37,7 +37,9 @@ class Direct:
     def __init__(self, link: Callable[[str], str | None]) -> None:
         self._link = link
         self._own = threading.local()
-        self._open: list[_Connection] = []
+        self._lock = threading.Lock()
+        self._open: list[_Connection] | None = []
+        """None: closed."""
         self._doubts = 0
 
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
@@ -53,8 +55,10 @@ class Direct:
         return crc
 
     def close(self) -> None:
-        """End all connections."""
-        for connection in self._open:
+        """End all connections, for good: a thread that is late gets None."""
+        with self._lock:
+            ended, self._open = self._open or [], None
+        for connection in ended:
             connection.close()
 
     def _fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
@@ -62,11 +66,9 @@ class Direct:
         connection: _Connection | None = getattr(self._own, "connection", None)
         for used in (True, False):
             if not used or connection is None or connection.place != place:
-                try:
-                    self._own.connection = connection = _Connection(parts, self._tls if parts.scheme == "https" else None)
-                except (OSError, ValueError):
+                if (connection := self._connected(parts)) is None:
                     return None
-                self._open.append(connection)
+                self._own.connection = connection
                 used = False
             try:
                 crc = connection.fetch(parts, file, start, end, whole)
@@ -78,6 +80,21 @@ class Direct:
                 connection.close()
                 self._own.connection = None
             return crc
+        return None
+
+    def _connected(self, parts: SplitResult) -> _Connection | None:
+        """A new connection, which `close` knows of; None when there can be none."""
+        if self._open is None:
+            return None
+        try:
+            connection = _Connection(parts, self._tls if parts.scheme == "https" else None)
+        except (OSError, ValueError):
+            return None
+        with self._lock:
+            if self._open is not None:
+                self._open.append(connection)
+                return connection
+        connection.close()
         return None
 
     @cached_property

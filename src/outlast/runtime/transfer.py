@@ -252,9 +252,10 @@ def arrivals(
                 yield Job(one, SMALL, partial(pieces.fetch, start))
 
     try:
-        for outcome in work(jobs(), enough, stop=stop, tick=tick):
-            if outcome.result is not None or outcome.error is not None:
-                yield outcome  # type: ignore[misc]
+        with contextlib.closing(work(jobs(), enough, stop=stop, tick=tick)) as outcomes:
+            for outcome in outcomes:
+                if outcome.result is not None or outcome.error is not None:
+                    yield outcome  # type: ignore[misc]
     finally:
         for pieces in begun:
             pieces.give_up()
