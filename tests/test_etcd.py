@@ -136,10 +136,9 @@ def test_another_endpoint_is_asked(shared_etcd: Server) -> None:
         assert next(iter(client.watch("/x", 0))) == []
 
 
-def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server, monkeypatch) -> None:
-    monkeypatch.setattr(etcd, "ANSWER_S", 0.2)
+def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server) -> None:
     both = f"etcd://127.0.0.1:{own_etcd.port},127.0.0.1:{shared_etcd.port}"
-    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}))) as client:
+    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}), answer_s=0.2)) as client:
         watch = client.watch("x", client.range("x").revision)
         assert next(watch) == []
         assert own_etcd.process
@@ -219,7 +218,7 @@ def test_what_is_asked_after_hanging_up_opens_no_connection(shared_etcd: Server)
     assert client._connection is None
 
 
-def test_who_is_answered_after_the_others_hung_up_hangs_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_answered_after_the_others_hung_up_hangs_up_too() -> None:
     asked, may = threading.Event(), threading.Event()
 
     class Late(http.server.BaseHTTPRequestHandler):
@@ -242,7 +241,7 @@ def test_who_is_answered_after_the_others_hung_up_hangs_up_too(monkeypatch: pyte
         asker = threading.Thread(target=client._ask, args=("kv/range", {}))
         asker.start()
         asked.wait()
-        monkeypatch.setattr(etcd, "ANSWER_S", 0.1)  # only of who hangs up: the connection has its timeout
+        client._answer_s = 0.1  # only of who hangs up: the connection has its timeout
         client.close()
         assert client._connection is not None
         may.set()
@@ -340,17 +339,16 @@ class Slow(Stub):
         super().do_POST()
 
 
-def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(etcd, "ANSWER_S", 0.1)
+def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once() -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     where = etcd.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
     try:
-        with contextlib.closing(etcd.Etcd(where)) as client:
+        with contextlib.closing(etcd.Etcd(where, answer_s=0.1)) as client:
             assert client.range("x").revision == 1
             assert client._connection
             assert client._connection.sock.gettimeout() == 0.1
-        late = etcd.Etcd(where)
+        late = etcd.Etcd(where, answer_s=0.1)
         asking = threading.Thread(target=late.range, args=("x",))
         asking.start()
         time.sleep(0.05)

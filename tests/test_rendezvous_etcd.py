@@ -241,10 +241,11 @@ def test_a_later_process_of_the_same_index_is_the_worker(nodes: Nodes) -> None:
 
 
 class Relay(socketserver.ThreadingTCPServer):
-    """A way to a server, such as a Service; the watches that lead through it may fall silent without being closed."""
+    """A way to a server, such as a Service; it may fall silent without being closed, for watches or as a whole."""
 
     daemon_threads = True
     silent: frozenset[socket.socket] = frozenset()
+    dead = False
 
     def __init__(self, to: int) -> None:
         self.to, self.watches = to, set[socket.socket]()
@@ -269,7 +270,7 @@ class Way(socketserver.BaseRequestHandler):
                         return
                     if b"/v3/watch" in data:
                         self.server.watches.add(self.request)
-                    if self.request not in self.server.silent:
+                    if not self.server.dead and self.request not in self.server.silent:
                         ends[end].sendall(data)
 
 
@@ -287,6 +288,27 @@ def test_watches_that_have_died_without_a_word_hide_no_loss(nodes: Nodes, monkey
         nodes.until(nodes.training(2))
         nodes.kill(nodes.decider())
         nodes.until(nodes.training(3))
+        relay.shutdown()
+
+
+@pytest.mark.slow
+def test_an_endpoint_that_hangs_costs_no_lease_when_there_is_another(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Relay(nodes.server.port) as relay:
+        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        monkeypatch.setattr(nodes, "endpoint", f"{relay.endpoint},127.0.0.1:{nodes.server.port}")
+        for _ in range(3):
+            nodes.start((1, 3), ttl=2)
+        nodes.until(nodes.training(1))
+        relay.dead = True
+        until = time.monotonic() + 6  # three times the lease
+        while time.monotonic() < until:
+            run = nodes.look()
+            assert run is not None
+            assert len(run.members) == 3
+            time.sleep(0.1)
+        assert nodes.training(1)()
+        nodes.kill(nodes.decider())
+        nodes.until(nodes.training(2))
         relay.shutdown()
 
 
@@ -324,6 +346,13 @@ def test_options_that_make_no_sense_are_refused(conf: dict[str, str], sentence: 
     with pytest.raises(OutlastError) as caught:
         torchrun.options(conf)
     assert str(caught.value).startswith(sentence)
+
+
+def test_who_says_no_id_hears_with_whom_it_is_one_job(shared_etcd: Server, capfd) -> None:
+    for run, told in (("none", True), ("train", False)):
+        made, _ = torchrun.client(shared_etcd.endpoint, run=run, sizes=(1, 1), conf={})
+        made.close()
+        assert ("no --rdzv-id: all who say none at this etcd are one job" in capfd.readouterr().out) == told
 
 
 def test_options_of_other_back_ends_may_stay() -> None:

@@ -34,7 +34,7 @@ SCHEME, SECURE = ETCD
 PORT = 2379
 PREFIX = "/outlast"
 ANSWER_S = 2.0
-"""How long an endpoint may take to answer. Shorter than a member's lease, so that another can be asked before that ends."""
+"""How long an endpoint may take to answer, if nobody says otherwise."""
 LOGIN_S = 20.0
 """The same for a login: an etcd spends 60 ms of a core on each password, and all workers of a job may come at once. Who gives up
 early and comes again only adds to that, and none gets in."""
@@ -139,8 +139,9 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
 class Etcd:
     """One process's connection; for any of its threads, one request at a time. Nothing is connected before the first."""
 
-    def __init__(self, where: Address) -> None:
-        self.address = where
+    def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
+        """`answer_s`: how long an endpoint may take to answer before the next is asked."""
+        self.address, self._answer_s = where, answer_s
         self.requests = 0
         """How many have been sent."""
         self.local = ""
@@ -238,7 +239,7 @@ class Etcd:
         """Hang up, for good: what is asked from now on raises EtcdAway. Who still waits for an answer hangs up after it."""
         self._closed = True
         self.interrupt()
-        if self._lock.acquire(timeout=ANSWER_S):
+        if self._lock.acquire(timeout=self._answer_s):
             self._hang_up()
             self._lock.release()
 
@@ -285,7 +286,7 @@ class Etcd:
                 with self._send(self._connection, path, body, self._token) as answer:
                     text = answer.read()
             except TimeoutError as problem:
-                raise EtcdAway(f"{self._named(where)} does not answer within {ANSWER_S:g} s") from problem
+                raise EtcdAway(f"{self._named(where)} does not answer within {self._answer_s:.2g} s") from problem
             except (OSError, http.client.HTTPException) as problem:
                 self._hang_up()
                 self._certificates(where, problem)  # with TLS 1.3, ours is refused with the first answer
@@ -312,10 +313,10 @@ class Etcd:
         host, port = where = self.address.hosts[at]
         if self.address.tls:
             connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, port, timeout=ANSWER_S, context=self._context()
+                host, port, timeout=self._answer_s, context=self._context()
             )
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+            connection = http.client.HTTPConnection(host, port, timeout=self._answer_s)
         try:
             connection.connect()
         except OSError as problem:
@@ -331,7 +332,7 @@ class Etcd:
                 with self._send(connection, "auth/authenticate", login, "") as answer:
                     text = answer.read()
                 if connection.sock:
-                    connection.sock.settimeout(ANSWER_S)
+                    connection.sock.settimeout(self._answer_s)
             except (OSError, http.client.HTTPException) as problem:
                 connection.close()
                 raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}") from problem

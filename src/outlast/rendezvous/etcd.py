@@ -44,6 +44,11 @@ CLOSE_S = 2.0
 """How long one that has finished stays a candidate: all finish at about the same time, and one has to say that it is over."""
 
 
+def _answer_s(ttl: int) -> float:
+    """How long an endpoint may take: if it hangs, another can renew a lease that is renewed every third of its time."""
+    return min(etcd.ANSWER_S, ttl / 3)
+
+
 class Listener:
     """Lists what begins with a prefix and watches it, from a thread, until it is stopped; again whenever the watch breaks."""
 
@@ -108,7 +113,7 @@ class Client:
         token: str = "",
     ) -> None:
         """`name` is what the run is called in etcd, if that is not `run`."""
-        self.etcd = etcd.Etcd(where)
+        self.etcd = etcd.Etcd(where, answer_s=_answer_s(ttl))
         of = keys.Keys.of(where.prefix, name or run)
         self.token = token or secrets.token_hex(8)
         self._membership = Membership(
@@ -267,7 +272,7 @@ class Running:
     ) -> None:
         from outlast.rendezvous import elected
 
-        self.etcd = etcd.Etcd(where)
+        self.etcd = etcd.Etcd(where, answer_s=_answer_s(ttl))
         office = elected.Office(
             self.etcd,
             keys.Keys.of(where.prefix, name),

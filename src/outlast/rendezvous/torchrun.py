@@ -39,6 +39,8 @@ FOREIGN = (
     *("is_host", "store_type", "protocol", "etcd_prefix", "use_libuv", "state", "processes"),
 )
 """Options of torch's own back ends: they say nothing here, and need not be taken out of a command."""
+UNNAMED = "none"
+"""What torchrun calls a run that has no --rdzv-id."""
 _FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
 """How often a node may fail is --max-restarts, which torchrun counts."""
 
@@ -116,6 +118,8 @@ def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str
     """A connected client, and how many seconds it may wait for a world. Raises OutlastError."""
     said = options(conf)
     where = servers.address(endpoint, {name: str(value) for name, value in conf.items() if name in servers.OPTIONS})
+    if run == UNNAMED:
+        print("outlast | no --rdzv-id: all who say none at this etcd are one job; give every job its own", flush=True)
     made = Client(where, sizes, said, run=run, id=int(conf["id"]) if "id" in conf else None)
     made.connect(said["connect_timeout"])
     return made, said["join_timeout"]
