@@ -239,6 +239,22 @@ def test_what_is_not_of_the_job_is_used_and_said(
     assert len(cluster.list_(kinds.POD)) == 1
 
 
+@pytest.mark.parametrize("kind", [kinds.ROLE, kinds.ROLE_BINDING])
+def test_rights_that_others_have_given_are_not_handed_to_pods(
+    kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    job = a_job(api)
+    head = {"apiVersion": kind.api_version, "kind": kind.kind}
+    owned = {**head, "metadata": an_owned_service(job)["metadata"]}
+    api.put(theirs := {**head, "metadata": {"name": "train", "namespace": "default"}, "rules": [{"verbs": ["*"]}]})
+    with pytest.raises(errors.Refused) as caught:
+        act(cluster, job, Plan(setup=(owned,), creates=(a_pod(job),)), NOW)
+    said = f"{kind.kind} train is there and not of this job; delete it, or give the job another name"
+    assert (str(caught.value), told(cluster)) == (said, [("Warning", "FailedCreate", said)])
+    assert cluster.get(kind, "train")["rules"] == theirs["rules"]
+    assert not cluster.list_(kinds.POD)
+
+
 def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     job = a_job(api)
     title = 'pods "train-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'

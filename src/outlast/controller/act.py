@@ -18,7 +18,7 @@ from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.controller.together import Each, at_once, in_turn
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
-from outlast.kinds import EVENT, Kind, kind_of
+from outlast.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +164,9 @@ def _make(cluster: Writes, document: Document) -> bool:
 
 
 def _set_up(cluster: Writes, job: Mapping[str, Any], foreign: list[str], document: Document) -> str:
-    """Create what pods need. What has its name stays; what does so and is not the job's is added to `foreign`. But what was made
-    for a job of this name that is gone will be collected as garbage, and nobody would make it anew: then a sentence, and it is to
-    be looked for again."""
+    """Create what pods need. What has its name stays; what does so and is not the job's is added to `foreign`, but rights that
+    others have given are not handed to pods: Refused. And what was made for a job of this name that is gone will be collected as
+    garbage, and nobody would make it anew: then a sentence, and it is to be looked for again."""
     if _make(cluster, document) or not document["metadata"].get("ownerReferences"):
         return ""
     name = f"{kind_of(document)} {document['metadata']['name']}"
@@ -179,6 +179,8 @@ def _set_up(cluster: Writes, job: Mapping[str, Any], foreign: list[str], documen
         return ""
     if any(_of(owner) == (kind_of(job).group, job["kind"], job["metadata"]["name"]) for owner in owners):
         return f"{name} of an earlier job of this name is still there; this job's is made when it has gone"
+    if kind_of(document) in (ROLE, ROLE_BINDING):
+        raise Refused(f"{name} is there and not of this job; delete it, or give the job another name")
     foreign.append(f"{name} is there and not of this job, which uses it as it is; delete it if that is not meant")
     return ""
 
