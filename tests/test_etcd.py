@@ -10,6 +10,7 @@ import ipaddress
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -151,6 +152,23 @@ def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_e
             next(watch)
 
 
+def test_one_that_is_of_no_use_is_left_for_another(shared_etcd: Server) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        first = f"127.0.0.1:{server.server_address[1]}"
+        both = etcd.address(f"etcd://{first},127.0.0.1:{shared_etcd.port}", environ={})
+        with contextlib.closing(etcd.Etcd(both)) as client:
+            client.range("x")
+            assert next(iter(client.watch("/x", 0))) == []
+            assert client._at == 1
+        away = etcd.address(f"etcd://{first},127.0.0.1:{ports.free()}", environ={})
+        with contextlib.closing(etcd.Etcd(away)) as client:  # trying again can help: both may be there then
+            for _ in range(2):
+                with pytest.raises(EtcdAway, match=r"HTTP 404.*cannot be reached|cannot be reached.*HTTP 404"):
+                    client.range("x")
+        server.shutdown()
+
+
 class Stub(http.server.BaseHTTPRequestHandler):
     """Answers everything alike."""
 
@@ -172,13 +190,13 @@ class Stub(http.server.BaseHTTPRequestHandler):
             404,
             b"404 page not found\n",
             EtcdRefused,
-            "HTTP 404, which is how an etcd answers that speaks v2 only; expected",
+            "HTTP 404, as an etcd that speaks v2 only, or one whose JSON gateway is not on this port (enable-grpc-gateway, ",
         ),
         (
             405,
             b"<html>",
             EtcdRefused,
-            "answers a request of v3 with HTTP 405, which no etcd does; expected an etcd of",
+            "answers a request of v3 with HTTP 405, which no etcd does; expected the client port of an etcd of",
         ),
         (200, b"<html>welcome</html>", EtcdRefused, "is no etcd: it answers b'<html>welcome</html>'"),
         (200, b"{}", EtcdRefused, "is no etcd: it answers b'{}'"),
@@ -290,6 +308,10 @@ def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
         own_etcd.stop()
         own_etcd.start(user="root", password="r")  # simple tokens are kept in memory
         client.range("x")
+        client._token = "expired.1"
+        client.range("x")
+        assert client._connection
+        client._connection.sock.shutdown(socket.SHUT_RDWR)
         client._token = "expired.1"
         client.range("x")
 
@@ -407,6 +429,11 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path)
             _at(server.port).range("x")
         with pytest.raises((EtcdRefused, EtcdAway), match=r"wants to see a certificate.* say cert and key"):
             server.client(cacert=ca).range("x")
+        with pytest.raises((EtcdRefused, EtcdAway), match=r"wants to see a certificate.* say cert and key"):
+            server.client(cacert=ca, user="u", password="p").range("x")
+        other = etcd.address(f"etcds://localhost:{server.port}", {"cacert": ca, "cert": cert, "key": key}, {})
+        with pytest.raises(EtcdRefused, match=r"is not accepted: .*; write the endpoint as it is named there"):
+            etcd.Etcd(other).range("x")
         with pytest.raises(EtcdRefused, match=r"/none.pem: No such file or directory; expected files in PEM format"):
             server.client(cacert="/none.pem").range("x")
         renewed = tmp_path / "ca.pem"

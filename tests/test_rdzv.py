@@ -243,6 +243,18 @@ def test_changes_are_lines_and_the_end_of_the_run_ends_them(shared_etcd: etcds.S
     assert watch.err.read_text() == ""
 
 
+def test_a_run_that_is_forgotten_may_come_back(shared_etcd: etcds.Server, watching: Callable[..., Watching]) -> None:
+    write(shared_etcd, "w/lost/1", a_report(0, "waiting", 0), said=keys.Said(by="a", born="b", why="waiting for worker 1"))
+    watch = watching(shared_etcd, "--run", "w/lost")
+    watch.says("w/lost/1: waiting for worker 1")
+    with contextlib.closing(shared_etcd.client()) as client:
+        client.txn([], [etcd.delete(kv.key) for kv in client.range("/outlast/", prefix=True).found if "lost" in kv.key])
+    watch.says("is forgotten")
+    write(shared_etcd, "w/lost/1", said=dataclasses.replace(SAID, closed=Closed("training is done", 0)))
+    watch.says("w/lost/1: over: training is done (exit code 0)")
+    assert watch.process.wait(10) == 0
+
+
 @pytest.mark.slow
 def test_an_etcd_that_is_away_is_waited_for(
     own_etcd: etcds.Server, watching: Callable[..., Watching], capsys: pytest.CaptureFixture[str]

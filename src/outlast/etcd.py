@@ -48,6 +48,8 @@ _OLD = re.compile("revision .* is old")
 """Users or roles have changed since a token was given: one that is a JWT is refused from then on."""
 _NOBODY = "user name is empty"
 _NO_ROOM = "database space exceeded"
+_GATEWAY = "enable-grpc-gateway, --listen-client-http-urls"
+"""What in an etcd's configuration takes the JSON gateway away from the port for clients."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -261,25 +263,29 @@ class Etcd:
 
     def _of_any(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of the first endpoint that has one, beginning with the one that had one last."""
-        first, problem = self._at, EtcdAway(str(self.address))
+        first, problems = self._at, list[OutlastError]()
         for n in range(len(self.address.hosts)):
             self._at = (first + n) % len(self.address.hosts)
             try:
                 answer = self._answer(path, body)
-            except EtcdAway as away:
+            except (EtcdAway, _Useless) as problem:
                 self._hang_up()
-                problem = away
+                problems.append(problem)
                 continue
             if n:
                 self.interrupt()  # watches of an endpoint that is not well may say nothing for ever
             return answer
         self._at = (first + 1) % len(self.address.hosts)
-        raise problem
+        if len(problems) == 1:
+            raise problems[0]
+        kind = EtcdAway if any(isinstance(problem, EtcdAway) for problem in problems) else EtcdRefused
+        raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Of the current endpoint. A connection that was idle may have been closed by the other end: then a new one is tried."""
         where = self.address.hosts[self._at]
-        for kept in (self._connection is not None, False):
+        kept, logged_in = self._connection is not None, False
+        while True:
             if self._connection is None:
                 self._connection = self._connect(self._at)
             try:
@@ -291,6 +297,7 @@ class Etcd:
                 self._hang_up()
                 self._certificates(where, problem)  # with TLS 1.3, ours is refused with the first answer
                 if kept:
+                    kept = False
                     continue
                 hint = "" if self._spoken else self._hint(where)
                 raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}{hint}") from problem
@@ -300,13 +307,16 @@ class Etcd:
                     said = json.loads(text)
                     if isinstance(said, dict) and ("header" in said or "result" in said):
                         return said
-                raise EtcdRefused(f"{self._named(where)} is no etcd: it answers {text[:60]!r}")
+                raise _Useless(f"{self._named(where)} is no etcd: it answers {text[:60]!r}")
             try:
                 self._refused(where, answer.status, text, self._token)
-            except _Expired:
-                self._token = ""
+            except _Expired as problem:
+                if logged_in:
+                    raise EtcdRefused(
+                        f"{self._named(where)} does not accept the token that it has given to user {self.address.user}"
+                    ) from problem
+                kept, logged_in, self._token = False, True, ""
                 self._hang_up()
-        raise EtcdRefused(f"{self._named(where)} does not accept the token that it has given to user {self.address.user}")
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
         """A connection to an endpoint, and a token if there is a user. Raises EtcdAway, EtcdRefused."""
@@ -335,6 +345,7 @@ class Etcd:
                     connection.sock.settimeout(self._answer_s)
             except (OSError, http.client.HTTPException) as problem:
                 connection.close()
+                self._certificates(where, problem)
                 raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}") from problem
             if answer.status == 200:
                 self._token = json.loads(text)["token"]
@@ -374,10 +385,12 @@ class Etcd:
             if status >= 500:
                 raise EtcdAway(f"{self._named(where)} is not well: HTTP {status}") from None
             if b"HTTPS server" in text:
-                raise EtcdRefused(f"{self._named(where)} speaks TLS; write {SECURE}{_shown(*where)}") from None
-            what = "which is how an etcd answers that speaks v2 only" if status == 404 else "which no etcd does"
+                raise _Useless(f"{self._named(where)} speaks TLS; write {SECURE}{_shown(*where)}") from None
+            what = "which no etcd does"
+            if status == 404:
+                what = f"as an etcd that speaks v2 only, or one whose JSON gateway is not on this port ({_GATEWAY})"
             said = f"{self._named(where)} answers a request of v3 with HTTP {status}, {what}"
-            raise EtcdRefused(f"{said}; expected an etcd of version 3.4 or newer") from None
+            raise _Useless(f"{said}; expected the client port of an etcd of version 3.4 or newer") from None
         if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
             raise _Expired(message)
         if not token and self.address.user and _NOBODY in message:  # users were made since we came
@@ -405,9 +418,13 @@ class Etcd:
         self._tls = None  # files that are renewed meanwhile are read again
         if "CERTIFICATE_VERIFY_FAILED" in str(problem):
             said = f"the certificate of {self._named(where)} is not accepted: {_why(problem)}"
-            raise EtcdRefused(f"{said}; name the authority that signed it with cacert") from problem
+            unknown = re.search("unable to get|self.signed", str(problem))
+            remedy = "name the authority that signed it with cacert" if unknown else "it is for the etcd to get a valid one"
+            if "mismatch" in str(problem) or "not valid for" in str(problem):
+                remedy = "write the endpoint as it is named there"
+            raise _Useless(f"{said}; {remedy}") from problem
         if "CERTIFICATE" in str(problem):
-            raise EtcdRefused(f"{self._named(where)} wants to see a certificate: {_why(problem)}; say cert and key") from problem
+            raise _Useless(f"{self._named(where)} wants to see a certificate: {_why(problem)}; say cert and key") from problem
 
     def _hint(self, where: tuple[str, int]) -> str:
         if not self.address.tls:
@@ -428,6 +445,10 @@ class Etcd:
 
     def _named(self, where: tuple[str, int]) -> str:
         return f"etcd at {_shown(*where)}"
+
+
+class _Useless(EtcdRefused):
+    """This endpoint is of no use to us, whoever asks; another one of the same etcd may be."""
 
 
 class _Expired(EtcdAway):

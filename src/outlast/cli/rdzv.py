@@ -192,7 +192,7 @@ def _look(client: Etcd, run: str | None) -> list[Run]:
 def _now(client: Etcd, run: str | None) -> list[Run]:
     from outlast.rendezvous import etcd
 
-    return [each for each in etcd.look(client) if run is None or each.name == run or each.name.startswith(f"{run}/")]
+    return etcd.look(client, run)
 
 
 def _looks(client: Etcd, run: str | None) -> Iterator[list[Run]]:
@@ -204,7 +204,7 @@ def _looks(client: Etcd, run: str | None) -> Iterator[list[Run]]:
     found = _look(client, run)
     while True:
         yield found
-        if run is not None and all(each.closed for each in found):
+        if run is not None and found and all(each.closed for each in found):
             return
         try:
             if revision is None:

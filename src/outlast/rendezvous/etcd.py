@@ -388,13 +388,15 @@ class Run:
 
 
 def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
-    """What etcd knows of all runs below its prefix, or of one, by name. Changes nothing. Raises EtcdError.
+    """What etcd knows of all runs below its prefix, or of one, or of those of a job (`team/job`). Changes nothing. Raises EtcdError.
 
     with contextlib.closing(etcd.Etcd(etcd.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
-    found = client.range(f"{prefix}/" if run is None else f"{keys.Keys.of(prefix, run).root}/", prefix=True).found
+    found = client.range(f"{prefix}/", prefix=True).found
     names = sorted({name for kv in found if (name := keys.run_of(prefix, kv.key))})
+    if run is not None:
+        names = [name for name in names if name == run or name.startswith(f"{run}/")]
     leases: dict[int, int | None] = {}
 
     def left(lease: int) -> int | None:
