@@ -270,6 +270,14 @@ def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster
     assert not cluster.list_(kinds.POD)
 
 
+def test_a_quota_that_is_used_up_by_what_is_there_is_no_obstacle(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    job = a_job(api)
+    api.put(an_owned_service(job))
+    api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
+    assert act(cluster, job, Plan(setup=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
+    assert len(cluster.list_(kinds.POD)) == 1
+
+
 def test_without_what_pods_need_no_pod_is_made(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     job = a_job(api)
     api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections import Counter
@@ -212,6 +213,71 @@ def test_scaling_makes_exactly_so_many_pods_and_loses_no_step() -> None:
         assert sum(cluster.made.values()) == total
     assert repeated(cluster) == 0
     assert cluster.status["restarts"] == cluster.status["interruptions"] == 0
+
+
+def conditions(cluster: Cluster) -> set[str]:
+    """Those that are true."""
+    return {each["type"] for each in cluster.status["conditions"] if each["status"] == "True"}
+
+
+def test_a_job_that_is_resumed_while_a_silent_worker_still_goes_trains_again() -> None:
+    cluster = training(2, steps=10_000)
+    cluster.agent_of(1).frozen = True
+    cluster.change(suspend=True)
+    cluster.until(lambda c: (c.status.get("rendezvous") or {}).get("closed"))
+    cluster.change(suspend=False)
+    cluster.until(trains(2), 600)
+    assert "closed" not in cluster.status["rendezvous"]
+
+
+def test_a_suspended_job_that_could_not_be_understood_meanwhile_goes_on() -> None:
+    cluster = training(2, steps=10_000)
+    cluster.change(suspend=True)
+    cluster.until(lambda c: not c.pods)
+    cluster.change(replicas=9)
+    cluster.until(lambda c: c.status["state"] == "Pending")
+    assert conditions(cluster) == {"Created"}
+    cluster.change(suspend=False, replicas=2)
+    cluster.until(trains(2), 600)
+    assert conditions(cluster) == {"Created", "Running"}
+
+
+def test_a_held_job_loses_no_goodput_and_keeps_what_it_had() -> None:
+    cluster = training(2, steps=10_000)
+    again(cluster, by=lambda: cluster.fail(1), seconds=600)
+    cluster.run(300)
+    before = cluster.status["goodput"]
+    cluster.change(suspend=True)
+    cluster.until(lambda c: not c.pods)
+    cluster.run(7200)
+    cluster.change(suspend=False)
+    cluster.until(trains(2), 600)
+    cluster.run(60)
+    assert before - 0.1 < cluster.status["goodput"] < 1
+    assert 300 < cluster.status["accounting"]["livedSeconds"] < 500
+
+
+def test_a_worker_that_has_to_go_is_counted_once_however_often_the_operator_dies() -> None:
+    cluster = training(2, steps=10_000)
+    node = pod(cluster, 1)["spec"]["nodeName"]
+    cluster.documents["Node", node]["spec"] = {"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}
+    for _ in range(3):
+        with contextlib.suppress(Killed):
+            cluster.look(dies_after=1)
+        cluster.pass_()
+    cluster.look()
+    assert cluster.status["interruptions"] == 1
+
+
+def test_a_pod_that_was_killed_because_somebody_deleted_it_is_no_failure() -> None:
+    cluster = training(2, steps=10_000, restarts={"limit": 0})
+    deleted = pod(cluster, 1)
+    deleted["metadata"]["deletionTimestamp"] = memory.text(cluster.now + 1)
+    ended = {"exitCode": 137, "reason": "Error", "finishedAt": memory.text(cluster.now)}
+    deleted["status"] = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}]}
+    cluster.agents.pop(deleted["metadata"]["uid"])
+    cluster.look()
+    assert (cluster.status["state"], cluster.status["restarts"], cluster.status["interruptions"]) == ("Restarting", 0, 1)
 
 
 @pytest.mark.parametrize("change", [{"suspend": True}, {"replicas": 0}])

@@ -167,13 +167,21 @@ def _set_up(cluster: Writes, job: Mapping[str, Any], foreign: list[str], documen
     """Create what pods need. What has its name stays; what does so and is not the job's is added to `foreign`, but rights that
     others have given are not handed to pods: Refused. And what was made for a job of this name that is gone will be collected as
     garbage, and nobody would make it anew: then a sentence, and it is to be looked for again."""
-    if _make(cluster, document) or not document["metadata"].get("ownerReferences"):
-        return ""
+    refused: ClusterError | None = None
+    try:
+        if _make(cluster, document):
+            return ""
+    except (Forbidden, Refused) as error:  # a quota that is used up is looked at before what is there
+        refused = error
     name = f"{kind_of(document)} {document['metadata']['name']}"
     try:
         there = cluster.get(kind_of(document), document["metadata"]["name"], namespace=document["metadata"].get("namespace"))
     except Absent:
+        if refused is not None:
+            raise refused from None
         return f"{name} was in the way and has just gone"
+    if not document["metadata"].get("ownerReferences"):
+        return ""
     owners = there["metadata"].get("ownerReferences") or ()
     if any(owner["uid"] == job["metadata"]["uid"] for owner in owners):
         return ""

@@ -159,16 +159,18 @@ class Look:
         self.said = True
         before = self.seen.memory
         reason = _SECONDS_LEFT.sub("", reason)
-        conditions = self.memory.conditions
-        if not conditions:
-            conditions = memory.conditioned(
-                (), "Created", "JobCreated", "the operator has taken it up", self.seen.generation, self.now
-            )
-        if state is not State.PENDING:
-            conditions = memory.conditioned(conditions, str(state), what, reason, self.seen.generation, self.now)
+        created = ("Created", "JobCreated", "the operator has taken it up")
+        conditions = self.memory.conditions or memory.conditioned((), *created, self.seen.generation, self.now)
+        now_true = created if state is State.PENDING else (str(state), what, reason)
+        conditions = memory.conditioned(conditions, *now_true, self.seen.generation, self.now)
         self.know(state=state, reason=reason, conditions=conditions)
         if note or before.state is not state:
             self.notes.append(Note("Warning" if warning or state is State.FAILED else "Normal", what, reason))
+
+    def lived_until(self, when: float) -> None:
+        """Keep the wall time since the start, which is set anew."""
+        lived = max(0.0, when - (self.memory.started or when))
+        self.know(account=dataclasses.replace(self.memory.account, lived_s=self.memory.account.lived_s + lived))
 
     def pod(self, index: int) -> Pod | None:
         """The pod of a worker, as far as there is one."""
@@ -343,9 +345,7 @@ def queued(look: Look) -> None:
     for pod in look.alive:
         if queue.refuses(pod.document):
             sentence = f"worker {pod.index} leaves: the queue {queue.name} takes its quota back"
-            look.notes.append(Note("Normal", "WorkerPreempted", sentence))
-            look.know(interruptions=look.memory.interruptions + 1)
-            _expected_to_end(look, pod)
+            _interrupted(look, pod, "WorkerPreempted", sentence)
             look.delete(pod, sentence)
 
 
@@ -434,14 +434,15 @@ def ended_workers(look: Look) -> None:
         end = pod.ended
         if end is None or pod.succeeded:
             continue
+        counted = end.counted and not (pod.leaves and contract.killed(end.code))  # killed, because somebody has deleted it
         if pod.uid not in look.memory.judged_pods and pod.uid not in look.memory.silent_uids:
             if end.code == contract.Exit.GIVEN_UP:  # who counts processes has counted enough of them
                 look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
                 reason = f"worker {pod.index} says that the run is given up"
                 return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, "BackoffLimitExceeded")
-            if end.counted and _counted_by_its_echo(look, pod):
+            if counted and _counted_by_its_echo(look, pod):
                 look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
-            elif end.counted:
+            elif counted:
                 _judge(look, _pods_failure(look, pod, end.code, end.sentence, end.time), raised=None, node=pod.node)
                 if look.over:
                     return
@@ -449,7 +450,7 @@ def ended_workers(look: Look) -> None:
                 look.know(interruptions=look.memory.interruptions + 1)
                 look.notes.append(Note("Normal", "WorkerInterrupted", f"worker {pod.index} {end.sentence}; it is made anew"))
             _judged(look, pod)
-        if not end.counted and look.wanted and (rest := look.until(_breath(pod, end.time), BREATH_S)) is not None:
+        if not counted and look.wanted and (rest := look.until(_breath(pod, end.time), BREATH_S)) is not None:
             look.again(rest)  # its name is taken until then, so that the next one waits
             continue
         look.delete(pod, f"it has ended: {end.sentence}", grace_s=None if pod.lingers else 0)
@@ -516,9 +517,7 @@ def leaving_nodes(look: Look) -> None:
                 look.again(rest)  # it was put there all the same; the next one would be, too
                 continue
             sentence = f"worker {pod.index} leaves: its node {pod.node} is going away ({pod.node_leaves})"
-            look.notes.append(Note("Normal", "NodeLeaving", sentence))
-            look.know(interruptions=look.memory.interruptions + 1)
-            _expected_to_end(look, pod)
+            _interrupted(look, pod, "NodeLeaving", sentence)
             look.delete(pod, sentence)
 
 
@@ -647,13 +646,14 @@ def _suspended(look: Look, reason: str) -> None:
 
 def resumed(look: Look) -> None:
     """It was suspended, and is wanted again: deadlines begin anew, and agents hear of no end."""
-    if look.memory.state in _HELD and look.wanted and look.memory.closed is not None:
+    if look.wanted and look.memory.closed is not None:
         if any(not pod.ended for pod in look.seen.pods):  # they have been told that it is over
             for pod in look.alive:
                 look.delete(pod, "it leaves, as the job was suspended")
             look.over = True
-            held = look.memory.state or State.SUSPENDED
+            held = look.memory.state if look.memory.state in _HELD else State.SUSPENDED
             return look.say(held, "resumed; the workers that still leave are waited for", "Resuming")
+        look.lived_until(memory.since(look.memory.conditions, _HELD) or look.now)
         generation = look.memory.generation
         call = Call(generation + 1, "the run goes on", False, look.now) if look.memory.world else look.memory.called
         call = None if look.elected else call
@@ -814,6 +814,14 @@ def _judged(look: Look, pod: Pod) -> None:
     known = look.memory
     if known.world and pod.index in known.world.members and known.called is None:
         look.know(judged=known.world.generation)
+
+
+def _interrupted(look: Look, pod: Pod, what: str, sentence: str) -> None:
+    """Count and tell, once, that a worker that was well has to go."""
+    if pod.uid not in look.memory.judged_pods:
+        look.notes.append(Note("Normal", what, sentence))
+        look.know(interruptions=look.memory.interruptions + 1)
+        _expected_to_end(look, pod)
 
 
 def _expected_to_end(look: Look, pod: Pod) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -75,6 +75,8 @@ class Account:
     """When the world that trains now was formed."""
     first: int = 0
     """The step that it began from."""
+    lived_s: float = 0.0
+    """Wall time before `started`, which is when the job was resumed; what lies between counts nowhere."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,11 @@ def read(status: Mapping[str, Any]) -> Memory:
             _sound(lambda: (account["reported"]["step"], account["reported"]["time"]), None) if account.get("reported") else None,
         ),
         account=Account(
-            account.get("trainedSeconds", 0.0), account.get("executedSteps", 0), account.get("since"), account.get("first", 0)
+            account.get("trainedSeconds", 0.0),
+            account.get("executedSteps", 0),
+            account.get("since"),
+            account.get("first", 0),
+            account.get("livedSeconds", 0.0),
         ),
         conditions=tuple(status.get("conditions") or ()),
     )
@@ -238,6 +244,7 @@ def write(
             "executedSteps": memory.account.executed,
             "since": _ms(memory.account.since),
             "first": memory.account.first,
+            "livedSeconds": round(memory.account.lived_s, 3) or None,
             "reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None,
         },
         "queue": memory.queue or None,
@@ -248,7 +255,8 @@ def write(
 
 
 def goodput(memory: Memory, now: float) -> float | None:
-    """Share of the wall time since the start in which steps were done that were kept; None before the first step.
+    """Share of the wall time in which steps were done that were kept; None before the first step. While a job is held, no time
+    passes.
 
     What is not told by members, how long a step takes, is the mean over all that were done.
     """
@@ -258,7 +266,7 @@ def goodput(memory: Memory, now: float) -> float | None:
     end = float(int(memory.finished or memory.progress.time or now))  # as they are read back
     now_trained, now_executed = training(account, kept, end, memory.progress.rate)
     trained, executed = account.trained_s + now_trained, account.executed + now_executed
-    wall = end - int(memory.started)
+    wall = account.lived_s + max(0.0, end - int(memory.started))
     if executed <= 0 or wall <= 0:
         return None
     return round(min(1.0, trained * min(1.0, kept / executed) / wall), 4)
@@ -288,6 +296,14 @@ def conditioned(
             each |= {"reason": reason, "message": message}
         found.append({**each, "observedGeneration": generation})
     return tuple(found)
+
+
+def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
+    """Since when one of these conditions is true."""
+    begun = [
+        podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
+    ]
+    return max(begun, default=None)
 
 
 def text(when: float) -> str:

@@ -388,7 +388,7 @@ class Run:
 
 
 def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
-    """What etcd knows of all runs below its prefix, or of one, or of those of a job (`team/job`). Changes nothing. Raises EtcdError.
+    """What etcd knows of all runs below its prefix, or of one, or of a job (`team/job`). Changes nothing. Raises EtcdError.
 
     with contextlib.closing(etcd.Etcd(etcd.address("etcd://host:2379"))) as client: ...
     """
