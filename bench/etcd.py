@@ -204,7 +204,9 @@ class Node3(recovery.Torchrun):
 
 
 def shown(values: list[float]) -> str:
-    return recovery.said([None if math.isinf(value) else value for value in values])
+    done = [value for value in values if math.isfinite(value)]
+    some = f", {len(done)} of {len(values)}" if 0 < len(done) < len(values) else ""
+    return recovery.said([None if math.isinf(value) else value for value in values]) + some
 
 
 def main() -> None:
