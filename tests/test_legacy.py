@@ -475,6 +475,7 @@ def test_a_worker_that_was_killed_is_made_again(code: int) -> None:
 def test_any_other_exit_code_fails_the_job(code: int) -> None:
     cluster = running()
     cluster.end(1, code)
+    cluster.now += controller.CAUSE_S
     cluster.settle()
     assert cluster.conditions() == {"Created": "True", "Running": "False", "Failed": "True"}
     assert cluster.message("Failed") == (
@@ -554,8 +555,24 @@ def test_workers_that_fail_since_worker_0_is_lost_are_made_again(how: str) -> No
     assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
     assert cluster.status["restarts"] == (how == "killed")
     cluster.end(1, 1, began=cluster.now + 1)
+    cluster.now += controller.CAUSE_S
     cluster.settle()
     assert cluster.status["state"] == "Failed"
+
+
+@pytest.mark.parametrize(("policy", "state"), [("ExitCode", "Running"), ("Never", "Failed")])
+def test_a_worker_that_lost_the_store_is_not_judged_before_worker_0_is_heard_of(policy: str, state: str) -> None:
+    cluster = running(a_job(policy=policy))
+    cluster.end(1, 1)
+    plan = cluster.look()
+    assert (plan.deletes, plan.notes, plan.look_again) == ((), (), cluster.now + controller.CAUSE_S)
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 0)
+    cluster.now += controller.CAUSE_S - 1
+    cluster.end(0, 137)
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"]) == (state, 1)
+    if state == "Failed":
+        assert "because worker 0 failed with exit code 137" in cluster.message("Failed")
 
 
 def test_with_the_policy_never_any_failure_fails_the_job() -> None:

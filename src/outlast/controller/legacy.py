@@ -29,6 +29,9 @@ RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` starts a worker again; all others are permanent."""
 OVERDUE_S = 60.0
 """A pod that is there so long after its grace is over is on a node that does not answer."""
+CAUSE_S = 5.0
+"""How long a worker that may have lost the store of worker 0 waits for what became of that one. Kubelets tell within about a
+second how a container ended, with times in whole seconds by clocks that are not quite the same; the rest is margin."""
 _AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
 """Restarts before there is a pause between them, the first pause (they double), and the longest."""
 
@@ -128,9 +131,22 @@ class _Sight:
         ]
         return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
 
+    @cached_property
+    def held(self) -> list[_Failure]:
+        """Failures that may turn out to be since worker 0 was lost: its kubelet may be the later one to tell."""
+        host = self.own.get(0)
+        if host is None or podwords.over(host):
+            return []
+        found = [each for each in self.failures if self._may_echo(each) and not each.disrupted]
+        return [each for each in found if until(each.time, CAUSE_S, self.now) is not None]
+
+    def _may_echo(self, failure: _Failure) -> bool:
+        """Whether it ended as torchrun does when the store of worker 0 is gone: with 1, whatever the script does."""
+        return failure.index > 0 and failure.code == 1
+
     def _met_elsewhere(self, failure: _Failure) -> bool:
-        """Whether the worker 0 that it met the others at is no more: torchrun ends with 1 then, whatever the script does."""
-        if failure.index == 0 or failure.code != 1:
+        """Whether the worker 0 that it met the others at is no more."""
+        if not self._may_echo(failure):
             return False
         host = self.own.get(0)
         if host is None or podwords.leaves(host):
@@ -171,10 +187,15 @@ class _Sight:
     # Restarts
 
     @cached_property
+    def counted(self) -> list[_Failure]:
+        """Failures that count."""
+        return [each for each in self.failures if not each.disrupted and each not in self.held]
+
+    @cached_property
     def new(self) -> list[_Failure]:
-        """Failures that count and have not been counted yet."""
+        """Those that have not been counted yet."""
         judged = self.status.get("judged") or ()
-        return [each for each in self.failures if not each.disrupted and each.pod["metadata"]["uid"] not in judged]
+        return [each for each in self.counted if each.pod["metadata"]["uid"] not in judged]
 
     @cached_property
     def restarts(self) -> int:
@@ -219,9 +240,7 @@ def _failed(sight: _Sight) -> str:
     if deadline is not None and deadline <= sight.now:
         return f"it has run for longer than activeDeadlineSeconds ({sight.spec['activeDeadlineSeconds']})"
     policy = legacy.restart_policy(sight.job)
-    for each in sight.failures:
-        if each.disrupted:
-            continue
+    for each in sight.counted:
         if policy == "ExitCode" and each.code not in RETRYABLE:
             codes = ", ".join(map(str, RETRYABLE))
             return f"worker {each.index} {each.sentence}, which is permanent: restartPolicy ExitCode restarts after {codes}"
@@ -229,7 +248,7 @@ def _failed(sight: _Sight) -> str:
             return f"worker {each.index} {each.sentence}, and restartPolicy is Never"
     limit = int(sight.spec.get("backoffLimit", legacy.MAX_RESTARTS))
     if sight.restarts + sight.again > limit:
-        last = sight.failures[-1:]
+        last = sight.counted[-1:]
         what = f"worker {last[0].index} {last[0].sentence}, and " if last else ""
         return f"{what}backoffLimit ({limit}) is used up by {sight.restarts + sight.again} restarts"
     return ""
@@ -259,7 +278,9 @@ def _go_on(sight: _Sight) -> Plan:
         )
     for each in sight.failures:
         pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
-        if sight.succeeded:
+        if each in sight.held:
+            later.append(until(each.time, CAUSE_S, sight.now))
+        elif sight.succeeded:
             delete(each.pod, "others are done: it is not started again", grace_s=0)
         elif (end := until(each.time, pause, sight.now)) is None:
             delete(each.pod, f"{each.sentence}; it is started again", grace_s=0)
@@ -331,6 +352,8 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
         state, message = "Suspended", f"ElasticJob {name} is suspended: 0 workers are wanted."
     elif sight.succeeded:
         state, message = "Running", f"ElasticJob {name} is running."
+    elif sight.held and len(sight.held) == len(sight.failures) and before in ("Running", "Restarting"):
+        state, message = before, _message(sight, before)
     elif sight.failures:
         state, message = "Restarting", f"ElasticJob {name} is restarting because {len(sight.failures)} Worker replica(s) failed."
     elif len(running) >= sight.wanted or (len(running) >= legacy.sizes(sight.job)[0] and whole):
@@ -352,7 +375,7 @@ def _counted(sight: _Sight) -> Document:
     """The status without the state and its sentence. The time of a job begins anew when it was suspended."""
     told = ("judged", "restarts", "startTime", "completionTime")
     kept = {key: value for key, value in sight.status.items() if key not in told}
-    judged = [each.pod["metadata"]["uid"] for each in sight.failures if not each.disrupted]
+    judged = [each.pod["metadata"]["uid"] for each in sight.counted]
     return {
         **kept,
         "selector": ",".join(f"{key}={value}" for key, value in legacy.selector(sight.name).items()),
