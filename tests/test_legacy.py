@@ -493,7 +493,6 @@ def test_any_other_exit_code_fails_the_job(code: int) -> None:
         {"code": 137, "reason": "Evicted"},
         {"code": 1, "condition": "EvictionByEvictionAPI"},
         {"code": None, "reason": "NodeLost"},
-        {"code": None},
     ],
     ids=str,
 )
@@ -503,6 +502,57 @@ def test_a_worker_that_its_node_ended_is_made_again_and_does_not_count(how: Docu
     cluster.end(0, **how)
     cluster.settle()
     assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
+
+
+def init_fails(cluster: Cluster, index: int, code: int) -> None:
+    """An init container of a worker fails, beside one that runs as long as the pod."""
+    pod = cluster.pods[f"cifar-worker-{index}"]
+    pod["spec"]["initContainers"] = [{"name": "proxy", "restartPolicy": "Always"}, {"name": "link"}, {"name": "fetch"}]
+    ends = {"proxy": 137, "link": 0, "fetch": code}
+    pod["status"] = {
+        "phase": "Failed",
+        "initContainerStatuses": [
+            {"name": name, "state": {"terminated": {"exitCode": end, "finishedAt": text(cluster.now)}}}
+            for name, end in ends.items()
+        ],
+        "containerStatuses": [{"name": "elasticjob-worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("ExitCode", "which is permanent: restartPolicy ExitCode restarts after 130, 137, 138, 143"),
+        ("Never", "and restartPolicy is Never"),
+    ],
+)
+def test_an_init_container_that_fails_fails_its_worker(policy: str, why: str) -> None:
+    cluster = running(a_job(policy=policy))
+    cluster.pods["cifar-worker-0"]["metadata"]["deletionTimestamp"] = text(cluster.now + 30)
+    init_fails(cluster, 1, 1)
+    cluster.settle()
+    assert cluster.message("Failed") == (
+        f"ElasticJob cifar is failed because worker 1 failed with exit code 1 in its init container fetch, {why}."
+    )
+
+
+@pytest.mark.parametrize("how", ["killed", "refused"])
+def test_a_worker_that_never_begins_is_made_again_until_the_budget_is_used_up(how: str) -> None:
+    cluster, said = running(a_job(backoffLimit=1)), []
+    for _ in range(2):
+        if how == "killed":
+            init_fails(cluster, 1, 137)
+        else:
+            cluster.end(1, None, reason="SysctlForbidden")
+        said += [each.reason for each in cluster.decide().deletes]
+        cluster.settle()
+    sentence = (
+        "failed with exit code 137 in its init container fetch" if how == "killed" else "failed before it began (SysctlForbidden)"
+    )
+    assert said == [f"{sentence}; it is started again"]
+    assert cluster.message("Failed") == (
+        f"ElasticJob cifar is failed because worker 1 {sentence}, and backoffLimit (1) is used up by 2 restarts."
+    )
 
 
 def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:

@@ -56,10 +56,15 @@ class _Failure:
     index: int
     pod: Document
     code: int | None
-    """None: it was lost, and nobody knows."""
+    """None: it was lost, or failed before it began."""
     disrupted: bool
     sentence: str
     time: float
+
+    @property
+    def permanent(self) -> bool:
+        """Whether `ExitCode` gives it up. Without a code nothing is known that the next try would meet again."""
+        return self.code is not None and self.code not in RETRYABLE
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class _Sight:
 
     def _may_echo(self, failure: _Failure) -> bool:
         """Whether it ended as torchrun does when the store of worker 0 is gone: with 1, whatever the script does."""
-        return failure.index > 0 and failure.code == 1
+        return failure.index > 0 and _terminated(failure.pod, self.job).get("exitCode") == 1
 
     def _met_elsewhere(self, failure: _Failure) -> bool:
         """Whether the worker 0 that it met the others at is no more."""
@@ -153,7 +158,7 @@ class _Sight:
             return True
         if podwords.phase(host) == "Failed":
             how = _failure(0, host, self.job)
-            return how.disrupted or how.code in RETRYABLE
+            return how.disrupted or not how.permanent
         began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
         return podwords.seconds(host["metadata"]["creationTimestamp"]) > podwords.seconds(began)
 
@@ -241,7 +246,7 @@ def _failed(sight: _Sight) -> str:
         return f"it has run for longer than activeDeadlineSeconds ({sight.spec['activeDeadlineSeconds']})"
     policy = legacy.restart_policy(sight.job)
     for each in sight.counted:
-        if policy == "ExitCode" and each.code not in RETRYABLE:
+        if policy == "ExitCode" and each.permanent:
             codes = ", ".join(map(str, RETRYABLE))
             return f"worker {each.index} {each.sentence}, which is permanent: restartPolicy ExitCode restarts after {codes}"
         if policy == "Never":
@@ -432,23 +437,38 @@ def _message(sight: _Sight, kind: str) -> str:
 
 
 def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
-    status, ended = pod.get("status") or {}, _terminated(pod, job)
+    status, ended, before = pod.get("status") or {}, _terminated(pod, job), _before(pod)
     why = status.get("reason") or ""
     target = [
         each for each in status.get("conditions") or () if each["type"] == "DisruptionTarget" and each.get("status") == "True"
     ]
-    code = int(ended["exitCode"]) if "exitCode" in ended else None
-    disrupted = bool(target) or why == "Evicted" or podwords.refused(why) or code is None
+    disrupted = bool(target) or why == "Evicted" or podwords.refused(why)
+    code = int(ended["exitCode"]) if ended else None
     if disrupted:
         said = next((each.get("reason") for each in target), "") or why
         sentence = f"was lost ({said})" if said else "was lost"
     elif ended.get("reason") == "OOMKilled":
         sentence = podwords.out_of_memory(pod, _container(pod, job)["name"])
-    else:
+    elif ended:
         sentence = f"failed with exit code {code}"
+    elif before:
+        ended = before["state"]["terminated"]
+        code = int(ended["exitCode"])
+        sentence = f"failed with exit code {code} in its init container {before['name']}"
+    else:
+        sentence = f"failed before it began{f' ({why})' if why else ''}"
     times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
     when = [podwords.seconds(each) for each in [ended.get("finishedAt"), *times] if each]
     return _Failure(index, pod, code, disrupted, sentence, when[0] if when else 0.0)
+
+
+def _before(pod: Document) -> Document:
+    """The status of the first init container that failed. Sidecars among them end when another one fails."""
+    sidecars = {each["name"] for each in pod["spec"].get("initContainers") or () if each.get("restartPolicy") == "Always"}
+    found = [each for each in (pod.get("status") or {}).get("initContainerStatuses") or () if each["name"] not in sidecars]
+    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
+    first: Document = next(iter(failed), {})
+    return first
 
 
 def _container(pod: Document, job: Mapping[str, Any]) -> Document:

@@ -384,8 +384,8 @@ def _replicas(description: str, default: int | None) -> Schema:
             ),
             "restartPolicy": _is(
                 "string",
-                "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, or were lost, are "
-                "replaced; any other failure fails the job. Default: ExitCode.",
+                "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
+                "began, are replaced; any other failure fails the job. Default: ExitCode.",
                 enum=["Always", "OnFailure", "Never", "ExitCode"],
             ),
             "template": {
