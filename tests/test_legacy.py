@@ -555,6 +555,49 @@ def test_a_worker_that_never_begins_is_made_again_until_the_budget_is_used_up(ho
     )
 
 
+def ends_beside_another(cluster: Cluster, index: int, code: int, *, other: int | None) -> None:
+    """The torchrun of a worker ends; a container beside it ends with a code, or runs on."""
+    cluster.end(index, code)
+    status = cluster.pods[f"cifar-worker-{index}"]["status"]
+    state = {"running": {}} if other is None else {"terminated": {"exitCode": other, "finishedAt": text(cluster.now)}}
+    status["containerStatuses"].insert(0, {"name": "proxy", "state": state})
+    status["phase"] = "Running" if other is None else "Failed" if code or other else "Succeeded"
+
+
+@pytest.mark.parametrize(("other", "left"), [(2, [0, 1]), (None, [])])
+def test_a_worker_is_done_when_its_torchrun_is_whatever_runs_beside_it(other: int | None, left: list[int]) -> None:
+    cluster = running()
+    ends_beside_another(cluster, 0, 0, other=other)
+    ends_beside_another(cluster, 1, 0, other=other)
+    cluster.look()
+    assert (cluster.status["state"], cluster.status["replicaStatuses"]["Worker"]["succeeded"]) == ("Succeeded", 2)
+    cluster.settle()
+    assert cluster.indices == left, "what runs on when the job is over is ended"
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_a_worker_fails_with_its_torchrun_while_another_container_runs_on(code: int) -> None:
+    cluster = running()
+    before = cluster.pods["cifar-worker-0"]["metadata"]["uid"]
+    ends_beside_another(cluster, 0, code, other=None)
+    deletes = cluster.look().deletes
+    cluster.settle()
+    if code == 1:
+        assert cluster.message("Failed").startswith("ElasticJob cifar is failed because worker 0 failed with exit code 1,")
+        return
+    assert [(each.reason, each.grace_s) for each in deletes] == [("failed with exit code 137; it is started again", None)]
+    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 1, [0, 1])
+    assert cluster.pods["cifar-worker-0"]["metadata"]["uid"] != before
+
+
+def test_a_worker_that_saves_and_ends_with_0_since_it_is_evicted_is_not_done() -> None:
+    cluster = running()
+    cluster.end(0, 0)
+    cluster.pods["cifar-worker-0"]["status"] |= {"phase": "Failed", "reason": "Evicted"}
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
+
+
 def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
     cluster = running()
     cluster.lost.add("node-1")

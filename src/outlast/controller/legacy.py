@@ -122,15 +122,31 @@ class _Sight:
         times = [self.status.get("completionTime"), *told, self.job["metadata"]["creationTimestamp"]]
         return next(str(each) for each in times if each)
 
+    def phase(self, pod: Document) -> str:
+        """The phase of its torchrun. That of the pod is another one when containers beside it fail, or run on."""
+        found = podwords.phase(pod)
+        if pod["spec"].get("restartPolicy") != "Never" or podwords.leaves(pod):
+            return found
+        code = next(
+            (_end_of(each).get("exitCode") for each in _containers(pod) if each["name"] == legacy.torchrun(self.job)), None
+        )
+        if code is None or (code == 0 and _disruption(pod) is not None):
+            return found
+        return "Failed" if code else "Succeeded"
+
+    def over(self, pod: Document) -> bool:
+        """Whether its torchrun will never run again."""
+        return self.phase(pod) in ("Succeeded", "Failed")
+
     @cached_property
     def succeeded(self) -> dict[int, Document]:
-        return {index: pod for index, pod in self.own.items() if podwords.phase(pod) == "Succeeded"}
+        return {index: pod for index, pod in self.own.items() if self.phase(pod) == "Succeeded"}
 
     @cached_property
     def failures(self) -> list[_Failure]:
         """Pods that have failed and are still there, of those that are wanted. A worker that was started when another was done
         found the training closed: that is no failure."""
-        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if podwords.phase(pod) == "Failed"]
+        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if self.phase(pod) == "Failed"]
         found = [
             each for each in found if each.index < self.wanted and not podwords.leaves(each.pod) and not self._late(each.pod)
         ]
@@ -140,7 +156,7 @@ class _Sight:
     def held(self) -> list[_Failure]:
         """Failures that may turn out to be since worker 0 was lost: its kubelet may be the later one to tell."""
         host = self.own.get(0)
-        if host is None or podwords.over(host):
+        if host is None or self.over(host):
             return []
         found = [each for each in self.failures if self._may_echo(each) and not each.disrupted]
         return [each for each in found if until(each.time, CAUSE_S, self.now) is not None]
@@ -156,7 +172,7 @@ class _Sight:
         host = self.own.get(0)
         if host is None or podwords.leaves(host):
             return True
-        if podwords.phase(host) == "Failed":
+        if self.phase(host) == "Failed":
             how = _failure(0, host, self.job)
             return how.disrupted or not how.permanent
         began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
@@ -169,7 +185,7 @@ class _Sight:
     @cached_property
     def late(self) -> list[Document]:
         """Pods that have nothing to do any more: others were done before they began."""
-        return [pod for pod in self.own.values() if self.succeeded and not podwords.over(pod) and self._late(pod)]
+        return [pod for pod in self.own.values() if self.succeeded and not self.over(pod) and self._late(pod)]
 
     def _late(self, pod: Document) -> bool:
         ends = [_terminated(each, self.job).get("finishedAt") for each in self.succeeded.values()]
@@ -186,7 +202,7 @@ class _Sight:
         return {
             index: pod
             for index, pod in self.own.items()
-            if not podwords.over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
+            if not self.over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
         }
 
     # Restarts
@@ -216,7 +232,7 @@ class _Sight:
     def stuck(self) -> Iterator[Deletion]:
         for pod in self.own.values():
             node = pod["spec"].get("nodeName", "")
-            if node in self.lost and not podwords.over(pod):
+            if node in self.lost and not self.over(pod):
                 yield _deletion(pod, f"its node {node} is lost", grace_s=0)
             elif (due := _due(pod)) is not None and due <= self.now:
                 yield _deletion(pod, f"its node {node or '(none)'} has not ended it in time", grace_s=0)
@@ -233,7 +249,7 @@ def _end(sight: _Sight) -> Plan | None:
     if said := _failed(sight):
         return _over_with(sight, "Failed", f"ElasticJob {sight.name} is failed because {said}.")
     done = sight.succeeded.keys() & set(range(sight.wanted))
-    others = [index for index, pod in sight.own.items() if not podwords.over(pod)] + [each.index for each in sight.failures]
+    others = [index for index, pod in sight.own.items() if not sight.over(pod)] + [each.index for each in sight.failures]
     if done and not others:
         return _over_with(sight, "Succeeded", f"ElasticJob {sight.name} is successfully completed.")
     return None
@@ -271,7 +287,7 @@ def _go_on(sight: _Sight) -> Plan:
             deletes.append(_deletion(pod, reason, grace_s=grace_s))
 
     for index, pod in sorted(sight.own.items(), reverse=True):
-        if index >= sight.wanted and podwords.phase(pod) != "Succeeded":
+        if index >= sight.wanted and sight.phase(pod) != "Succeeded":
             delete(pod, f"{sight.wanted} workers are wanted")
     for pod in sight.late:
         delete(pod, "others are done: there is nothing left to train", grace_s=0)
@@ -282,13 +298,14 @@ def _go_on(sight: _Sight) -> Plan:
             f"all workers are started again: there may be {said} now, and not {pod['metadata']['annotations'][legacy.NNODES]}",
         )
     for each in sight.failures:
+        grace_s = 0 if podwords.over(each.pod) else None  # containers beside torchrun may run on
         pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
         if each in sight.held:
             later.append(until(each.time, CAUSE_S, sight.now))
         elif sight.succeeded:
-            delete(each.pod, "others are done: it is not started again", grace_s=0)
+            delete(each.pod, "others are done: it is not started again", grace_s=grace_s)
         elif (end := until(each.time, pause, sight.now)) is None:
-            delete(each.pod, f"{each.sentence}; it is started again", grace_s=0)
+            delete(each.pod, f"{each.sentence}; it is started again", grace_s=grace_s)
         else:
             later.append(end)
 
@@ -351,7 +368,7 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
     status, name = _counted(sight), sight.name
     before = sight.status.get("state")
     here = {i: pod for i, pod in sight.own.items() if i < sight.wanted and not podwords.leaves(pod)}
-    running = [pod for pod in here.values() if podwords.phase(pod) == "Running"]
+    running = [pod for pod in here.values() if sight.phase(pod) == "Running"]
     whole = len(here) == sight.wanted or before in ("Running", "Suspended")
     if not sight.wanted:
         state, message = "Suspended", f"ElasticJob {name} is suspended: 0 workers are wanted."
@@ -392,7 +409,7 @@ def _counted(sight: _Sight) -> Document:
 
 
 def _replicas(sight: _Sight) -> Document:
-    phases = [podwords.phase(pod) for pod in sight.own.values() if not podwords.leaves(pod)]
+    phases = [sight.phase(pod) for pod in sight.own.values() if not podwords.leaves(pod)]
     counts = {"succeeded": phases.count("Succeeded"), "failed": phases.count("Failed")}
     return {"Worker": {"active": len(phases) - sum(counts.values()), **counts}}
 
@@ -438,15 +455,10 @@ def _message(sight: _Sight, kind: str) -> str:
 
 def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
     status, ended, before = pod.get("status") or {}, _terminated(pod, job), _before(pod)
-    why = status.get("reason") or ""
-    target = [
-        each for each in status.get("conditions") or () if each["type"] == "DisruptionTarget" and each.get("status") == "True"
-    ]
-    disrupted = bool(target) or why == "Evicted" or podwords.refused(why)
+    why, disruption = status.get("reason") or "", _disruption(pod)
     code = int(ended["exitCode"]) if ended else None
-    if disrupted:
-        said = next((each.get("reason") for each in target), "") or why
-        sentence = f"was lost ({said})" if said else "was lost"
+    if disruption is not None:
+        sentence = f"was lost ({disruption})" if disruption else "was lost"
     elif ended.get("reason") == "OOMKilled":
         sentence = podwords.out_of_memory(pod, _container(pod, job)["name"])
     elif ended:
@@ -459,29 +471,47 @@ def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
         sentence = f"failed before it began{f' ({why})' if why else ''}"
     times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
     when = [podwords.seconds(each) for each in [ended.get("finishedAt"), *times] if each]
-    return _Failure(index, pod, code, disrupted, sentence, when[0] if when else 0.0)
+    return _Failure(index, pod, code, disruption is not None, sentence, when[0] if when else 0.0)
+
+
+def _disruption(pod: Document) -> str | None:
+    """The word for what ended a pod from outside; None when nothing did."""
+    status = pod.get("status") or {}
+    why = status.get("reason") or ""
+    for each in status.get("conditions") or ():
+        if each["type"] == "DisruptionTarget" and each.get("status") == "True":
+            return each.get("reason") or why
+    return why if why == "Evicted" or podwords.refused(why) else None
 
 
 def _before(pod: Document) -> Document:
     """The status of the first init container that failed. Sidecars among them end when another one fails."""
     sidecars = {each["name"] for each in pod["spec"].get("initContainers") or () if each.get("restartPolicy") == "Always"}
     found = [each for each in (pod.get("status") or {}).get("initContainerStatuses") or () if each["name"] not in sidecars]
-    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
-    first: Document = next(iter(failed), {})
+    first: Document = next((each for each in found if _end_of(each).get("exitCode")), {})
     return first
 
 
 def _container(pod: Document, job: Mapping[str, Any]) -> Document:
     """The status of the container with torchrun, else of the one that failed first."""
-    found = (pod.get("status") or {}).get("containerStatuses") or ()
+    found = _containers(pod)
     named = [each for each in found if each["name"] == legacy.torchrun(job)]
-    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
+    failed = [each for each in found if _end_of(each).get("exitCode")]
     first: Document = next(iter([*named, *failed, *found]), {})
     return first
 
 
 def _terminated(pod: Document, job: Mapping[str, Any]) -> Document:
-    found: Document = (_container(pod, job).get("state") or {}).get("terminated") or {}
+    return _end_of(_container(pod, job))
+
+
+def _containers(pod: Document) -> Sequence[Document]:
+    return (pod.get("status") or {}).get("containerStatuses") or ()
+
+
+def _end_of(container: Document) -> Document:
+    """How a container ended; empty when it has not."""
+    found: Document = (container.get("state") or {}).get("terminated") or {}
     return found
 
 
