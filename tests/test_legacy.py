@@ -708,10 +708,34 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_job_by_its_budget() ->
 
 def test_restarts_by_nodes_count_against_the_budget() -> None:
     cluster = running(a_job(policy="OnFailure", backoffLimit=2))
-    for index, count in ((0, 1), (1, 2)):
-        cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"][0]["restartCount"] = count
+    for count in (1, 2):
+        started_again(cluster, 1, 137, count)
+        cluster.settle()
+        assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", count)
+    started_again(cluster, 0, 1, 1)
     cluster.settle()
     assert cluster.message("Failed").endswith("because backoffLimit (2) is used up by 3 restarts.")
+
+
+def started_again(cluster: Cluster, index: int, code: int, count: int, *, reason: str = "Error") -> None:
+    """The node of a worker has started its container again, so many times by now."""
+    (status,) = cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"]
+    status |= {"restartCount": count, "lastState": {"terminated": {"exitCode": code, "reason": reason}}}
+
+
+def test_a_drain_of_worker_0_uses_up_no_restarts_though_nodes_start_all_others_again() -> None:
+    cluster = running(a_job(4, policy="OnFailure", backoffLimit=0))
+    for drains in (1, 2):
+        del cluster.pods["cifar-worker-0"]
+        for index in (1, 2, 3):
+            started_again(cluster, index, 1, drains)
+        cluster.settle()
+    started_again(cluster, 0, 255, 1, reason="Unknown")
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 0)
+    started_again(cluster, 3, 137, 3)
+    cluster.settle()
+    assert cluster.message("Failed").endswith("because backoffLimit (0) is used up by 1 restarts.")
 
 
 def test_a_worker_that_was_restarted_thousands_of_times_is_restarted_again() -> None:

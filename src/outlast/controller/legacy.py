@@ -32,6 +32,8 @@ OVERDUE_S = 60.0
 CAUSE_S = 5.0
 """How long a worker that may have lost the store of worker 0 waits for what became of that one. Kubelets tell within about a
 second how a container ended, with times in whole seconds by clocks that are not quite the same; the rest is margin."""
+_NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
+"""What containerd and the kubelet say of containers that were gone when they came up: the node was started again."""
 _AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
 """Restarts before there is a pause between them, the first pause (they double), and the longest."""
 
@@ -220,12 +222,27 @@ class _Sight:
 
     @cached_property
     def restarts(self) -> int:
-        return int(self.status.get("restarts") or 0) + len(self.new)
+        return int(self.status.get("restarts") or 0) + len(self.new) + self.again
+
+    @cached_property
+    def started(self) -> dict[str, int]:
+        """How often nodes have started the containers of pods again, by the pods' uids."""
+        counts = {pod["metadata"]["uid"]: int(_container(pod, self.job).get("restartCount") or 0) for pod in self.own.values()}
+        told = self.status.get("started") or {}
+        return {uid: most for uid, count in counts.items() if (most := max(count, int(told.get(uid, 0))))}
 
     @cached_property
     def again(self) -> int:
-        """Starts of containers, by their nodes."""
-        return sum(int(_container(pod, self.job).get("restartCount") or 0) for pod in self.own.values())
+        """Those that count and have not been counted yet."""
+        told = self.status.get("started") or {}
+        more = {uid: count - int(told.get(uid, 0)) for uid, count in self.started.items()}
+        return sum(more.get(pod["metadata"]["uid"], 0) for i, pod in self.own.items() if not self._interrupted(i, pod))
+
+    def _interrupted(self, index: int, pod: Document) -> bool:
+        """Whether its container was started again for no failure of its own: its node was, or worker 0 was lost. All others end
+        with 1 then. One that ends so by itself is not counted either: its torchrun has tried often by then."""
+        ended = (_container(pod, self.job).get("lastState") or {}).get("terminated") or {}
+        return (index > 0 and ended.get("exitCode") == 1) or ended.get("reason") in _NODE_STARTED
 
     # Nodes that do not answer
 
@@ -268,10 +285,10 @@ def _failed(sight: _Sight) -> str:
         if policy == "Never":
             return f"worker {each.index} {each.sentence}, and restartPolicy is Never"
     limit = int(sight.spec.get("backoffLimit", legacy.MAX_RESTARTS))
-    if sight.restarts + sight.again > limit:
+    if sight.restarts > limit:
         last = sight.counted[-1:]
         what = f"worker {last[0].index} {last[0].sentence}, and " if last else ""
-        return f"{what}backoffLimit ({limit}) is used up by {sight.restarts + sight.again} restarts"
+        return f"{what}backoffLimit ({limit}) is used up by {sight.restarts} restarts"
     return ""
 
 
@@ -395,7 +412,7 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
 
 def _counted(sight: _Sight) -> Document:
     """The status without the state and its sentence. The time of a job begins anew when it was suspended."""
-    told = ("judged", "restarts", "startTime", "completionTime")
+    told = ("judged", "restarts", "started", "startTime", "completionTime")
     kept = {key: value for key, value in sight.status.items() if key not in told}
     judged = [each.pod["metadata"]["uid"] for each in sight.counted]
     return {
@@ -405,6 +422,7 @@ def _counted(sight: _Sight) -> Document:
         "replicaStatuses": _replicas(sight),
         "restarts": sight.restarts,
         **({"judged": judged} if judged else {}),
+        **({"started": sight.started} if sight.started else {}),
     }
 
 

@@ -459,6 +459,11 @@ def _status() -> Schema:
                 "description": "Uids of failed pods that are counted already.",
                 "items": {"type": "string"},
             },
+            "started": {
+                "type": "object",
+                "description": "How often nodes have started containers again, by the uids of pods: these are counted already.",
+                "additionalProperties": {"type": "integer"},
+            },
             "replicaStatuses": {
                 "type": "object",
                 "description": "Pods by what they are.",
