@@ -816,6 +816,7 @@ def test_pods_of_a_job_that_is_over_are_cleaned_up_as_it_says(policy: str | None
     cluster.end(1, 0)
     cluster.settle()
     assert (cluster.indices, cluster.status["state"]) == (left, "Succeeded")
+    assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 2, "failed": 0}}
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -846,6 +847,7 @@ def test_a_job_that_failed_under_the_archived_controller_is_deleted_in_its_time(
     }
     cluster.job["status"] = {"conditions": [condition], "replicaStatuses": {"Worker": {"failed": 1}}}
     cluster.settle()
+    assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 0, "failed": 1}}
     assert cluster.decide().look_again == START + 50
     cluster.now = START + 50
     cluster.look()

@@ -368,7 +368,10 @@ def _afterwards(sight: _Sight) -> Plan:
         if at <= sight.now:
             meta, reason = sight.job["metadata"], f"ttlSecondsAfterFinished ({ttl}) is over"
             remove = Deletion(meta["name"], meta["uid"], reason, kind=LEGACY_JOB)
-    status = {**sight.status, "replicaStatuses": _replicas(sight)}
+    # How many were done and how many failed is known, also of pods that are gone.
+    told, seen = (sight.status.get("replicaStatuses") or {}).get("Worker") or {}, _replicas(sight)["Worker"]
+    ended = {key: max(int(told.get(key) or 0), seen[key]) for key in ("succeeded", "failed")}
+    status = {**sight.status, "replicaStatuses": {"Worker": {**seen, **ended}}}
     return Plan(
         status=status if status != sight.status else None,
         deletes=tuple(deletes),
