@@ -800,6 +800,33 @@ def test_a_changed_range_of_workers_reaches_all_of_them() -> None:
     assert {variables(pod)["PET_NNODES"] for pod in cluster.pods.values()} == {"1:4"}
 
 
+def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -> None:
+    cluster = running(a_job(3))
+    for pod in cluster.pods.values():
+        del pod["metadata"]["annotations"][legacy.NNODES]
+    old = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    assert not cluster.look()
+    del cluster.pods["cifar-worker-2"]
+    plan = cluster.look()
+    assert plan.creates == ()
+    assert {each.name: each.reason for each in plan.deletes} == dict.fromkeys(
+        ("cifar-worker-0", "cifar-worker-1"), "all workers are started again: this one meets elsewhere than a new one would"
+    )
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1, 2], "Running", 0)
+    assert not old & {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+
+
+def test_workers_of_the_archived_controller_train_on_when_others_are_done() -> None:
+    cluster = running(a_job(3))
+    for pod in cluster.pods.values():
+        del pod["metadata"]["annotations"][legacy.NNODES]
+    cluster.end(0, 0)
+    del cluster.pods["cifar-worker-2"]
+    plan = cluster.look()
+    assert (plan.deletes, plan.creates) == ((), ())
+
+
 def test_a_job_may_run_for_so_long_and_no_longer() -> None:
     cluster = running(a_job(activeDeadlineSeconds=100))
     assert cluster.decide().look_again == START + 100

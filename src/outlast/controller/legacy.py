@@ -198,14 +198,19 @@ class _Sight:
         return any(end and podwords.seconds(end) <= podwords.seconds(began) for end in ends)
 
     @cached_property
+    def missing(self) -> list[int]:
+        """Workers that are to be made."""
+        if self.succeeded or legacy.nameless(self.job):
+            return []
+        return [index for index in range(self.wanted) if index not in self.own and index not in self.strangers]
+
+    @cached_property
     def stale(self) -> dict[int, Document]:
-        """Pods whose torchrun meets others between other numbers of workers than are said now."""
+        """Pods whose torchrun meets others between other numbers of workers than are said now, or, where one is to be made,
+        elsewhere than that one will: those of the archived controller."""
         said = legacy.nnodes(self.job)
-        return {
-            index: pod
-            for index, pod in self.own.items()
-            if not self.over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
-        }
+        told = {index: _nnodes(pod) for index, pod in self.own.items() if not self.over(pod)}
+        return {index: self.own[index] for index, each in told.items() if (self.missing if each is None else each != said)}
 
     # Restarts
 
@@ -309,11 +314,9 @@ def _go_on(sight: _Sight) -> Plan:
     for pod in sight.late:
         delete(pod, "others are done: there is nothing left to train", grace_s=0)
     for pod in sight.stale.values():
-        said = legacy.nnodes(sight.job)
-        delete(
-            pod,
-            f"all workers are started again: there may be {said} now, and not {pod['metadata']['annotations'][legacy.NNODES]}",
-        )
+        said, told = legacy.nnodes(sight.job), _nnodes(pod)
+        why = f"there may be {said} now, and not {told}" if told else "this one meets elsewhere than a new one would"
+        delete(pod, f"all workers are started again: {why}")
     for each in sight.failures:
         grace_s = 0 if podwords.over(each.pod) else None  # containers beside torchrun may run on
         pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
@@ -326,8 +329,7 @@ def _go_on(sight: _Sight) -> Plan:
         else:
             later.append(end)
 
-    missing = [index for index in range(sight.wanted) if index not in sight.own and index not in sight.strangers]
-    made = [] if sight.succeeded or sight.stale or legacy.nameless(sight.job) else missing
+    made = [] if sight.stale else sight.missing
     status, notes = _status(sight)
     return Plan(
         setup=(legacy.service(sight.job),) if made else (),
@@ -539,6 +541,12 @@ def _end_of(container: Document) -> Document:
 def _index(pod: Document) -> int | None:
     found = (pod["metadata"].get("labels") or {}).get("replica-index", "")
     return int(found) if found.isdecimal() else None
+
+
+def _nnodes(pod: Document) -> str | None:
+    """Between how many and how many workers its torchrun meets; None when the archived controller has made it."""
+    found: str | None = (pod["metadata"].get("annotations") or {}).get(legacy.NNODES)
+    return found
 
 
 def _due(pod: Document) -> float | None:
