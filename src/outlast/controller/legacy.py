@@ -155,13 +155,13 @@ class _Sight:
         return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
 
     @cached_property
-    def held(self) -> list[_Failure]:
-        """Failures that may turn out to be since worker 0 was lost: its kubelet may be the later one to tell."""
+    def held(self) -> set[int]:
+        """Workers whose failures may turn out to be since worker 0 was lost: its kubelet may be the later one to tell."""
         host = self.own.get(0)
         if host is None or self.over(host):
-            return []
+            return set()
         found = [each for each in self.failures if self._may_echo(each) and not each.disrupted]
-        return [each for each in found if until(each.time, CAUSE_S, self.now) is not None]
+        return {each.index for each in found if until(each.time, CAUSE_S, self.now) is not None}
 
     def _may_echo(self, failure: _Failure) -> bool:
         """Whether it ended as torchrun does when the store of worker 0 is gone: with 1, whatever the script does."""
@@ -217,7 +217,7 @@ class _Sight:
     @cached_property
     def counted(self) -> list[_Failure]:
         """Failures that count."""
-        return [each for each in self.failures if not each.disrupted and each not in self.held]
+        return [each for each in self.failures if not each.disrupted and each.index not in self.held]
 
     @cached_property
     def new(self) -> list[_Failure]:
@@ -320,7 +320,7 @@ def _go_on(sight: _Sight) -> Plan:
     for each in sight.failures:
         grace_s = 0 if podwords.over(each.pod) else None  # containers beside torchrun may run on
         pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
-        if each in sight.held:
+        if each.index in sight.held:
             later.append(until(each.time, CAUSE_S, sight.now))
         elif sight.succeeded:
             delete(each.pod, "others are done: it is not started again", grace_s=grace_s)
