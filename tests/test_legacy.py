@@ -475,6 +475,7 @@ def test_a_worker_that_was_killed_is_made_again(code: int) -> None:
 def test_any_other_exit_code_fails_the_job(code: int) -> None:
     cluster = running()
     cluster.end(1, code)
+    cluster.now += controller.CAUSE_S
     cluster.settle()
     assert cluster.conditions() == {"Created": "True", "Running": "False", "Failed": "True"}
     assert cluster.message("Failed") == (
@@ -492,7 +493,6 @@ def test_any_other_exit_code_fails_the_job(code: int) -> None:
         {"code": 137, "reason": "Evicted"},
         {"code": 1, "condition": "EvictionByEvictionAPI"},
         {"code": None, "reason": "NodeLost"},
-        {"code": None},
     ],
     ids=str,
 )
@@ -500,6 +500,100 @@ def test_any_other_exit_code_fails_the_job(code: int) -> None:
 def test_a_worker_that_its_node_ended_is_made_again_and_does_not_count(how: Document, policy: str) -> None:
     cluster = running(a_job(policy=policy, backoffLimit=0))
     cluster.end(0, **how)
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
+
+
+def init_fails(cluster: Cluster, index: int, code: int) -> None:
+    """An init container of a worker fails, beside one that runs as long as the pod."""
+    pod = cluster.pods[f"cifar-worker-{index}"]
+    pod["spec"]["initContainers"] = [{"name": "proxy", "restartPolicy": "Always"}, {"name": "link"}, {"name": "fetch"}]
+    ends = {"proxy": 137, "link": 0, "fetch": code}
+    pod["status"] = {
+        "phase": "Failed",
+        "initContainerStatuses": [
+            {"name": name, "state": {"terminated": {"exitCode": end, "finishedAt": text(cluster.now)}}}
+            for name, end in ends.items()
+        ],
+        "containerStatuses": [{"name": "elasticjob-worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("ExitCode", "which is permanent: restartPolicy ExitCode restarts after 130, 137, 138, 143"),
+        ("Never", "and restartPolicy is Never"),
+    ],
+)
+def test_an_init_container_that_fails_fails_its_worker(policy: str, why: str) -> None:
+    cluster = running(a_job(policy=policy))
+    cluster.pods["cifar-worker-0"]["metadata"]["deletionTimestamp"] = text(cluster.now + 30)
+    init_fails(cluster, 1, 1)
+    cluster.settle()
+    assert cluster.message("Failed") == (
+        f"ElasticJob cifar is failed because worker 1 failed with exit code 1 in its init container fetch, {why}."
+    )
+
+
+@pytest.mark.parametrize("how", ["killed", "refused"])
+def test_a_worker_that_never_begins_is_made_again_until_the_budget_is_used_up(how: str) -> None:
+    cluster, said = running(a_job(backoffLimit=1)), []
+    for _ in range(2):
+        if how == "killed":
+            init_fails(cluster, 1, 137)
+        else:
+            cluster.end(1, None, reason="SysctlForbidden")
+        said += [each.reason for each in cluster.decide().deletes]
+        cluster.settle()
+    sentence = (
+        "failed with exit code 137 in its init container fetch" if how == "killed" else "failed before it began (SysctlForbidden)"
+    )
+    assert said == [f"{sentence}; it is started again"]
+    assert cluster.message("Failed") == (
+        f"ElasticJob cifar is failed because worker 1 {sentence}, and backoffLimit (1) is used up by 2 restarts."
+    )
+
+
+def ends_beside_another(cluster: Cluster, index: int, code: int, *, other: int | None) -> None:
+    """The torchrun of a worker ends; a container beside it ends with a code, or runs on."""
+    cluster.end(index, code)
+    status = cluster.pods[f"cifar-worker-{index}"]["status"]
+    state = {"running": {}} if other is None else {"terminated": {"exitCode": other, "finishedAt": text(cluster.now)}}
+    status["containerStatuses"].insert(0, {"name": "proxy", "state": state})
+    status["phase"] = "Running" if other is None else "Failed" if code or other else "Succeeded"
+
+
+@pytest.mark.parametrize(("other", "left"), [(2, [0, 1]), (None, [])])
+def test_a_worker_is_done_when_its_torchrun_is_whatever_runs_beside_it(other: int | None, left: list[int]) -> None:
+    cluster = running()
+    ends_beside_another(cluster, 0, 0, other=other)
+    ends_beside_another(cluster, 1, 0, other=other)
+    cluster.look()
+    assert (cluster.status["state"], cluster.status["replicaStatuses"]["Worker"]["succeeded"]) == ("Succeeded", 2)
+    cluster.settle()
+    assert cluster.indices == left, "what runs on when the job is over is ended"
+
+
+@pytest.mark.parametrize("code", [1, 137])
+def test_a_worker_fails_with_its_torchrun_while_another_container_runs_on(code: int) -> None:
+    cluster = running()
+    before = cluster.pods["cifar-worker-0"]["metadata"]["uid"]
+    ends_beside_another(cluster, 0, code, other=None)
+    deletes = cluster.look().deletes
+    cluster.settle()
+    if code == 1:
+        assert cluster.message("Failed").startswith("ElasticJob cifar is failed because worker 0 failed with exit code 1,")
+        return
+    assert [(each.reason, each.grace_s) for each in deletes] == [("failed with exit code 137; it is started again", None)]
+    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 1, [0, 1])
+    assert cluster.pods["cifar-worker-0"]["metadata"]["uid"] != before
+
+
+def test_a_worker_that_saves_and_ends_with_0_since_it_is_evicted_is_not_done() -> None:
+    cluster = running()
+    cluster.end(0, 0)
+    cluster.pods["cifar-worker-0"]["status"] |= {"phase": "Failed", "reason": "Evicted"}
     cluster.settle()
     assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
 
@@ -554,8 +648,24 @@ def test_workers_that_fail_since_worker_0_is_lost_are_made_again(how: str) -> No
     assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
     assert cluster.status["restarts"] == (how == "killed")
     cluster.end(1, 1, began=cluster.now + 1)
+    cluster.now += controller.CAUSE_S
     cluster.settle()
     assert cluster.status["state"] == "Failed"
+
+
+@pytest.mark.parametrize(("policy", "state"), [("ExitCode", "Running"), ("Never", "Failed")])
+def test_a_worker_that_lost_the_store_is_not_judged_before_worker_0_is_heard_of(policy: str, state: str) -> None:
+    cluster = running(a_job(policy=policy))
+    cluster.end(1, 1)
+    plan = cluster.look()
+    assert (plan.deletes, plan.notes, plan.look_again) == ((), (), cluster.now + controller.CAUSE_S)
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 0)
+    cluster.now += controller.CAUSE_S - 1
+    cluster.end(0, 137)
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"]) == (state, 1)
+    if state == "Failed":
+        assert "because worker 0 failed with exit code 137" in cluster.message("Failed")
 
 
 def test_with_the_policy_never_any_failure_fails_the_job() -> None:
@@ -598,10 +708,34 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_job_by_its_budget() ->
 
 def test_restarts_by_nodes_count_against_the_budget() -> None:
     cluster = running(a_job(policy="OnFailure", backoffLimit=2))
-    for index, count in ((0, 1), (1, 2)):
-        cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"][0]["restartCount"] = count
+    for count in (1, 2):
+        started_again(cluster, 1, 137, count)
+        cluster.settle()
+        assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", count)
+    started_again(cluster, 0, 1, 1)
     cluster.settle()
     assert cluster.message("Failed").endswith("because backoffLimit (2) is used up by 3 restarts.")
+
+
+def started_again(cluster: Cluster, index: int, code: int, count: int, *, reason: str = "Error") -> None:
+    """The node of a worker has started its container again, so many times by now."""
+    (status,) = cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"]
+    status |= {"restartCount": count, "lastState": {"terminated": {"exitCode": code, "reason": reason}}}
+
+
+def test_a_drain_of_worker_0_uses_up_no_restarts_though_nodes_start_all_others_again() -> None:
+    cluster = running(a_job(4, policy="OnFailure", backoffLimit=0))
+    for drains in (1, 2):
+        del cluster.pods["cifar-worker-0"]
+        for index in (1, 2, 3):
+            started_again(cluster, index, 1, drains)
+        cluster.settle()
+    started_again(cluster, 0, 255, 1, reason="Unknown")
+    cluster.settle()
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 0)
+    started_again(cluster, 3, 137, 3)
+    cluster.settle()
+    assert cluster.message("Failed").endswith("because backoffLimit (0) is used up by 1 restarts.")
 
 
 def test_a_worker_that_was_restarted_thousands_of_times_is_restarted_again() -> None:
@@ -666,6 +800,33 @@ def test_a_changed_range_of_workers_reaches_all_of_them() -> None:
     assert {variables(pod)["PET_NNODES"] for pod in cluster.pods.values()} == {"1:4"}
 
 
+def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -> None:
+    cluster = running(a_job(3))
+    for pod in cluster.pods.values():
+        del pod["metadata"]["annotations"][legacy.NNODES]
+    old = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+    assert not cluster.look()
+    del cluster.pods["cifar-worker-2"]
+    plan = cluster.look()
+    assert plan.creates == ()
+    assert {each.name: each.reason for each in plan.deletes} == dict.fromkeys(
+        ("cifar-worker-0", "cifar-worker-1"), "all workers are started again: this one meets elsewhere than a new one would"
+    )
+    cluster.settle()
+    assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1, 2], "Running", 0)
+    assert not old & {pod["metadata"]["uid"] for pod in cluster.pods.values()}
+
+
+def test_workers_of_the_archived_controller_train_on_when_others_are_done() -> None:
+    cluster = running(a_job(3))
+    for pod in cluster.pods.values():
+        del pod["metadata"]["annotations"][legacy.NNODES]
+    cluster.end(0, 0)
+    del cluster.pods["cifar-worker-2"]
+    plan = cluster.look()
+    assert (plan.deletes, plan.creates) == ((), ())
+
+
 def test_a_job_may_run_for_so_long_and_no_longer() -> None:
     cluster = running(a_job(activeDeadlineSeconds=100))
     assert cluster.decide().look_again == START + 100
@@ -682,6 +843,7 @@ def test_pods_of_a_job_that_is_over_are_cleaned_up_as_it_says(policy: str | None
     cluster.end(1, 0)
     cluster.settle()
     assert (cluster.indices, cluster.status["state"]) == (left, "Succeeded")
+    assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 2, "failed": 0}}
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -712,6 +874,7 @@ def test_a_job_that_failed_under_the_archived_controller_is_deleted_in_its_time(
     }
     cluster.job["status"] = {"conditions": [condition], "replicaStatuses": {"Worker": {"failed": 1}}}
     cluster.settle()
+    assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 0, "failed": 1}}
     assert cluster.decide().look_again == START + 50
     cluster.now = START + 50
     cluster.look()

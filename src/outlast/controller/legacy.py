@@ -29,6 +29,11 @@ RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` starts a worker again; all others are permanent."""
 OVERDUE_S = 60.0
 """A pod that is there so long after its grace is over is on a node that does not answer."""
+CAUSE_S = 5.0
+"""How long a worker that may have lost the store of worker 0 waits for what became of that one. Kubelets tell within about a
+second how a container ended, with times in whole seconds by clocks that are not quite the same; the rest is margin."""
+_NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
+"""What containerd and the kubelet say of containers that were gone when they came up: the node was started again."""
 _AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
 """Restarts before there is a pause between them, the first pause (they double), and the longest."""
 
@@ -53,10 +58,15 @@ class _Failure:
     index: int
     pod: Document
     code: int | None
-    """None: it was lost, and nobody knows."""
+    """None: it was lost, or failed before it began."""
     disrupted: bool
     sentence: str
     time: float
+
+    @property
+    def permanent(self) -> bool:
+        """Whether `ExitCode` gives it up. Without a code nothing is known that the next try would meet again."""
+        return self.code is not None and self.code not in RETRYABLE
 
 
 @dataclass(frozen=True)
@@ -114,30 +124,59 @@ class _Sight:
         times = [self.status.get("completionTime"), *told, self.job["metadata"]["creationTimestamp"]]
         return next(str(each) for each in times if each)
 
+    def phase(self, pod: Document) -> str:
+        """The phase of its torchrun. That of the pod is another one when containers beside it fail, or run on."""
+        found = podwords.phase(pod)
+        if pod["spec"].get("restartPolicy") != "Never" or podwords.leaves(pod):
+            return found
+        code = next(
+            (_end_of(each).get("exitCode") for each in _containers(pod) if each["name"] == legacy.torchrun(self.job)), None
+        )
+        if code is None or (code == 0 and _disruption(pod) is not None):
+            return found
+        return "Failed" if code else "Succeeded"
+
+    def over(self, pod: Document) -> bool:
+        """Whether its torchrun will never run again."""
+        return self.phase(pod) in ("Succeeded", "Failed")
+
     @cached_property
     def succeeded(self) -> dict[int, Document]:
-        return {index: pod for index, pod in self.own.items() if podwords.phase(pod) == "Succeeded"}
+        return {index: pod for index, pod in self.own.items() if self.phase(pod) == "Succeeded"}
 
     @cached_property
     def failures(self) -> list[_Failure]:
         """Pods that have failed and are still there, of those that are wanted. A worker that was started when another was done
         found the training closed: that is no failure."""
-        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if podwords.phase(pod) == "Failed"]
+        found = [_failure(index, pod, self.job) for index, pod in sorted(self.own.items()) if self.phase(pod) == "Failed"]
         found = [
             each for each in found if each.index < self.wanted and not podwords.leaves(each.pod) and not self._late(each.pod)
         ]
         return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
 
+    @cached_property
+    def held(self) -> set[int]:
+        """Workers whose failures may turn out to be since worker 0 was lost: its kubelet may be the later one to tell."""
+        host = self.own.get(0)
+        if host is None or self.over(host):
+            return set()
+        found = [each for each in self.failures if self._may_echo(each) and not each.disrupted]
+        return {each.index for each in found if until(each.time, CAUSE_S, self.now) is not None}
+
+    def _may_echo(self, failure: _Failure) -> bool:
+        """Whether it ended as torchrun does when the store of worker 0 is gone: with 1, whatever the script does."""
+        return failure.index > 0 and _terminated(failure.pod, self.job).get("exitCode") == 1
+
     def _met_elsewhere(self, failure: _Failure) -> bool:
-        """Whether the worker 0 that it met the others at is no more: torchrun ends with 1 then, whatever the script does."""
-        if failure.index == 0 or failure.code != 1:
+        """Whether the worker 0 that it met the others at is no more."""
+        if not self._may_echo(failure):
             return False
         host = self.own.get(0)
         if host is None or podwords.leaves(host):
             return True
-        if podwords.phase(host) == "Failed":
+        if self.phase(host) == "Failed":
             how = _failure(0, host, self.job)
-            return how.disrupted or how.code in RETRYABLE
+            return how.disrupted or not how.permanent
         began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
         return podwords.seconds(host["metadata"]["creationTimestamp"]) > podwords.seconds(began)
 
@@ -148,7 +187,7 @@ class _Sight:
     @cached_property
     def late(self) -> list[Document]:
         """Pods that have nothing to do any more: others were done before they began."""
-        return [pod for pod in self.own.values() if self.succeeded and not podwords.over(pod) and self._late(pod)]
+        return [pod for pod in self.own.values() if self.succeeded and not self.over(pod) and self._late(pod)]
 
     def _late(self, pod: Document) -> bool:
         ends = [_terminated(each, self.job).get("finishedAt") for each in self.succeeded.values()]
@@ -159,38 +198,63 @@ class _Sight:
         return any(end and podwords.seconds(end) <= podwords.seconds(began) for end in ends)
 
     @cached_property
+    def missing(self) -> list[int]:
+        """Workers that are to be made."""
+        if self.succeeded or legacy.nameless(self.job):
+            return []
+        return [index for index in range(self.wanted) if index not in self.own and index not in self.strangers]
+
+    @cached_property
     def stale(self) -> dict[int, Document]:
-        """Pods whose torchrun meets others between other numbers of workers than are said now."""
+        """Pods whose torchrun meets others between other numbers of workers than are said now, or, where one is to be made,
+        elsewhere than that one will: those of the archived controller."""
         said = legacy.nnodes(self.job)
-        return {
-            index: pod
-            for index, pod in self.own.items()
-            if not podwords.over(pod) and (pod["metadata"].get("annotations") or {}).get(legacy.NNODES, said) != said
-        }
+        told = {index: _nnodes(pod) for index, pod in self.own.items() if not self.over(pod)}
+        return {index: self.own[index] for index, each in told.items() if (self.missing if each is None else each != said)}
 
     # Restarts
 
     @cached_property
+    def counted(self) -> list[_Failure]:
+        """Failures that count."""
+        return [each for each in self.failures if not each.disrupted and each.index not in self.held]
+
+    @cached_property
     def new(self) -> list[_Failure]:
-        """Failures that count and have not been counted yet."""
+        """Those that have not been counted yet."""
         judged = self.status.get("judged") or ()
-        return [each for each in self.failures if not each.disrupted and each.pod["metadata"]["uid"] not in judged]
+        return [each for each in self.counted if each.pod["metadata"]["uid"] not in judged]
 
     @cached_property
     def restarts(self) -> int:
-        return int(self.status.get("restarts") or 0) + len(self.new)
+        return int(self.status.get("restarts") or 0) + len(self.new) + self.again
+
+    @cached_property
+    def started(self) -> dict[str, int]:
+        """How often nodes have started the containers of pods again, by the pods' uids."""
+        counts = {pod["metadata"]["uid"]: int(_container(pod, self.job).get("restartCount") or 0) for pod in self.own.values()}
+        told = self.status.get("started") or {}
+        return {uid: most for uid, count in counts.items() if (most := max(count, int(told.get(uid, 0))))}
 
     @cached_property
     def again(self) -> int:
-        """Starts of containers, by their nodes."""
-        return sum(int(_container(pod, self.job).get("restartCount") or 0) for pod in self.own.values())
+        """Those that count and have not been counted yet."""
+        told = self.status.get("started") or {}
+        more = {uid: count - int(told.get(uid, 0)) for uid, count in self.started.items()}
+        return sum(more.get(pod["metadata"]["uid"], 0) for i, pod in self.own.items() if not self._interrupted(i, pod))
+
+    def _interrupted(self, index: int, pod: Document) -> bool:
+        """Whether its container was started again for no failure of its own: its node was, or worker 0 was lost. All others end
+        with 1 then. One that ends so by itself is not counted either: its torchrun has tried often by then."""
+        ended = (_container(pod, self.job).get("lastState") or {}).get("terminated") or {}
+        return (index > 0 and ended.get("exitCode") == 1) or ended.get("reason") in _NODE_STARTED
 
     # Nodes that do not answer
 
     def stuck(self) -> Iterator[Deletion]:
         for pod in self.own.values():
             node = pod["spec"].get("nodeName", "")
-            if node in self.lost and not podwords.over(pod):
+            if node in self.lost and not self.over(pod):
                 yield _deletion(pod, f"its node {node} is lost", grace_s=0)
             elif (due := _due(pod)) is not None and due <= self.now:
                 yield _deletion(pod, f"its node {node or '(none)'} has not ended it in time", grace_s=0)
@@ -207,7 +271,7 @@ def _end(sight: _Sight) -> Plan | None:
     if said := _failed(sight):
         return _over_with(sight, "Failed", f"ElasticJob {sight.name} is failed because {said}.")
     done = sight.succeeded.keys() & set(range(sight.wanted))
-    others = [index for index, pod in sight.own.items() if not podwords.over(pod)] + [each.index for each in sight.failures]
+    others = [index for index, pod in sight.own.items() if not sight.over(pod)] + [each.index for each in sight.failures]
     if done and not others:
         return _over_with(sight, "Succeeded", f"ElasticJob {sight.name} is successfully completed.")
     return None
@@ -219,19 +283,17 @@ def _failed(sight: _Sight) -> str:
     if deadline is not None and deadline <= sight.now:
         return f"it has run for longer than activeDeadlineSeconds ({sight.spec['activeDeadlineSeconds']})"
     policy = legacy.restart_policy(sight.job)
-    for each in sight.failures:
-        if each.disrupted:
-            continue
-        if policy == "ExitCode" and each.code not in RETRYABLE:
+    for each in sight.counted:
+        if policy == "ExitCode" and each.permanent:
             codes = ", ".join(map(str, RETRYABLE))
             return f"worker {each.index} {each.sentence}, which is permanent: restartPolicy ExitCode restarts after {codes}"
         if policy == "Never":
             return f"worker {each.index} {each.sentence}, and restartPolicy is Never"
     limit = int(sight.spec.get("backoffLimit", legacy.MAX_RESTARTS))
-    if sight.restarts + sight.again > limit:
-        last = sight.failures[-1:]
+    if sight.restarts > limit:
+        last = sight.counted[-1:]
         what = f"worker {last[0].index} {last[0].sentence}, and " if last else ""
-        return f"{what}backoffLimit ({limit}) is used up by {sight.restarts + sight.again} restarts"
+        return f"{what}backoffLimit ({limit}) is used up by {sight.restarts} restarts"
     return ""
 
 
@@ -247,27 +309,27 @@ def _go_on(sight: _Sight) -> Plan:
             deletes.append(_deletion(pod, reason, grace_s=grace_s))
 
     for index, pod in sorted(sight.own.items(), reverse=True):
-        if index >= sight.wanted and podwords.phase(pod) != "Succeeded":
+        if index >= sight.wanted and sight.phase(pod) != "Succeeded":
             delete(pod, f"{sight.wanted} workers are wanted")
     for pod in sight.late:
         delete(pod, "others are done: there is nothing left to train", grace_s=0)
     for pod in sight.stale.values():
-        said = legacy.nnodes(sight.job)
-        delete(
-            pod,
-            f"all workers are started again: there may be {said} now, and not {pod['metadata']['annotations'][legacy.NNODES]}",
-        )
+        said, told = legacy.nnodes(sight.job), _nnodes(pod)
+        why = f"there may be {said} now, and not {told}" if told else "this one meets elsewhere than a new one would"
+        delete(pod, f"all workers are started again: {why}")
     for each in sight.failures:
+        grace_s = 0 if podwords.over(each.pod) else None  # containers beside torchrun may run on
         pause = _pause(sight.restarts) if not each.disrupted else _breath(each)
-        if sight.succeeded:
-            delete(each.pod, "others are done: it is not started again", grace_s=0)
+        if each.index in sight.held:
+            later.append(until(each.time, CAUSE_S, sight.now))
+        elif sight.succeeded:
+            delete(each.pod, "others are done: it is not started again", grace_s=grace_s)
         elif (end := until(each.time, pause, sight.now)) is None:
-            delete(each.pod, f"{each.sentence}; it is started again", grace_s=0)
+            delete(each.pod, f"{each.sentence}; it is started again", grace_s=grace_s)
         else:
             later.append(end)
 
-    missing = [index for index in range(sight.wanted) if index not in sight.own and index not in sight.strangers]
-    made = [] if sight.succeeded or sight.stale or legacy.nameless(sight.job) else missing
+    made = [] if sight.stale else sight.missing
     status, notes = _status(sight)
     return Plan(
         setup=(legacy.service(sight.job),) if made else (),
@@ -308,7 +370,10 @@ def _afterwards(sight: _Sight) -> Plan:
         if at <= sight.now:
             meta, reason = sight.job["metadata"], f"ttlSecondsAfterFinished ({ttl}) is over"
             remove = Deletion(meta["name"], meta["uid"], reason, kind=LEGACY_JOB)
-    status = {**sight.status, "replicaStatuses": _replicas(sight)}
+    # How many were done and how many failed is known, also of pods that are gone.
+    told, seen = (sight.status.get("replicaStatuses") or {}).get("Worker") or {}, _replicas(sight)["Worker"]
+    ended = {key: max(int(told.get(key) or 0), seen[key]) for key in ("succeeded", "failed")}
+    status = {**sight.status, "replicaStatuses": {"Worker": {**seen, **ended}}}
     return Plan(
         status=status if status != sight.status else None,
         deletes=tuple(deletes),
@@ -325,12 +390,14 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
     status, name = _counted(sight), sight.name
     before = sight.status.get("state")
     here = {i: pod for i, pod in sight.own.items() if i < sight.wanted and not podwords.leaves(pod)}
-    running = [pod for pod in here.values() if podwords.phase(pod) == "Running"]
+    running = [pod for pod in here.values() if sight.phase(pod) == "Running"]
     whole = len(here) == sight.wanted or before in ("Running", "Suspended")
     if not sight.wanted:
         state, message = "Suspended", f"ElasticJob {name} is suspended: 0 workers are wanted."
     elif sight.succeeded:
         state, message = "Running", f"ElasticJob {name} is running."
+    elif sight.held and len(sight.held) == len(sight.failures) and before in ("Running", "Restarting"):
+        state, message = before, _message(sight, before)
     elif sight.failures:
         state, message = "Restarting", f"ElasticJob {name} is restarting because {len(sight.failures)} Worker replica(s) failed."
     elif len(running) >= sight.wanted or (len(running) >= legacy.sizes(sight.job)[0] and whole):
@@ -350,9 +417,9 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
 
 def _counted(sight: _Sight) -> Document:
     """The status without the state and its sentence. The time of a job begins anew when it was suspended."""
-    told = ("judged", "restarts", "startTime", "completionTime")
+    told = ("judged", "restarts", "started", "startTime", "completionTime")
     kept = {key: value for key, value in sight.status.items() if key not in told}
-    judged = [each.pod["metadata"]["uid"] for each in sight.failures if not each.disrupted]
+    judged = [each.pod["metadata"]["uid"] for each in sight.counted]
     return {
         **kept,
         "selector": ",".join(f"{key}={value}" for key, value in legacy.selector(sight.name).items()),
@@ -360,11 +427,12 @@ def _counted(sight: _Sight) -> Document:
         "replicaStatuses": _replicas(sight),
         "restarts": sight.restarts,
         **({"judged": judged} if judged else {}),
+        **({"started": sight.started} if sight.started else {}),
     }
 
 
 def _replicas(sight: _Sight) -> Document:
-    phases = [podwords.phase(pod) for pod in sight.own.values() if not podwords.leaves(pod)]
+    phases = [sight.phase(pod) for pod in sight.own.values() if not podwords.leaves(pod)]
     counts = {"succeeded": phases.count("Succeeded"), "failed": phases.count("Failed")}
     return {"Worker": {"active": len(phases) - sum(counts.values()), **counts}}
 
@@ -409,42 +477,76 @@ def _message(sight: _Sight, kind: str) -> str:
 
 
 def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
-    status, ended = pod.get("status") or {}, _terminated(pod, job)
-    why = status.get("reason") or ""
-    target = [
-        each for each in status.get("conditions") or () if each["type"] == "DisruptionTarget" and each.get("status") == "True"
-    ]
-    code = int(ended["exitCode"]) if "exitCode" in ended else None
-    disrupted = bool(target) or why == "Evicted" or podwords.refused(why) or code is None
-    if disrupted:
-        said = next((each.get("reason") for each in target), "") or why
-        sentence = f"was lost ({said})" if said else "was lost"
+    status, ended, before = pod.get("status") or {}, _terminated(pod, job), _before(pod)
+    why, disruption = status.get("reason") or "", _disruption(pod)
+    code = int(ended["exitCode"]) if ended else None
+    if disruption is not None:
+        sentence = f"was lost ({disruption})" if disruption else "was lost"
     elif ended.get("reason") == "OOMKilled":
         sentence = podwords.out_of_memory(pod, _container(pod, job)["name"])
-    else:
+    elif ended:
         sentence = f"failed with exit code {code}"
+    elif before:
+        ended = before["state"]["terminated"]
+        code = int(ended["exitCode"])
+        sentence = f"failed with exit code {code} in its init container {before['name']}"
+    else:
+        sentence = f"failed before it began{f' ({why})' if why else ''}"
     times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
     when = [podwords.seconds(each) for each in [ended.get("finishedAt"), *times] if each]
-    return _Failure(index, pod, code, disrupted, sentence, when[0] if when else 0.0)
+    return _Failure(index, pod, code, disruption is not None, sentence, when[0] if when else 0.0)
+
+
+def _disruption(pod: Document) -> str | None:
+    """The word for what ended a pod from outside; None when nothing did."""
+    status = pod.get("status") or {}
+    why = status.get("reason") or ""
+    for each in status.get("conditions") or ():
+        if each["type"] == "DisruptionTarget" and each.get("status") == "True":
+            return each.get("reason") or why
+    return why if why == "Evicted" or podwords.refused(why) else None
+
+
+def _before(pod: Document) -> Document:
+    """The status of the first init container that failed. Sidecars among them end when another one fails."""
+    sidecars = {each["name"] for each in pod["spec"].get("initContainers") or () if each.get("restartPolicy") == "Always"}
+    found = [each for each in (pod.get("status") or {}).get("initContainerStatuses") or () if each["name"] not in sidecars]
+    first: Document = next((each for each in found if _end_of(each).get("exitCode")), {})
+    return first
 
 
 def _container(pod: Document, job: Mapping[str, Any]) -> Document:
     """The status of the container with torchrun, else of the one that failed first."""
-    found = (pod.get("status") or {}).get("containerStatuses") or ()
+    found = _containers(pod)
     named = [each for each in found if each["name"] == legacy.torchrun(job)]
-    failed = [each for each in found if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
+    failed = [each for each in found if _end_of(each).get("exitCode")]
     first: Document = next(iter([*named, *failed, *found]), {})
     return first
 
 
 def _terminated(pod: Document, job: Mapping[str, Any]) -> Document:
-    found: Document = (_container(pod, job).get("state") or {}).get("terminated") or {}
+    return _end_of(_container(pod, job))
+
+
+def _containers(pod: Document) -> Sequence[Document]:
+    return (pod.get("status") or {}).get("containerStatuses") or ()
+
+
+def _end_of(container: Document) -> Document:
+    """How a container ended; empty when it has not."""
+    found: Document = (container.get("state") or {}).get("terminated") or {}
     return found
 
 
 def _index(pod: Document) -> int | None:
     found = (pod["metadata"].get("labels") or {}).get("replica-index", "")
     return int(found) if found.isdecimal() else None
+
+
+def _nnodes(pod: Document) -> str | None:
+    """Between how many and how many workers its torchrun meets; None when the archived controller has made it."""
+    found: str | None = (pod["metadata"].get("annotations") or {}).get(legacy.NNODES)
+    return found
 
 
 def _due(pod: Document) -> float | None:

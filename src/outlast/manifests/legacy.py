@@ -384,8 +384,8 @@ def _replicas(description: str, default: int | None) -> Schema:
             ),
             "restartPolicy": _is(
                 "string",
-                "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, or were lost, are "
-                "replaced; any other failure fails the job. Default: ExitCode.",
+                "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
+                "began, are replaced; any other failure fails the job. Default: ExitCode.",
                 enum=["Always", "OnFailure", "Never", "ExitCode"],
             ),
             "template": {
@@ -458,6 +458,11 @@ def _status() -> Schema:
                 "type": "array",
                 "description": "Uids of failed pods that are counted already.",
                 "items": {"type": "string"},
+            },
+            "started": {
+                "type": "object",
+                "description": "How often nodes have started containers again, by the uids of pods: these are counted already.",
+                "additionalProperties": {"type": "integer"},
             },
             "replicaStatuses": {
                 "type": "object",
