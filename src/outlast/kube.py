@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import random
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from urllib.parse import quote
 
 from outlast import answers, kubeconfig
 from outlast.answers import Asked
+from outlast.chance import CHANCE
 from outlast.errors import Absent, ClusterError, Forbidden, NoCluster, NotServed, Refused, Unanswered, Unauthorized
 from outlast.kinds import *  # noqa: F403  # `kube.POD`: callers name kinds by this module
 from outlast.kinds import NAMESPACE, POD, Kind, kind_of
@@ -425,7 +425,7 @@ class Cluster:
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(random.randint(_WATCH_S * 3 // 4, _WATCH_S)),
+            "timeoutSeconds": str(CHANCE.randint(_WATCH_S * 3 // 4, _WATCH_S)),
         }
         asked, path = self._address("watch", kind, "", select["namespace"], everywhere=select["everywhere"])
         with self._stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
@@ -838,7 +838,7 @@ def _pause(attempt: int, answer: httpx2.Response | None = None) -> float:
     """Seconds before the next attempt: growing, random, and no less than the server asks for."""
     wanted = answer.headers.get("retry-after", "") if answer is not None else ""
     least = float(wanted) if wanted.isdecimal() else 0.0
-    return min(_LONGEST_PAUSE_S, max(least, random.uniform(0.5, 1) * 0.25 * 2.0 ** min(attempt, 10)))
+    return min(_LONGEST_PAUSE_S, max(least, CHANCE.uniform(0.5, 1) * 0.25 * 2.0 ** min(attempt, 10)))
 
 
 def _dry(dry_run: bool) -> dict[str, str]:

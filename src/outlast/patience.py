@@ -8,7 +8,6 @@ writes whose answer was lost, bodies that end too early, conflicts, and all that
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
+from outlast.chance import CHANCE
 from outlast.errors import Stopped, StoreError, Unanswered, Unreachable
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def patiently(attempt: Callable[[], T], mistake: Callable[[Exception], StoreErro
             return interruptibly(attempt)
         except Exception as error:
             wrong = mistake(error)
-            pause = random.uniform(0.5, 1) * min(0.1 * 2**n, 8)
+            pause = CHANCE.uniform(0.5, 1) * min(0.1 * 2**n, 8)
             late = time.monotonic() - begun + pause > seconds
             if late or not isinstance(wrong, Unreachable):
                 raise wrong from (None if wrong is error else error)

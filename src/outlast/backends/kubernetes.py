@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from outlast import kube, patience
 from outlast.backends import LogLine, observed, podlogs, pods, stored
+from outlast.chance import CHANCE
 from outlast.contract import LEDGER, Label, Pod
 from outlast.errors import (
     Absent,
@@ -68,7 +69,7 @@ def rendered(job: Job, source: Path, fresh: bool) -> list[Document]:
 
 def new_run(job: Job) -> str:
     """The id of a run that is not to go on with any other, although its file is the same."""
-    return f"{job.metadata.name}-{random.getrandbits(32):08x}"
+    return f"{job.metadata.name}-{CHANCE.getrandbits(32):08x}"
 
 
 class KubernetesBackend:
@@ -385,7 +386,7 @@ class KubernetesBackend:
         workload = known[0]
         if not self._store(name) and not _claimed(workload):
             raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
-        unique = f"{random.getrandbits(32):08x}"
+        unique = f"{CHANCE.getrandbits(32):08x}"
         made = self.cluster.create(evaluation.document(name, self._template(workload), args, unique=unique))
         title = made["metadata"]["name"]
         print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)

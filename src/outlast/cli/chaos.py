@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from outlast import chaos as harm
+from outlast.chance import CHANCE
 from outlast.cli import which
 
 
@@ -45,7 +46,7 @@ def chaos(
     action = harm.check(words[-1])
     name, _ = which.and_last(place, words, "ACTION")
     if seed is None:
-        seed = random.randrange(10_000)
+        seed = CHANCE.randrange(10_000)
     rng = random.Random(seed)
     if every is None:
         print(place.chaos(name, action, worker=worker, rng=rng))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import sys
+
+from outlast.chance import CHANCE
 
 FIRST_PAUSE_S = 0.1
 """Before the second attempt."""
@@ -31,7 +32,7 @@ class Line:
 
 def pause(failures: int, longest_s: float) -> float:
     """Seconds until the next attempt: growing, and random, since all workers miss the same server."""
-    return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1)
+    return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(failures, 10)) * CHANCE.uniform(0.5, 1)
 
 
 def _say(sentence: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract, restarts
+from outlast.chance import CHANCE
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous import decider, keys, local, world
@@ -68,7 +68,7 @@ class Office:
     """Whether an operator looks after the pods: members pass on what it wants, and it judges what pods have come to."""
     ttl: int = 5
     clock: Callable[[], float] = time.time
-    chance: Callable[[], float] = random.random
+    chance: Callable[[], float] = CHANCE.random
     word: Callable[[], str] = lambda: secrets.token_hex(4)
 
 

@@ -6,13 +6,13 @@ All that comes from the etcd may come late, twice, or not at all.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract
+from outlast.chance import CHANCE
 from outlast.errors import Superseded
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous import keys
@@ -54,7 +54,7 @@ class Membership:
         most: int = 1,
         floor: int = 0,
         clock: Callable[[], float] = time.time,
-        choose: Callable[[Sequence[int]], int] = random.choice,
+        choose: Callable[[Sequence[int]], int] = CHANCE.choice,
     ) -> None:
         self._store, self._keys, self._ttl = store, of, ttl
         self._run, self._token, self._terms, self._most = run, token, terms, most

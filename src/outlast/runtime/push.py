@@ -19,7 +19,6 @@ import fcntl
 import itertools
 import json
 import os
-import random
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outlast import checkpoints, contract, remote, store
+from outlast.chance import CHANCE
 from outlast.errors import OutlastError, Superseded
 from outlast.remote import run as runs
 from outlast.runtime import sync
@@ -209,7 +209,7 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
             raise
         except (OutlastError, OSError) as problem:
             failed(pusher, problem)
-            stop.wait(pause * random.uniform(0.5, 1))
+            stop.wait(pause * CHANCE.uniform(0.5, 1))
             pause = min(AGAIN_S[1], 2 * pause)
             due = min(due, time.monotonic())
         stop.wait(LOOK_S)
@@ -238,7 +238,7 @@ def rest(pusher: Pusher, deadline: float) -> str:
             retry = isinstance(problem, OSError | Unpushed) or getattr(problem, "retry", False)
             if not retry or time.monotonic() + pause > deadline:
                 return pusher.said.error
-            time.sleep(pause * random.uniform(0.5, 1))
+            time.sleep(pause * CHANCE.uniform(0.5, 1))
             pause = min(AGAIN_S[1], 2 * pause)
     raise AssertionError
 
