@@ -66,10 +66,10 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(
     killed = world(Training(net, optimizer, microbatch=microbatch, kill_at=13, hasty=True), tmp_path, ranks)
     assert killed.codes == [-9] * ranks
     again = world(plan, tmp_path, ranks, generation=2)
-    assert [result["resumed"] for result in again.results] in ([5] * ranks, [10] * ranks)
+    [resumed] = {result["resumed"] for result in again.results}
+    assert resumed in (5, 10, 11, 12), "a save that is due while another is under way comes after it"
     assert hashes(again) == hashes(before)
     assert len(hashes(again)) == (1 if net == "mlp" else ranks)  # only batch norm's averages differ between ranks
-    resumed = again.results[0]["resumed"]
     assert again.results[0]["losses"] == before.results[0]["losses"][resumed:]
 
 
