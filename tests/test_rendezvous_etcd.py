@@ -87,22 +87,22 @@ def silent(client: torchrun.Client) -> None:
     client.close()
 
 
-@pytest.fixture
-def nodes(shared_etcd: Server) -> Iterator[Nodes]:
-    made = Nodes(shared_etcd)
+def meeting_at(server: Server) -> Iterator[Nodes]:
+    made = Nodes(server)
     yield made
     for client in made.all:
         silent(client)
     made.away.close()
+
+
+@pytest.fixture
+def nodes(shared_etcd: Server) -> Iterator[Nodes]:
+    yield from meeting_at(shared_etcd)
 
 
 @pytest.fixture
 def own_nodes(own_etcd: Server) -> Iterator[Nodes]:
-    made = Nodes(own_etcd)
-    yield made
-    for client in made.all:
-        silent(client)
-    made.away.close()
+    yield from meeting_at(own_etcd)
 
 
 def test_a_world_is_formed_and_goes_on_without_its_decider(nodes: Nodes) -> None:

@@ -163,10 +163,9 @@ def end(pod: Document) -> End | None:
     when = seconds(ended.get("finishedAt")) or max((seconds(c.get("lastTransitionTime")) for c in _conditions(pod)), default=0.0)
     if not ended and phase(pod) not in ("Failed", "Unknown"):
         return None
-    disruption = next((c for c in _conditions(pod, "DisruptionTarget") if c["status"] == "True"), None)
-    if disruption is not None:
-        said = _DISRUPTIONS.get(disruption.get("reason", ""), f"was disrupted ({disruption.get('reason')})")
-        return End(code, f"{said}{_more(disruption.get('message'))}", False, when)
+    if (target := disruption(pod)) is not None:
+        said = _DISRUPTIONS.get(target.get("reason", ""), f"was disrupted ({target.get('reason')})")
+        return End(code, f"{said}{_more(target.get('message'))}", False, when)
     if ended.get("reason") == "OOMKilled":
         return End(code, f"{out_of_memory(pod, name(pod))}; raise resources.memory", True, when)
     if status.get("reason") == "Evicted":
@@ -188,6 +187,11 @@ def end(pod: Document) -> End | None:
     if contract.killed(code):
         return End(code, f"was killed (exit code {code})", True, when)
     return End(code, f"failed with exit code {code}", True, when)
+
+
+def disruption(pod: Document) -> Document | None:
+    """The condition by which the cluster says that it ends the pod, for no fault of the pod's."""
+    return next((each for each in _conditions(pod, "DisruptionTarget") if each.get("status") == "True"), None)
 
 
 def refused(reason: str) -> bool:

@@ -499,11 +499,9 @@ def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
 
 def _disruption(pod: Document) -> str | None:
     """The word for what ended a pod from outside; None when nothing did."""
-    status = pod.get("status") or {}
-    why = status.get("reason") or ""
-    for each in status.get("conditions") or ():
-        if each["type"] == "DisruptionTarget" and each.get("status") == "True":
-            return each.get("reason") or why
+    why = (pod.get("status") or {}).get("reason") or ""
+    if (target := podwords.disruption(pod)) is not None:
+        return target.get("reason") or why
     return why if why == "Evicted" or podwords.refused(why) else None
 
 

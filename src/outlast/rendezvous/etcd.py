@@ -393,7 +393,7 @@ def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
     with contextlib.closing(etcd.Etcd(etcd.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
-    found = client.range(f"{prefix}/", prefix=True).found
+    found = client.range(f"{prefix}/" if run is None else keys.Keys.of(prefix, run).root, prefix=True).found
     names = sorted({name for kv in found if (name := keys.run_of(prefix, kv.key))})
     if run is not None:
         names = [name for name in names if name == run or name.startswith(f"{run}/")]
