@@ -32,6 +32,27 @@ def test_an_example_is_right_and_named_like_its_file(file: Path) -> None:
     assert next(line.split()[1] for name, line in COMMANDS if name == file.stem) == f"examples/kubernetes/{file.name}"
 
 
+MACHINES = {
+    "g5.2xlarge": (8, 32, 1),
+    "g6.2xlarge": (8, 32, 1),
+    "p4d.24xlarge": (96, 1152, 8),
+    "p5.48xlarge": (192, 2048, 8),
+}
+"""Type of machine -> vCPUs, GiB, devices: https://aws.amazon.com/ec2/instance-types/"""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_an_example_that_names_a_machine_fits_on_it(file: Path) -> None:
+    wanted = spec.load(file, code=True).spec
+    named = wanted.node_selector.get("node.kubernetes.io/instance-type", "")
+    for machine in filter(None, named.split(",")):
+        cpus, gib, devices = MACHINES[machine]
+        # what is left to pods: kubelets reserve some 80m cores and 6 % of the memory, DaemonSets take their part
+        assert (wanted.resources.cpu or 0) <= cpus - 0.5, machine
+        assert (wanted.resources.memory or 0) <= gib * 0.9 * 2**30, machine
+        assert (wanted.resources.gpu or 0) <= devices, machine
+
+
 @pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[command.removeprefix("render ") for _, command in COMMANDS])
 def test_a_command_of_an_example_renders(
     name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

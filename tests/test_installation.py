@@ -186,6 +186,33 @@ def test_another_operators_rights_are_neither_taken_nor_deleted() -> None:
     assert cluster.documents == before
 
 
+@pytest.mark.parametrize(
+    ("name", "image", "replicas", "runs"),
+    [
+        ("elastic-job-k8s-controller", "registry.example/mirror:1", 1, True),
+        ("renamed", "torchelastic/kubernetes:0.1.0", 2, True),
+        ("renamed", "docker.io/torchelastic/elasticjob-controller", 1, True),
+        ("elastic-job-k8s-controller", "torchelastic/kubernetes:0.1.0", 0, False),
+        ("trainer", "torchelastic/examples:0.2.0", 1, False),
+    ],
+)
+def test_nothing_is_installed_while_the_archived_controller_runs(name: str, image: str, replicas: int, runs: bool) -> None:
+    containers = [{"name": "manager", "image": image}]
+    controller = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": name, "namespace": "elastic-job"},
+        "spec": {"replicas": replicas, "template": {"spec": {"containers": containers}}},
+    }
+    cluster = established(FakeCluster(controller))
+    if not runs:
+        assert bring(cluster) == [f"created    {each}" for each in WHOLE]
+        return
+    with pytest.raises(OutlastError, match=f"stop it first: kubectl -n elastic-job scale deployment {name} --replicas=0"):
+        bring(cluster)
+    assert cluster.order == []
+
+
 def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
     cluster = established(FakeCluster())
     bring(cluster, namespace="op1")

@@ -291,6 +291,17 @@ def test_a_users_label_that_cannot_be_one_is_refused() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["job-name", "controller-uid", "batch.kubernetes.io/job-name", "statefulset.kubernetes.io/pod-name"]
+)
+def test_a_label_that_kubernetes_writes_on_pods_is_refused(name: str) -> None:
+    job = a_job()
+    labelled = job.model_copy(update={"metadata": job.metadata.model_copy(update={"labels": {name: "mine"}})})
+    assert wrong(labelled) == [
+        f"metadata.labels.{name} is reserved by Kubernetes, which writes it on pods itself; choose another name"
+    ]
+
+
 # Applying again
 
 

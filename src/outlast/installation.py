@@ -11,6 +11,7 @@ cluster, so nothing is done while they serve an operator in another namespace.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ _GONE_S = 120.0
 """How long what is being deleted is waited for: pods have 15 s to end, and what is in a namespace is looked for in rounds."""
 _LOOK_S = 0.5
 _PART = "app.kubernetes.io/part-of"
+ARCHIVED_CONTROLLER, _ARCHIVED_NAMESPACE = "elastic-job-k8s-controller", "elastic-job"
+"""The names in the kustomization of https://github.com/pytorch/elastic/tree/master/kubernetes."""
+_ARCHIVED_IMAGE = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
 _LIVED_IN = (
     kinds.DEPLOYMENT,
     kinds.STATEFUL_SET,
@@ -78,8 +82,10 @@ def documents(
 def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
     """Make true what is wanted, and say what that changed, one document after the other.
 
-    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, or etcd is another.
+    Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, etcd is another, or
+    the archived controller of elastic.pytorch.org runs.
     """
+    _check_archived(cluster)
     for document in wanted:
         if document["kind"] == kinds.CLUSTER_ROLE_BINDING.kind:
             _check_alone(cluster, holder(document))
@@ -108,6 +114,40 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
             yield Done("unchanged" if same(old, made) else "changed", document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
+
+
+def archived_controllers(cluster: Cluster) -> list[str]:
+    """Running Deployments of the archived controller of elastic.pytorch.org, as `namespace/name`; as far as one may look."""
+    try:
+        found = cluster.list_(kinds.DEPLOYMENT, everywhere=True)
+    except Forbidden:
+        try:
+            found = [cluster.get(kinds.DEPLOYMENT, ARCHIVED_CONTROLLER, namespace=_ARCHIVED_NAMESPACE)]
+        except (Absent, Forbidden):
+            return []
+    return [f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found if _is_archived_controller(each)]
+
+
+def _is_archived_controller(deployment: Document) -> bool:
+    if deployment["spec"].get("replicas", 1) == 0:
+        return False
+    images = [each.get("image") or "" for each in deployment["spec"]["template"]["spec"]["containers"]]
+    return deployment["metadata"]["name"] == ARCHIVED_CONTROLLER or any(_ARCHIVED_IMAGE.search(image) for image in images)
+
+
+def _check_archived(cluster: Cluster) -> None:
+    """Raises OutlastError while the archived controller runs: it and the operator would both make the pods of its jobs."""
+    if there := archived_controllers(cluster):
+        raise OutlastError(
+            f"{', '.join(there)} runs here and makes the pods of ElasticJobs of {kinds.LEGACY_JOB.group}, as the operator would; "
+            f"stop it first: {stop_archived(there)}. Its definition and its jobs stay, and train on"
+        )
+
+
+def stop_archived(controllers: Sequence[str]) -> str:
+    """The commands that stop the archived controller."""
+    names = [controller.split("/") for controller in controllers]
+    return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
 
 
 def holder(binding: Document) -> str:

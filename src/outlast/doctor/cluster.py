@@ -85,6 +85,8 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     yield rights(_absent(cluster, RIGHTS))
     yield definition(served, _absent(cluster, ELASTIC) if served else [])
     yield operator(_operator(cluster), served=served)
+    if there := installation.archived_controllers(cluster):
+        yield archived(there)
     nodes = _listed(cluster, kinds.NODE)
     yield machines(nodes)
     yield devices(nodes)
@@ -227,6 +229,12 @@ def operator(found: Document | str | None, *, served: bool) -> Check:
         return passed("operator", f"{ready} of {replicas} run in namespace {where}, {image}")
     remedy = f"outlast install --wait{f' --namespace {where}' * (where != OPERATOR_NAMESPACE)} says why"
     return failed("operator", f"none of {replicas} runs in namespace {where}, {image}", remedy)
+
+
+def archived(controllers: Sequence[str]) -> Check:
+    """The archived controller of elastic.pytorch.org runs: it would make the same pods as the operator."""
+    said = f"the archived controller of {kinds.LEGACY_JOB.group} runs too ({sight.together(controllers)}) and makes the same pods"
+    return failed("controller", said, installation.stop_archived(controllers))
 
 
 def machines(nodes: list[Document] | None) -> Check:
