@@ -21,11 +21,12 @@ import pytest
 
 import apiserver
 from outlast import contract, kinds, kube
+from outlast.clock import Clock
 from outlast.contract import Annotation, Label
 from outlast.controller import cache, deciders, leader, operator, process, telemetry
 from outlast.controller.cache import Cache, Key, Looked
 from outlast.controller.leader import Leadership, Seen, judge
-from outlast.controller.observe import Limits
+from outlast.controller.observe import HEARD, Limits
 from outlast.controller.operator import Operator, Settings
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.controller.queues import Found
@@ -281,6 +282,53 @@ def test_a_turn_in_ten_thousand_years_is_waited_for() -> None:
     turns.later("a", time.time() + 3e11)  # a job's activeDeadlineSeconds may be any number
     threading.Timer(0.02, turns.add, ["b"]).start()
     assert turns.take() == "b"
+
+
+# ------------------------------------------------------------------------------------------------------------------- clocks
+
+
+@pytest.mark.parametrize("step", [3600.0, -3600.0])
+def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, step: float) -> None:
+    seen: list[tuple[float, float]] = []
+    stepped = [0.0]
+
+    def decider(looked: Looked, now: float, found: Found) -> Plan:
+        silences = [now - max(lease[HEARD], looked.since) for lease in looked.leases]
+        seen.append((now, max(silences, default=-1.0)))
+        return Plan()
+
+    lease = a_document(LEASE, "train-worker-0", 1)
+    world.api.put(lease | {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}})
+    world.apply("train")
+    operator = world.start(deciders={ELASTIC_JOB: decider}, clock=Clock(lambda: time.time() + stepped[0]))
+    world.api.until(lambda: (bool(seen) and seen[-1][1] > 0.3) or operator.turns.add(TRAIN))  # its silence is counted
+    before = seen[-1]
+    stepped[0] = step
+    operator.turns.later(TRAIN, operator._clock() + 0.1)
+    world.api.until(lambda: seen[-1] is not before)
+    now, silence = seen[-1]
+    assert 0.1 <= now - before[0] < 5
+    assert silence <= 0.2, "what was heard before the step proves no silence"
+
+
+@pytest.mark.parametrize("wrong", [3600.0, -3600.0])
+def test_the_operator_goes_by_the_time_of_the_api_server(world: World, wrong: float, caplog: pytest.LogCaptureFixture) -> None:
+    clock = process.clock(world.connect(), lambda: time.time() + wrong)
+    assert abs(clock() - time.time()) < 2
+    assert clock.broken_at < 0
+    assert " 3600 s " in caplog.text or " 3599 s " in caplog.text
+
+
+def test_a_machine_that_slept_does_not_believe_that_it_still_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep, true = [0.0], time.clock_gettime
+    counted = getattr(time, "CLOCK_BOOTTIME", None)
+    monkeypatch.setattr(time, "clock_gettime", lambda which: true(which) + (asleep[0] if which == counted else 0.0))
+    a = Leadership(Leases(), "a", "home")
+    a.step()
+    assert a.holds()
+    asleep[0] = 3600.0
+    assert a.lost or counted is None
+    assert a.heard_for() == 0 or counted is None
 
 
 # ------------------------------------------------------------------------------------------------------------------ leader

@@ -11,6 +11,7 @@ Everything here may be called from several threads. Lengthy things end when thei
 from __future__ import annotations
 
 import contextlib
+import email.utils
 import itertools
 import json
 import os
@@ -568,6 +569,15 @@ class Cluster:
     def version(self) -> str:
         """The server's version: `v1.36.2`."""
         return str(self.raw("version")["gitVersion"])
+
+    def time(self) -> float:
+        """The server's time, to half a second: its documents carry it. Raises Refused if it does not say."""
+        asked = Asked("get", server=self.server)
+        said = self._answer(asked, "GET", "version").headers.get("date", "")
+        try:
+            return email.utils.parsedate_to_datetime(said).timestamp() + 0.5  # whole seconds, cut off
+        except ValueError as error:
+            raise Refused(f"the API server says no time (Date: {said!r}); a proxy before it may remove that header") from error
 
     def serves(self, kind: Kind) -> bool:
         """Whether the cluster knows a kind of document."""

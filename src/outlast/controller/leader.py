@@ -1,8 +1,8 @@
 """Who of several operators acts: the one that holds the Lease `outlast-operator` in its namespace.
 
 A holder renews it all the time; who finds it unchanged for its whole duration, by the own clock from the own first look, takes it
-over: nobody's clocks are compared. A holder that could not renew for less than that stops acting before anybody else may begin.
-`judge` is pure; `Leadership` does what it says.
+over: nobody's clocks are compared, and a machine that slept counts the time it did. A holder that could not renew for less than
+that stops acting before anybody else may begin. `judge` is pure; `Leadership` does what it says.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ LOST_S = 10.0
 
 BREAK_S = 5.0
 """An answer that comes so much later than we ask is a break: the API server was away, though no connection may have been lost."""
+
+
+def asleep_or_awake() -> float:
+    """Seconds on a clock that also runs while the machine is suspended, when our Lease lapses and another process may take it.
+    CLOCK_MONOTONIC stands still then, see clock_gettime(2)."""
+    return time.clock_gettime(_CLOCK)
+
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Only Linux has the first one."""
 
 
 class Cluster(Protocol):
@@ -85,7 +95,7 @@ class Leadership:
         namespace: str,
         *,
         told: Callable[[str], None] = lambda sentence: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = asleep_or_awake,
         every_s: float = RENEW_S,
         duration_s: float = DURATION_S,
     ) -> None:

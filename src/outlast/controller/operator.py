@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast import kube
+from outlast.clock import Clock
 from outlast.contract import Label
 from outlast.controller import act, cache
 from outlast.controller.cache import Cache, Key, Looked, Urgency
@@ -94,17 +95,18 @@ class Operator:
         settings: Settings | None = None,
         *,
         orphans: Orphans | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock | None = None,
     ) -> None:
         self.cluster, self.deciders, self.leadership = cluster, dict(deciders), leadership
         self.settings = settings or Settings()
         self.telemetry = Telemetry()
         self.address = ""
         """Where probes are answered, from `run` on."""
-        self.turns: Turns[Key] = Turns(clock)
+        self._clock = clock or Clock()
+        self.turns: Turns[Key] = Turns(self._clock)
         self.cache = Cache(self.deciders, self._changed)
         self.hands = Hands(cluster, self.cache, self.telemetry, leadership.holds)
-        self._orphans, self._clock = orphans, clock
+        self._orphans = orphans
         self._each, self._later = Threads(WRITES * self.settings.workers), Later(EVENTS)
         self._found: tuple[Kind, ...] = ()
         """What the cluster has of Kueue and of schedulers of gangs."""
@@ -295,7 +297,7 @@ class Operator:
         """Look at a job once, and do what is to be done about it. Raises ClusterError."""
         now = self._clock()
         looked = self.cache.look(key, now)
-        since = max(looked.since, now - self.leadership.heard_for())
+        since = max(looked.since, now - self.leadership.heard_for(), self._clock.broken_at)
         looked = dataclasses.replace(looked, since=since, refused=self._refused.get(key, ""))
         if looked.job is None:
             self._gone(key, looked, now)

@@ -10,18 +10,20 @@ import signal
 import socket
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from outlast import contract, kube, units
+from outlast.clock import BREAK_S, Clock
 from outlast.contract import Env, Pod
 from outlast.controller import deciders
 from outlast.controller.leader import Leadership
 from outlast.controller.observe import Limits
 from outlast.controller.operator import Operator, Settings
-from outlast.errors import OutlastError
+from outlast.errors import ClusterError, OutlastError
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +91,21 @@ def limits(lost_after: str) -> Limits:
     return Limits(lost_s=lost_s)
 
 
+def clock(cluster: kube.Cluster, wall: Callable[[], float] = time.time) -> Clock:
+    """The operator's clock: the API server's time when it starts, and monotonic from then on. So the times in statuses and the
+    deadlines that are counted from them are right whatever this machine's wall clock is set to, now and later."""
+    try:
+        ahead_s = cluster.time() - wall()
+    except ClusterError as error:  # whether it can work at all, its watches will tell
+        log.warning("the API server's time is not known, this machine's is used: %s", error)
+        return Clock(wall)
+    if abs(ahead_s) <= BREAK_S:
+        return Clock(wall)
+    how = "behind" if ahead_s > 0 else "ahead of"
+    log.warning("this machine's clock is %.0f s %s the API server's, whose time is used; set it", abs(ahead_s), how)
+    return Clock(lambda: wall() + ahead_s)
+
+
 def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> int:
     """Run the operator until SIGTERM or SIGINT; its exit code. Raises OutlastError when it cannot begin."""
     write_log(text=text)
@@ -101,7 +118,7 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
     try:
         orphans = functools.partial(deciders.orphans, limits)
-        return Operator(cluster, deciders.of(limits), leadership, settings, orphans=orphans).run(stop)
+        return Operator(cluster, deciders.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster)).run(stop)
     finally:
         cluster.close()
 

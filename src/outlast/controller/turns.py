@@ -1,7 +1,7 @@
 """Whose turn it is: the jobs that have to be looked at, each once, never two at a time on one of them.
 
 A job that changes while somebody looks at it gets another turn afterwards. One may also ask for a turn at a later time; the
-earliest counts.
+earliest counts. Times are those of the clock that is given, one that never steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ K = TypeVar("K", bound=Hashable)
 class Turns(Generic[K]):
     """A queue of names. All may be called from several threads."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waiting: dict[K, None] = {}
         self._begun: set[K] = set()
