@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint
 OUTLAST := $(BIN)/outlast
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check docs bench clean
+.PHONY: help demo test test-slow test-gpu check docs bench clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,6 +26,12 @@ test: $(READY)  ## Run the tests, but not those that take minutes
 test-slow: $(READY)  ## Run the tests that take minutes
 	$(BIN)/pytest -m "slow and not jobs and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"
+
+test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 8 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
+	$(BIN)/python3 -c 'import sys, torch; torch.cuda.is_available() or sys.exit("this machine has no GPU that torch can use; make test needs none")'
+	$(BIN)/python3 -m pytest -m gpu
+	$(BIN)/python3 bench/saves.py --quick
+	$(BIN)/python3 bench/recovery.py --quick --scenario kill --system outlast --system tuned
 
 check: $(READY)  ## Check format, lint, types, imports, and that generated pages are current
 	$(BIN)/ruff format --check .

@@ -115,6 +115,7 @@ def killed(place: Place, tmp_path: Path, kills: int, seed: int) -> None:
     assert (elsewhere / "state.json").read_bytes() == (worker.output / "state.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_six_kills_at_any_moment_lose_nothing_that_was_in_the_store(rclone: Place, tmp_path: Path):
     killed(rclone, tmp_path, 6, seed=1)
 

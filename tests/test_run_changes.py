@@ -59,6 +59,7 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
 ARGS = ("--steps=60", "--pause=0.04")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["interrupt", pytest.param("suspend", marks=pytest.mark.slow)])
 def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undisturbed, leave: str):
     path = machine.job(args=ARGS, checkpoint={"every": "1h"})
@@ -79,6 +80,7 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_used_again_at_once_starts_clean_and_the_old_results_are_kept(machine):
     path = machine.job(args=("--steps=400",))
     name = machine.submit(path)

@@ -149,6 +149,7 @@ def small_disk(tmp_path: Path):
     subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path, machine_in):
     """State, logs, ledger and output are all on the disk that is full. When there is room again, saving works again."""
     args = ("--steps=160", "--pause=0.05", "--width=6000", "--print")
@@ -187,6 +188,7 @@ def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):
     assert f"cannot serve probes on 127.0.0.1:{port}: Address already in use; free it or choose another" in status.reason
 
 
+@pytest.mark.slow
 def test_a_job_that_runs_for_too_long_is_ended(machine):
     status = machine.run(machine.job(args=("--steps=4000",), activeDeadlineSeconds=2))
     assert (status.state, status.exit_code) == (State.FAILED, 1)

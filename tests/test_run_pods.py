@@ -105,6 +105,7 @@ def pods(machine) -> Iterator[Callable[..., Pods]]:
                 each.kill(index)
 
 
+@pytest.mark.slow
 def test_two_pods_train_to_the_end_and_the_record_says_so(pods, undisturbed: Final):
     two = pods(args=ARGS)
     two.start(0, 1)
@@ -127,6 +128,7 @@ def test_a_pod_that_is_lost_comes_back_and_the_weights_are_those_of_the_undistur
     assert two.final() == undisturbed(LONG, 2)
 
 
+@pytest.mark.slow
 def test_a_pod_that_is_told_to_leave_has_everybody_save_and_no_step_is_lost(pods, undisturbed: Final):
     two = pods(args=LONG)
     two.start(0, 1)
@@ -140,6 +142,7 @@ def test_a_pod_that_is_told_to_leave_has_everybody_save_and_no_step_is_lost(pods
     assert steps == list(range(1, 151))
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_for_good_is_given_up_by_all_pods_and_not_begun_again(pods):
     two = pods(args=("--fail-at=15",), restarts={"limit": 1})
     two.start(0, 1)
@@ -151,6 +154,7 @@ def test_a_training_that_fails_for_good_is_given_up_by_all_pods_and_not_begun_ag
     assert "has ended before (Failed:" in two.log(1)
 
 
+@pytest.mark.slow
 def test_who_is_done_stays_up_where_pods_are_always_started_again_and_never_trains_again(pods):
     one = pods(args=ARGS, workers={"replicas": 1})
     one.start(0, **{contract.Env.STAY: "1"})

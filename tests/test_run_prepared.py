@@ -130,6 +130,7 @@ def logs(machine, name: str = "job") -> str:
 DATA = {f"digits/part {i}/ä#{i}.txt": f"content {i}" for i in range(25)}
 
 
+@pytest.mark.slow
 def test_two_workers_and_a_second_job_fetch_everything_once(machine, rclone: Place, gate: Gate):
     upload(rclone, {**DATA, "code.tgz": a_tgz({"repo/see.py": SCRIPT}), "bert/config.txt": "{}"})
     fields = {
@@ -153,6 +154,7 @@ def test_two_workers_and_a_second_job_fetch_everything_once(machine, rclone: Pla
     assert "is here already" in logs(machine, "second")
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_again_needs_no_store_and_sees_the_same(machine, rclone: Place, gate: Gate):
     upload(rclone, {"digits/a.txt": "old", "code/see.py": SCRIPT})
     job = machine.job(
@@ -170,6 +172,7 @@ def test_a_worker_that_starts_again_needs_no_store_and_sees_the_same(machine, rc
     machine.backend.cancel(name)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_at_the_start_is_waited_for(machine, rclone: Place, gate: Gate, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
     upload(rclone, {"digits/a.txt": "x", "code/see.py": SCRIPT})
@@ -185,6 +188,7 @@ def test_a_store_that_is_away_at_the_start_is_waited_for(machine, rclone: Place,
     assert [rank["data"] for rank in seen(machine)] == [{"a.txt": "x"}] * 2
 
 
+@pytest.mark.slow
 def test_packages_of_the_job_are_there_in_training_and_in_evaluation(machine, capfd: pytest.CaptureFixture[str], own_cache: Path):
     a_wheel(machine.directory, "tiny", "2.0")
     (machine.directory / "requirements.txt").write_text("--no-index\n--find-links .\ntiny")

@@ -51,6 +51,7 @@ def pushed(step: int) -> Callable[[JobStatus], bool]:
     return lambda status: status.store is not None and status.store.step >= step
 
 
+@pytest.mark.slow
 @one_server("moto")
 def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place, undisturbed: Final):
     status = machine.run(machine.job(args=ARGS, output=f"{s3.url}/runs/"))
@@ -102,6 +103,7 @@ def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     assert final == undisturbed(LONG, 2)
 
 
+@pytest.mark.slow
 def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
     status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}), timeout_s=60)
     assert status.state is State.FAILED
@@ -110,6 +112,7 @@ def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
     assert there(rclone.url)["state"] == "Failed"
 
 
+@pytest.mark.slow
 def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     machine, rclone_proxy: Proxy, undisturbed: Final, monkeypatch
 ):
@@ -191,6 +194,7 @@ def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, mac
     assert f"previous/{before.run}/job.yaml" in objects(f"{moto.url}/job")
 
 
+@pytest.mark.slow
 def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_in, tmp_path: Path, moto: Place):
     job = machine.job(args=("--steps=400", "--pause=0.05"), output=moto.url)
     name = machine.submit(job)
@@ -245,6 +249,7 @@ def test_a_bucket_that_may_only_be_read_is_said_before_anything_starts(machine, 
     assert not (machine.directory / "state" / "jobs" / "job").exists()
 
 
+@pytest.mark.slow
 def test_the_logs_are_read_from_the_store_when_the_machine_has_lost_them(machine, rclone: Place):
     machine.run(machine.job(args=("--steps=5", "--pause=0"), output=rclone.url))
     here = [(line.worker, line.text) for line in machine.backend.logs("job")]

@@ -119,6 +119,7 @@ def test_a_stopped_process_is_found_replaced_and_named(machine, undisturbed: Fin
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_replaced_when_it_has_been_silent_for_too_long(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS, hang={"limit": "60s"}))
     agent = psutil.Process(machine.at_step(name, 15).workers[1].pid)
@@ -148,6 +149,7 @@ def ask(address: str, path: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
+@pytest.mark.slow
 def test_probes_tell_the_truth(machine):
     name = machine.submit(machine.job(args=("--steps=400", "--pause=0.05")))
     worker = machine.at_step(name, 12).workers[1]

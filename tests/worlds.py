@@ -70,10 +70,10 @@ def hashed(net: Any, optimizer: Any) -> str:
     """A hash of every bit of a model and its optimizer's state."""
     digest = hashlib.sha256()
     for tensor in net.state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.cpu().numpy().tobytes())
     for parameter in net.parameters():
         for _, value in sorted(optimizer.state[parameter].items()):
-            digest.update(b"-" if value is None else value.numpy().tobytes())
+            digest.update(b"-" if value is None else value.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -107,7 +107,7 @@ def train(plan: Training) -> None:
         losses = []
         for batch in stream:
             optimizer.zero_grad()
-            loss = torch.zeros(())
+            loss = torch.zeros((), device=run.device)
             for (x, y), share in batch.split(net):
                 part = F.cross_entropy(net(x), y) * share
                 part.backward()

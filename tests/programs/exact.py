@@ -75,6 +75,6 @@ with session.open(seed=3) as run:
         leaving = run.interrupted()
         if leaving or run.due(step):
             run.save(step)
-    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.module.state_dict().values())).hexdigest()
+    weights = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in net.module.state_dict().values())).hexdigest()
     if run.rank == 0:
         (run.output / "final.json").write_text(json.dumps({"step": step, "weights": weights}))

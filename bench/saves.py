@@ -1,0 +1,146 @@
+"""What a save takes from the training, in seconds: ours, `async_save` of DCP and `torch.save`, in turn.
+
+    python bench/saves.py [--quick] [--millions 38] [--repeats 5]
+
+One process trains a model of so many million parameters with AdamW, on a GPU if there is one. A save is begun after a step; its
+stall is what that step and the next ones, until it is on disk, take beyond the median of steps with no save under way: it counts
+what a save takes from the training, whenever it takes it, and not how soon a call returns. Prints medians and ratios, and appends
+them to results/<date>-saves.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SYSTEMS = ("outlast", "dcp", "torch.save")
+QUIET, WARM = 12, 3
+"""Steps without a save between two saves, and saves that are not counted: the first ones allocate their memory."""
+
+
+def train(system: str, millions: float, saves: int, directory: Path) -> None:
+    """Train and save with one of the systems; writes its stalls and a quiet step's seconds."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    from outlast.training import session
+
+    torch.set_num_threads(1)
+    width = round((millions * 1e6 / 8) ** 0.5)
+    with session.open() as run:
+        net = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(8)]).to(run.device)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+        x = torch.randn(8, width, device=run.device)
+        count = 0
+
+        def step() -> float:
+            nonlocal count
+            begun = time.perf_counter()
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            if run.device.type == "cuda":
+                torch.cuda.synchronize()
+            count += 1
+            return time.perf_counter() - begun
+
+        step()  # AdamW's state comes with the first
+        group = dist.new_group(backend="gloo")
+        run.resume({"net": net, "optimizer": optimizer})
+
+        def begin() -> Callable[[], bool]:
+            """Begin a save; what is returned says whether it is over."""
+            if system == "outlast":
+                run.save(count)
+                return lambda: not run._saver.busy
+            state = dict(zip(("net", "optimizer"), get_state_dict(net, optimizer), strict=True))
+            target = directory / f"{system}-{count}"
+            if system == "torch.save":
+                torch.save(state, target)
+                descriptor = os.open(target, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+                return lambda: True
+            future = dcp.async_save(state, checkpoint_id=target, process_group=group)
+            return future.done  # type: ignore[no-any-return]
+
+        stalls = []
+        for _ in range(WARM + saves):
+            quiet = statistics.median(step() for _ in range(QUIET))
+            begun = time.perf_counter()
+            over = begin()
+            spent, steps = time.perf_counter() - begun, 0
+            while not over():
+                spent += step()
+                steps += 1
+            stalls.append(spent - steps * quiet)
+            for old in directory.glob(f"{system}-*"):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        parameters = sum(parameter.numel() for parameter in net.parameters())
+        device = torch.cuda.get_device_name() if run.device.type == "cuda" else f"CPU, torch {torch.__version__}"
+        said = {"stalls": stalls[WARM:], "quiet": quiet, "parameters": parameters, "device": device}
+        (directory / "said.json").write_text(json.dumps(said))
+
+
+def measured(system: str, millions: float, saves: int) -> dict[str, object]:
+    """One process of a system."""
+    with tempfile.TemporaryDirectory() as directory, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        free.close()
+        own = {"LOCAL_RANK": "0", "OUTLAST_GENERATION": "1", "OUTLAST_OUTPUT": directory, "OMP_NUM_THREADS": "1"}
+        arguments = ["--train", system, "--millions", str(millions), "--saves", str(saves), "--directory", directory]
+        subprocess.run([sys.executable, __file__, *arguments], env={**os.environ, **world, **own}, check=True)
+        found: dict[str, object] = json.loads((Path(directory) / "said.json").read_text())
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=38, help="parameters")
+    parser.add_argument("--saves", type=int, default=5, help="that are counted in a process")
+    parser.add_argument("--repeats", type=int, default=5, help="processes of each system")
+    parser.add_argument("--quick", action="store_true", help="two processes of each, three saves")
+    parser.add_argument("--train", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train, options.millions, options.saves, options.directory)
+        return
+    repeats, saves = (2, 3) if options.quick else (options.repeats, options.saves)
+    found: dict[str, list[dict[str, object]]] = {system: [] for system in SYSTEMS}
+    for number in range(repeats):
+        for system in SYSTEMS if number % 2 == 0 else reversed(SYSTEMS):
+            found[system].append(measured(system, options.millions, saves))
+    stalls = {name: statistics.median(stall for each in runs for stall in each["stalls"]) for name, runs in found.items()}
+    lines = ["| system | stall of a save, median | a quiet step | ours as part of it |", "|---|---|---|---|"]
+    for name, runs in found.items():
+        quiet = statistics.median(each["quiet"] for each in runs)
+        lines.append(f"| {name} | {stalls[name]:.3f} s | {quiet * 1e3:.1f} ms | {stalls['outlast'] / stalls[name]:.2f} |")
+    any_ = found["outlast"][0]
+    machine = f"{any_['device']}, {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    what = f"{any_['parameters'] / 1e6:.1f} M parameters + AdamW, {repeats} processes of {saves} saves each"
+    text = (
+        f"\n## {time.strftime('%H:%M')}: {what}\n\n{machine}, Python {platform.python_version()}.\n\n" + "\n".join(lines) + "\n"
+    )
+    print(text)
+    with (HERE / "results" / f"{time.strftime('%Y-%m-%d')}-saves.md").open("a") as file:
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main()
