@@ -262,6 +262,21 @@ def test_a_login_that_has_expired_is_renewed_without_a_word(operator: Operator, 
     assert capfd.readouterr().out == ""
 
 
+def test_clients_with_an_expired_login_are_closed(operator: Operator, member, monkeypatch) -> None:
+    opened: list[kube.Cluster] = []
+    closed: list[kube.Cluster] = []
+    connect, close = kube.connect, kube.Cluster.close
+    monkeypatch.setattr(kube, "connect", lambda **how: opened.append(connect(**how)) or opened[-1])
+    monkeypatch.setattr(kube.Cluster, "close", lambda self: close(self) or closed.append(self))
+    client = member()
+    operator.api.prescribe("PATCH", *[apiserver.status(401, "Unauthorized", "Unauthorized")] * 5)
+    client.report("waiting")
+    until(operator.lease)
+    assert len(opened) - len(closed) <= 2, "one that watches, one that writes"
+    client.close()
+    until(lambda: len(closed) == len(opened))
+
+
 def test_a_worker_of_another_run_is_left_over(operator: Operator, member, tmp_path: Path) -> None:
     operator.say(run="another", world=a_world(4), closed={"reason": "done", "code": 0})
     client = member()

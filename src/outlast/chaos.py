@@ -105,6 +105,8 @@ def _strike(entry: object) -> Strike:
     if "at" not in entry and "step" not in entry:
         raise OutlastError("say when: `at: 20s` or `step: 40`")
     worker, step = entry.get("worker", "random"), entry.get("step")
+    if wrong := [key for key in ("at", "step", "do", "worker") if isinstance(entry.get(key), list | dict)]:
+        raise OutlastError(f"{wrong[0]} is a list or a mapping; expected one value")
     if worker != "random" and not _is_count(worker):
         raise OutlastError(f"worker is {worker!r}; expected the index of a worker, or random")
     if step is not None and not _is_count(step):

@@ -17,6 +17,8 @@ from outlast.errors import InvalidJob
 
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
+_REPEATS = 10_000
+"""Most values that aliases may repeat. Aliases of aliases multiply: nine lines of them are 10^9 values."""
 
 Place = tuple[str | int, ...]
 """Where a value stands: keys and list indices from the top, `("spec", "args", 0)`."""
@@ -53,7 +55,11 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
         if not nodes or nodes[0].tag == _NULL:
             raise wrong(None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`")
         document = Document(data=None, lines={})
-        data = _Walk(yaml.SafeLoader(""), document, verbatim).value(nodes[0], ())
+        walk = _Walk(yaml.SafeLoader(""), document, verbatim)
+        try:
+            data = walk.value(nodes[0], ())
+        except _Repeated as repeated:
+            raise wrong(repeated.line, f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for") from None
         return Document(data, document.lines, document.problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -68,13 +74,26 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
         raise wrong(None, "the document is nested too deeply, or an alias in it refers to itself") from error
 
 
-@dataclass(frozen=True)
+class _Repeated(Exception):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+
+@dataclass
 class _Walk:
     loader: yaml.SafeLoader
     document: Document
     verbatim: Callable[[Place], bool]
+    seen: set[int] = field(default_factory=set)
+    """Ids of the nodes that were visited; a node that is visited again is an alias, or below one."""
+    repeats: int = 0
 
     def value(self, node: yaml.Node, place: Place) -> Any:
+        if id(node) in self.seen:
+            self.repeats += 1
+            if self.repeats > _REPEATS:
+                raise _Repeated(node.start_mark.line + 1)
+        self.seen.add(id(node))
         self.document.lines.setdefault(place, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, place)

@@ -13,6 +13,7 @@ Used by `transport`. Nothing connects before the first report: the process that 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -72,7 +73,6 @@ class Client:
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._watching = kube.Stop()
-        self._clusters: list[kube.Cluster] = []
         self.called: Called | None = None
         self.world: World | None = None
         self.closed: Closed | None = None
@@ -114,50 +114,26 @@ class Client:
         for thread in self._threads:
             if thread.ident:
                 thread.join(LAST_S)
-        if not any(thread.is_alive() for thread in self._threads):
-            for cluster in self._clusters:
-                cluster.close()
 
-    def _run(self, target: Callable[[], None]) -> None:
+    def _run(self, target: Callable[[_Connection], None]) -> None:
         try:
-            target()
+            with contextlib.closing(_Connection(self._namespace)) as connection:
+                target(connection)
         except Exception as bug:  # nobody would ever speak for this worker, or listen, again
             self._leave(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
             raise
 
-    # The connection
-
-    def _connected(self) -> kube.Cluster:
-        with self._changed:
-            if not self._clusters:
-                self._clusters.append(kube.connect(namespace=self._namespace or None, own=True))
-            return self._clusters[-1]
-
-    def _log_in_again(self, cluster: kube.Cluster | None) -> None:
-        """The token of a pod's account is replaced where it lies before it expires.
-
-        https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/
-        """
-        with self._changed:
-            if cluster is None or cluster is not self._clusters[-1]:
-                return
-            try:
-                self._clusters.append(kube.connect(namespace=self._namespace or None, own=True))
-            except ClusterError as problem:
-                print(f"outlast | {problem}", flush=True)
-
     # What the operator says
 
-    def _listen(self) -> None:
+    def _listen(self, connection: _Connection) -> None:
         line, failures = Line("this worker does not hear the operator", "this worker hears the operator again"), 0
         while not self._stop.is_set():
             with self._changed:
                 if self._stop.is_set():
                     return
                 watching = self._watching = kube.Stop()
-            cluster = None
             try:
-                cluster = self._connected()
+                cluster = connection.cluster()
                 name, there = f"metadata.name={self._job}", set[str]()
 
                 def stands(version: str | None, there: set[str] = there) -> None:
@@ -178,7 +154,7 @@ class Client:
             except ClusterError as problem:
                 failures += 1
                 if isinstance(problem, Unauthorized):
-                    self._log_in_again(cluster)
+                    connection.close()
                 if failures > 1 or not isinstance(problem, Unauthorized):
                     line.broken(problem)
                 self._stop.wait(pause(failures, LONGEST_PAUSE_S))
@@ -232,16 +208,15 @@ class Client:
 
     # What this member says
 
-    def _tell(self) -> None:
+    def _tell(self, connection: _Connection) -> None:
         line, failures = Line("the operator does not hear this worker", "the operator hears this worker again"), 0
         with self._changed:
             self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self.gone)
         while not (self._stop.is_set() or self.gone):
             with self._changed:
                 number, lease = self._written, self._lease()
-            cluster = None
             try:
-                cluster = self._connected()
+                cluster = connection.cluster()
                 self._renew(cluster, lease)
             except Superseded as problem:
                 self._leave(str(problem), contract.Exit.INTERRUPTED)
@@ -249,7 +224,7 @@ class Client:
             except ClusterError as problem:
                 failures += 1
                 if isinstance(problem, Unauthorized):
-                    self._log_in_again(cluster)
+                    connection.close()
                 if failures > 1 or not isinstance(problem, Unauthorized):
                     line.broken(problem)
                 with self._changed:
@@ -323,6 +298,30 @@ class Client:
             "committed": max(record.committed for record in records),
             "time": max(record.time for record in records),
         }
+
+
+class _Connection:
+    """A thread's own client of the API server: nobody else uses it, so it can be closed as soon as its login has expired.
+
+    The token of a pod's account is replaced where it lies before it expires; a new login reads it there.
+    https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._cluster: kube.Cluster | None = None
+
+    def cluster(self) -> kube.Cluster:
+        """The client; logs in when there is none. Raises ClusterError."""
+        if self._cluster is None:
+            self._cluster = kube.connect(namespace=self._namespace or None, own=True)
+        return self._cluster
+
+    def close(self) -> None:
+        """Log out; `cluster` logs in again."""
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
 
 
 def _read(kind: Any, said: Mapping[str, Any]) -> Any:
