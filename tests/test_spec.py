@@ -127,7 +127,9 @@ def test_aliases_that_multiply_are_refused_at_once() -> None:
     levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 8)]
     with pytest.raises(InvalidJob, match="aliases repeat more than 10,000 values; write fewer, or what they stand for"):
         spec.parse("\n".join(levels))
-    merged = "\n".join(["b0: &b0 {x: 1, y: 2}", *(f"b{i}: &b{i} {{<<: [{', '.join([f'*b{i - 1}'] * 10)}]}}" for i in range(1, 8))])
+    merged = "\n".join(
+        ["b0: &b0 {x: 1, y: 2}", *(f"b{i}: &b{i} {{<<: [{', '.join([f'*b{i - 1}'] * 10)}]}}" for i in range(1, 8))]
+    )
     with pytest.raises(InvalidJob, match="aliases repeat"):
         spec.parse(merged)
 

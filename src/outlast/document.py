@@ -59,7 +59,8 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
         try:
             data = walk.value(nodes[0], ())
         except _Repeated as repeated:
-            raise wrong(repeated.line, f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for") from None
+            sentence = f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for"
+            raise wrong(repeated.line, sentence) from None
         return Document(data, document.lines, document.problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

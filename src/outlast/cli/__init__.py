@@ -31,6 +31,7 @@ from outlast.cli import (
     run,
     submit,
     sync,
+    terminal,
     top,
     which,
     why,
@@ -93,6 +94,7 @@ def agent() -> None:
     """Run a worker, as its environment says."""
     from outlast.runtime import agent
 
+    terminal.release()
     agent.main()
 
 
@@ -100,6 +102,7 @@ def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", 
     """Evaluate a job's model in this pod, as its environment says."""
     from outlast.runtime import evaluation
 
+    terminal.release()
     raise typer.Exit(evaluation.main(args or ()))
 
 
@@ -140,9 +143,13 @@ def main(args: Sequence[str] | None = None, *, backend: Backend | None = None) -
 
     A mistake of the user is one sentence on standard error; a bug keeps its traceback.
     """
+    terminal.guard()
     try:
         app(args=args, obj=backend, prog_name="outlast")
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception:
+        sys.excepthook = terminal.bug
+        raise
     sys.exit(0)

@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast import patience, units
-from outlast.cli import show, which
+from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backends import Backend, LogLine
+    from outlast.backends import Backend
     from outlast.status import JobStatus
-
-_COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
-"""ANSI colours of the workers' prefixes."""
 
 
 def list_(
@@ -116,12 +113,6 @@ def _watch(place: Backend, name: str, output: Output) -> None:
         new = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)
 
 
-def prefix(worker: int, *, colour: bool) -> str:
-    """`worker-0 | `, what stands before each line of a worker."""
-    text = f"worker-{worker} | "
-    return f"\033[{_COLOURS[worker % len(_COLOURS)]}m{text}\033[0m" if colour else text
-
-
 def logs(
     ctx: typer.Context,
     name: NameArgument = None,
@@ -154,11 +145,6 @@ def logs(
         wanted = re.compile(grep) if grep is not None else None
     except re.error as error:
         raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
-    colour = sys.stdout.isatty()
-
-    def text(line: LogLine) -> str:
-        return line.text if worker is not None else prefix(line.worker, colour=colour) + line.text
-
     if url := which.in_store(name):
         from outlast.backends import stored
 
@@ -173,7 +159,7 @@ def logs(
         lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=_say)
     for line in lines:
         if wanted is None or wanted.search(line.text):
-            print(text(line), flush=follow)
+            terminal.log([line], prefixed=worker is None)
 
 
 def _since(text: str | None) -> float | None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast import patience, units
-from outlast.cli import show, view
+from outlast.cli import show, terminal, view
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Terminal:
     """A `view.Screen` with a panel that stays at the bottom."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or terminal.console()
         self._live = Live(console=self._console, refresh_per_second=8, auto_refresh=False)
 
     def __enter__(self) -> Terminal:
@@ -80,8 +80,8 @@ class Terminal:
 
 
 def _line(line: LogLine) -> Text:
-    text = Text.from_ansi(line.text) if "\033" in line.text else Text(line.text.rsplit("\r", 1)[-1])
-    return Text.assemble((f"worker-{line.worker} | ", _WORKERS[line.worker % len(_WORKERS)]), text)
+    text = terminal.logged(next(terminal.drawn(line.text, terminal=True)))
+    return Text.assemble((f"worker-{line.worker} | ", _WORKERS[line.worker % len(_WORKERS)]), Text.from_ansi(text))
 
 
 def panel(status: JobStatus, now: float) -> Panel:
@@ -127,7 +127,7 @@ def _facts(facts: Sequence[str]) -> Text:
 
 def texts(found: Iterable[str]) -> None:
     """Show one text after the other, each in the place of the one before."""
-    with Live(auto_refresh=False, console=Console(highlight=False)) as live:
+    with Live(auto_refresh=False, console=terminal.console()) as live:
         for text in found:
             live.update(Text(text), refresh=True)
 
@@ -135,7 +135,7 @@ def texts(found: Iterable[str]) -> None:
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
     """Show the page of `outlast status` again and again, until the job has ended."""
     status = look()
-    with Live(auto_refresh=False, console=Console(highlight=False)) as live:
+    with Live(auto_refresh=False, console=terminal.console()) as live:
 
         def say(sentence: str) -> None:
             live.console.print(f"outlast | {sentence}", markup=False, soft_wrap=True)

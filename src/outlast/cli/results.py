@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outlast.cli import show, which
+from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 
@@ -32,10 +32,8 @@ def report(ctx: typer.Context, name: NameArgument = None, output: OutputOption =
     account = goodput.buckets(events, time.time() if driven else events[-1]["t"])
     if output is not Output.TABLE:
         show.data({"name": name, "run": status.run, **text.as_json(account)}, output)
-    elif sys.stdout.isatty():
-        from rich.console import Console
-
-        console = Console(highlight=False)
+    elif terminal.colours(sys.stdout):
+        console = terminal.console()
         console.print(text.rich(account, name, console.width))
     else:
         sys.stdout.write(text.plain(account, name))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast import units
+from outlast.cli import terminal
 from outlast.errors import NotFound
 
 if TYPE_CHECKING:
@@ -39,12 +40,13 @@ def data(value: Any, output: Output) -> None:
     else:
         import yaml
 
-        sys.stdout.write(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+        sys.stdout.write(text if text == terminal.safe(text) else yaml.safe_dump(value, sort_keys=False))  # `\u202E` is YAML's
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Columns as wide as they need to be; None is shown as `-`."""
-    lines = [list(headings), *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
+    lines = [list(headings), *(["-" if cell is None else terminal.one_line(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
@@ -52,7 +54,8 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def fields(pairs: Mapping[str, object]) -> str:
     """Names and values, one a line; a value that is None or empty is left out."""
     width = max(map(len, pairs), default=0)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in pairs.items() if value not in (None, ""))
+    given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
+    return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
 
 
 def percent(share: float | None) -> str | None:
@@ -88,7 +91,7 @@ def steps(status: JobStatus) -> str:
 
 def state(status: JobStatus) -> str:
     """`Running: world of 2: everybody is here`."""
-    return f"{status.state}: {status.reason}" if status.reason else str(status.state)
+    return terminal.one_line(f"{status.state}: {status.reason}" if status.reason else str(status.state))
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
@@ -152,7 +155,7 @@ def page(status: JobStatus, now: float) -> str:
         rows = [(w.index, w.state, w.pid, " ".join(map(_rank, w.ranks)), w.restarts, w.probes) for w in status.workers]
         parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP", "RESTARTS", "PROBES"), rows)]
     if status.warnings:
-        parts += ["", "Warnings", *(f"  {warning}" for warning in status.warnings)]
+        parts += ["", "Warnings", *(f"  {terminal.one_line(warning)}" for warning in status.warnings)]
     if status.failure:
         ago = f", {units.human_seconds(now - status.failure.time)} ago" if status.failure.time else ""
         parts += ["", f"Last failure{ago}", *(f"  {line}" for line in failure(status.failure).splitlines())]

@@ -149,13 +149,12 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
 
 def _follow(place: KubernetesBackend, name: str, options: str) -> int:
     """Show the logs until the job ends; the exit code that it means."""
-    from outlast.cli import jobs, show, view
+    from outlast.cli import show, terminal, view
 
-    colour = sys.stdout.isatty()
     try:
         try:
             for line in place.logs(name, follow=True, say=_say):
-                print(jobs.prefix(line.worker, colour=colour) + line.text, flush=True)
+                terminal.log([line])
         except (NotFound, StoreError) as error:  # the job has ended before, and its pods are gone
             _say(str(error))
         status = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)

@@ -87,7 +87,8 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
         yield say
         return
     from rich import progress as rich
-    from rich.console import Console
+
+    from outlast.cli import terminal
 
     columns = (
         rich.TextColumn("{task.fields[files]}"),
@@ -96,7 +97,7 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
         rich.TextColumn("{task.fields[rate]}", style="progress.data.speed"),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with rich.Progress(*columns, console=terminal.console(stderr=True), transient=True) as bar:
         task = bar.add_task(verb, visible=False, files="", rate="")
 
         def draw(done: int, total: int, files: str = "") -> None:

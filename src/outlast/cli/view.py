@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from outlast import contract, units
-from outlast.cli import jobs, show
+from outlast.cli import show, terminal
 from outlast.errors import OutlastError
 from outlast.status import JobStatus, State
 
@@ -59,8 +59,7 @@ class Plain:
 
     def lines(self, lines: Sequence[LogLine]) -> None:
         """Print the lines with their workers' names before them."""
-        sys.stdout.write("".join(f"{jobs.prefix(line.worker, colour=False)}{line.text}\n" for line in lines))
-        sys.stdout.flush()
+        terminal.log(lines)
 
     def say(self, sentence: str) -> None:
         """Print a sentence with our name before it."""

@@ -1,0 +1,153 @@
+"""The one way to the terminal: what is printed can change nothing there.
+
+Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
+clear the terminal of whoever looks, hide lines or imitate others. So `cli.main` calls `guard`: from then on `sys.stdout` and
+`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). No command has to remember it.
+
+Only this module writes control sequences: `log` for workers' lines, `console` for rich. Of a worker's own sequences colours (SGR)
+are kept, within their line; kubectl passes logs on as they are. NO_COLOR and FORCE_COLOR are obeyed by `colours`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.console import Console
+
+    from outlast.backends import LogLine
+
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""C0 but tab and newline, DEL, C1, separators of lines, and what reverses the direction of text."""
+_SGR = re.compile("(\x1b\\[[0-9;:]*m)")
+"""Select graphic rendition: colours, bold. https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
+_RESET = "\x1b[0m"
+_PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
+"""SGR colours of the workers' prefixes."""
+
+
+def safe(text: str) -> str:
+    """The text with its control characters shown: `^[` for ESC, `\\x9b`, `\\u202e`. Tabs and newlines stay."""
+    return _UNSAFE.sub(_shown, text)
+
+
+def _shown(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return f"^{chr(code + 0x40)}"
+    return "^?" if code == 0x7F else f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def one_line(text: str) -> str:
+    """The same for a value that must stay within its line or cell."""
+    return safe(text).replace("\n", "\\n").replace("\t", " ")
+
+
+class _Guarded:
+    """A stream that writes what is safe. It has no `buffer`: bytes would pass by."""
+
+    def __init__(self, raw: TextIO) -> None:
+        self.raw = raw
+
+    def write(self, text: str) -> int:
+        self.raw.write(safe(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":
+            raise AttributeError("standard output and error take text; a command's bytes go to the descriptor itself")
+        return getattr(self.raw, name)
+
+
+def guard() -> None:
+    """From now on this process prints nothing that is not safe."""
+    if sys.stdout is not None:
+        sys.stdout = cast(TextIO, _Guarded(_raw(sys.stdout)))
+    if sys.stderr is not None:
+        sys.stderr = cast(TextIO, _Guarded(_raw(sys.stderr)))
+
+
+def release() -> None:
+    """Print as it is again: in a pod standard output is the worker's log, whatever its script writes."""
+    if sys.stdout is not None:
+        sys.stdout = _raw(sys.stdout)
+    if sys.stderr is not None:
+        sys.stderr = _raw(sys.stderr)
+
+
+def bug(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    """`sys.excepthook`: the traceback without the colours that Python 3.13 gives it, which would be shown as text."""
+    print("".join(traceback.format_exception(kind, error, where)), end="", file=sys.stderr)
+
+
+def colours(stream: TextIO | None) -> bool:
+    """Whether to write colours there: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that can.
+
+    https://no-color.org and https://force-color.org: set to anything but an empty text.
+    """
+    if os.environ.get("NO_COLOR") or stream is None:
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and stream.isatty())
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console of rich on standard output, or on standard error. It reads NO_COLOR and FORCE_COLOR itself."""
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Safe(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=safe(segment.text))
+
+    return Safe(file=_raw(sys.stderr if stderr else sys.stdout), highlight=False)
+
+
+def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
+    """Print lines of workers, with the worker's name before each."""
+    out, coloured = sys.stdout, colours(sys.stdout)
+    kept = not os.environ.get("NO_COLOR")
+    text = "".join(
+        f"{prefix(line.worker, colour=coloured) if prefixed else ''}{logged(part, colour=kept)}\n"
+        for line in lines
+        for part in drawn(line.text, terminal=out.isatty())
+    )
+    _raw(out).write(text)
+    out.flush()
+
+
+def drawn(text: str, *, terminal: bool) -> Iterator[str]:
+    """What is seen of a line that draws over itself, as progress bars do with carriage returns: on a terminal what was drawn
+    last, else every drawing as a line."""
+    parts = [part for part in text.split("\r") if part] or [""]
+    yield from parts[-1:] if terminal else parts
+
+
+def logged(text: str, *, colour: bool = True) -> str:
+    """A worker's line with its colours and no other sequence; they end with it."""
+    if "\x1b" not in text:
+        return safe(text)
+    pieces = _SGR.split(text)  # text, sequence, text, ...
+    shown = "".join(safe(piece) if at % 2 == 0 else piece if colour else "" for at, piece in enumerate(pieces))
+    return shown + _RESET if colour and len(pieces) > 1 and not shown.endswith(_RESET) else shown
+
+
+def prefix(worker: int, *, colour: bool) -> str:
+    """`worker-0 | `, what stands before each line of a worker."""
+    text = f"worker-{worker} | "
+    return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
+
+
+def _raw(stream: TextIO) -> TextIO:
+    return stream.raw if isinstance(stream, _Guarded) else stream

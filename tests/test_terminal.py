@@ -1,0 +1,202 @@
+"""What is printed can change nothing on the terminal of whoever reads it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from rich.text import Text
+
+import fake
+from outlast import cli
+from outlast.backends import LogLine
+from outlast.cli import live, show, terminal
+from outlast.status import CheckpointStatus, Failure, JobStatus, State, WorkerStatus
+
+TITLE = "\x1b]0;owned\x07"
+"""Gives the terminal another title."""
+EVIL = f"{TITLE}\x1b[2J\x9b1;1Hgone\rover\x7f\u202eabc"
+"""The same, and clears the screen, goes to its begin by C1, draws over itself, and turns text round."""
+SHOWN = "^[]0;owned^G^[[2J\\x9b1;1Hgone^Mover^?\\u202eabc"
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> fake.FakeBackend:
+    """A job that others have given everything that is text in it."""
+    backend = fake.FakeBackend(tmp_path)
+    status = JobStatus(
+        name="job",
+        run=EVIL,
+        state=State.FAILED,
+        reason=f"{EVIL}\nnext  Succeeded",
+        output=str(tmp_path / "job"),
+        submitted=time.time(),
+        finished=time.time(),
+        warnings=[EVIL],
+        checkpoint=CheckpointStatus(step=1, path=EVIL, time=1.0),
+        failure=Failure(worker=0, code=1, reason=EVIL, log_tail=EVIL, step=3),
+        workers=[WorkerStatus(index=0, state=EVIL, pod=EVIL, node=EVIL, reason=EVIL)],
+    )
+    events = [{"t": 1.0, "kind": "submitted", "source": "cli"}, {"t": 2.0, "kind": "failure", "source": "x", "reason": EVIL}]
+    backend.runs["job"] = fake.Run(status, [LogLine(0, EVIL)], events)
+    return backend
+
+
+def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend | None, *words: str) -> str:
+    """What a command writes on both streams, byte for byte."""
+    with pytest.raises(SystemExit):
+        cli.main(words, backend=backend)
+    out, err = capsys.readouterr()
+    return str(out + err)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list"],
+        ["status"],
+        ["status", "-w"],
+        ["why"],
+        ["report"],
+        ["logs"],
+        ["logs", "--worker", "0"],
+        ["checkpoints", "list"],
+        ["status", f"no{EVIL}"],
+        ["logs", "--grep", f"({EVIL}"],
+        ["validate", f"no{EVIL}.yaml"],
+        [f"no{EVIL}"],
+        ["list", f"--no{EVIL}"],
+    ],
+    ids=" ".join,
+)
+def test_no_command_passes_on_what_others_wrote(
+    evil: fake.FakeBackend, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = printed(capsys, evil, *words)
+    assert said.strip()
+    assert not CONTROL.search(said)
+    assert "\nnext" not in said, "no line is made up"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert not CONTROL.search(re.sub(r"\x1b\[[0-9;]*m", "", printed(capsys, evil, *words)))
+
+
+@pytest.mark.parametrize("output", ["json", "yaml"])
+def test_data_is_as_it_is(evil: fake.FakeBackend, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = printed(capsys, evil, "status", "-o", output)
+    assert not CONTROL.search(said)
+    assert (json.loads if output == "json" else yaml.safe_load)(said)["reason"] == evil.runs["job"].status.reason
+
+
+def test_every_way_to_print_is_guarded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that knows nothing of terminals prints what is safe: it cannot be forgotten."""
+
+    def naive() -> None:
+        print(EVIL)
+        print(EVIL, file=sys.stderr)
+        sys.stdout.write(EVIL)
+        sys.stderr.writelines([EVIL])
+        typer.echo(EVIL)
+        typer.secho(EVIL, err=True)
+        terminal.console().print(Text(EVIL))
+        terminal.console(stderr=True).print(EVIL, markup=False)
+        with pytest.raises(AttributeError, match="take text"):
+            sys.stdout.buffer.write(EVIL.encode())
+        raise typer.BadParameter(EVIL)
+
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(naive)
+    monkeypatch.setattr(cli, "app", app)
+    said = printed(capsys, None)
+    assert not CONTROL.search(said)
+    assert said.count("owned") == 9
+
+
+def test_nothing_prints_beside_the_guard() -> None:
+    """What would: the descriptors, the streams of before, a console of rich's own. `exec` passes a command's bytes, as kubectl
+    does, and this module has to."""
+    source = Path(cli.__file__).parent
+    beside = re.compile(r"__std(out|err)__|std(out|err)\.buffer|os\.write|\bConsole\(|_raw\(")
+    assert {path.name for path in source.glob("*.py") if beside.search(path.read_text())} == {"inside.py", "terminal.py"}
+
+
+def test_a_workers_colours_are_kept_within_their_line() -> None:
+    assert terminal.logged("\x1b[31mred\x1b[0m") == "\x1b[31mred\x1b[0m"
+    assert terminal.logged("\x1b[38;2;1;2;3mred") == "\x1b[38;2;1;2;3mred\x1b[0m"
+    assert terminal.logged(f"\x1b[1mbold{TITLE}\x1b[2K") == "\x1b[1mbold^[]0;owned^G^[[2K\x1b[0m"
+    assert terminal.logged("\x1b[31mred", colour=False) == "red"
+    assert terminal.logged("\x1b]8;;http://evil\x1b\\link") == "^[]8;;http://evil^[\\link"
+
+
+def test_a_line_that_draws_over_itself_is_its_last_drawing_on_a_terminal_and_all_of_them_elsewhere() -> None:
+    assert [*terminal.drawn("1 %\r2 %\r", terminal=True)] == ["2 %"]
+    assert [*terminal.drawn("1 %\r2 %\r", terminal=False)] == ["1 %", "2 %"]
+    assert [*terminal.drawn("", terminal=False)] == [""]
+
+
+def test_the_panel_on_a_terminal_shows_what_is_safe(evil: fake.FakeBackend) -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    written, before = Tty(), sys.stdout
+    try:
+        sys.stdout = written
+        terminal.guard()
+        with live.Terminal() as shown:
+            shown.lines([LogLine(0, f"{EVIL}\x1b[31mred")])
+            shown.say(EVIL)
+            shown.update(evil.runs["job"].status)
+    finally:
+        sys.stdout = before
+    said = written.getvalue()
+    assert "\x1b]" not in said
+    assert "\x1b[2J" not in said
+    assert "\x9b" not in said
+    assert "\u202e" not in said
+    assert "outlast | " in said
+    assert "^[]0;owned" in said
+
+
+@pytest.mark.parametrize(
+    ("environment", "tty", "coloured"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+    ],
+)
+def test_colours_are_where_they_are_wanted(
+    environment: dict[str, str],
+    tty: bool,
+    coloured: bool,
+    evil: fake.FakeBackend,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    evil.runs["job"].lines[:] = [LogLine(1, "hello")]
+    assert (printed(capsys, evil, "logs") == "\x1b[33mworker-1 | \x1b[0mhello\n") is coloured
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", printed(capsys, evil, "report"))) is coloured
+
+
+def test_a_cell_and_a_field_stay_on_their_line() -> None:
+    assert show.table(("NAME", "REASON"), [("a\nb  Running", EVIL)]).splitlines()[1:] == [f"a\\nb  Running  {SHOWN}"]
+    assert show.fields({"reason": "a\nexit code  0"}) == "reason  a\\nexit code  0"
