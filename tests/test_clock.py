@@ -3,22 +3,11 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from outlast.clock import BREAK_S, Clock
-
-
-class Machine:
-    """Its two clocks."""
-
-    def __init__(self) -> None:
-        self.wall, self.monotonic = 1_000_000.0, 50.0
-
-    def goes_on(self, seconds: float, *, wall: float | None = None) -> None:
-        self.monotonic += seconds
-        self.wall += seconds if wall is None else wall
-
-    def clock(self) -> Clock:
-        return Clock(lambda: self.wall, lambda: self.monotonic)
+from clocks import DISTURBANCES, Machine
+from outlast.clock import BREAK_S, STEP_S, Seen
 
 
 def test_a_clock_goes_on_as_the_monotonic_one_does() -> None:
@@ -55,3 +44,36 @@ def test_slewing_is_no_break_however_much_it_sums_to() -> None:
         machine.goes_on(60, wall=60.03)
         clock()
     assert clock.broken_at == -math.inf
+
+
+ALIKE = st.tuples(st.floats(0.0, STEP_S), st.floats(-5000, 5000))
+PAUSES = st.sampled_from(list(DISTURBANCES.values()))
+
+
+@given(st.lists(ALIKE | PAUSES, max_size=30))
+def test_time_awake_never_steps_and_a_pause_of_whatever_kind_passes_a_second_at_most(steps: list[tuple[float, float]]) -> None:
+    machine = Machine()
+    clock = machine.awake()
+    before = clock()
+    for monotonic, wall in steps:
+        machine.goes_on(monotonic, wall=wall)
+        now = clock()
+        assert now - before == pytest.approx(min(monotonic, STEP_S), abs=1e-6)
+        before = now
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_what_looks_the_same_ages_only_while_we_look(disturbance: str) -> None:
+    machine = Machine()
+    seen = Seen(machine.awake())
+    assert seen.age("rank 0", "step 7") == 0.0
+    machine.goes_on(0.5)
+    assert seen.age("rank 0", "step 7") == pytest.approx(0.5)
+    monotonic, wall = DISTURBANCES[disturbance]
+    machine.goes_on(monotonic, wall=wall)
+    assert seen.age("rank 0", "step 7") <= 1.5 + 1e-6
+    machine.goes_on(0.5)
+    assert seen.age("rank 0", "step 8") == 0.0
+    seen.forget("rank 0")
+    machine.goes_on(0.5)
+    assert seen.age("rank 0", "step 8") == 0.0, "another of the same name"

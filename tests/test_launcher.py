@@ -1,13 +1,27 @@
-"""What the launcher decides by itself: GPUs, and which of several failures is the cause."""
+"""What the launcher decides by itself: GPUs, which of several failures is the cause, and when a time is over."""
 
 from __future__ import annotations
 
+import json
+import os
+import time as wall
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from clocks import DISTURBANCES, Machine
+from outlast import contract, spec
 from outlast.backends import workers
+from outlast.backends.launcher import Launcher
+from outlast.backends.local import LocalBackend
+from outlast.backends.places import Places
 from outlast.errors import OutlastError
-from outlast.rendezvous import decider
-from outlast.status import Failure
+from outlast.rendezvous import decider, world
+from outlast.rendezvous.handler import Handler
+from outlast.rendezvous.local import Called
+from outlast.runtime import notice, progress
+from outlast.status import Failure, State
 
 
 @pytest.mark.parametrize(
@@ -47,3 +61,123 @@ def test_the_cause_is_a_kill_before_an_error_and_an_error_before_its_echoes():
     echo = a_failure(1, time=0.0)
     pending = [(True, echo), (False, aborted), (False, bug), (False, killed)]
     assert [failure for _, failure in sorted(pending, key=decider.cause_first)] == [killed, bug, aborted, echo]
+
+
+# Clocks that are set, machines that sleep
+
+
+def a_launcher(directory: Path, machine: Machine, **fields: object) -> Launcher:
+    """One of a job that was just submitted, on the clocks of `machine`. Nothing is started."""
+    (directory / "train.py").write_text("")
+    whole = {"script": "train.py", "workers": {"replicas": 2}, **fields}
+    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": whole}
+    (directory / "job.yaml").write_text(json.dumps(document))
+    backend = LocalBackend(directory / "state", start=lambda *_: None)
+    backend.submit(spec.load(directory / "job.yaml"), source=directory / "job.yaml")
+    return Launcher(Places(directory / "state" / "jobs" / "job"), machine.awake())
+
+
+def disturbed(machine: Machine, how: str) -> None:
+    monotonic, wall = DISTURBANCES[how]
+    machine.goes_on(monotonic, wall=wall)
+
+
+@pytest.mark.parametrize("how", DISTURBANCES)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_deadline_counts_the_time_in_which_the_machine_ran(tmp_path: Path, how: str, begun: bool) -> None:
+    machine = Machine()
+    launcher = a_launcher(tmp_path, machine, startupDeadlineSeconds=60, activeDeadlineSeconds=60)
+    if begun:
+        launcher.formed(world.World(1, (0, 1), "", ""))
+    disturbed(machine, how)
+    launcher._keep_deadlines()
+    assert launcher.closing is None
+    for _ in range(61):
+        machine.goes_on(1.0)
+        launcher._keep_deadlines()
+    assert launcher.closing is not None
+    state, reason, _ = launcher.closing
+    assert state is State.FAILED
+    assert ("activeDeadlineSeconds" if begun else "startupDeadlineSeconds") in reason
+
+
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_an_agent_is_silent_when_its_file_has_not_changed_while_we_looked(tmp_path: Path, how: str) -> None:
+    machine = Machine()
+    staff = a_launcher(tmp_path, machine).staff
+    staff.adopt([{"index": 0, "pid": os.getpid(), "attempt": 1}])
+    file = tmp_path / "state" / "jobs" / "job" / "workers" / "0" / contract.WORKER
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert staff.silent() == []
+    disturbed(machine, how)
+    assert staff.silent() == []
+    os.utime(file, (1.0, 1.0))  # a clock was set back: it lives all the same
+    for _ in range(int(workers.AGENT_SILENCE_S) + 1):
+        assert staff.silent() == []
+        machine.goes_on(1.0)
+    assert [worker.index for worker in staff.silent()] == [0]
+
+
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_later(tmp_path: Path, how: str) -> None:
+    machine = Machine()
+    staff = a_launcher(tmp_path, machine).staff
+    for _ in range(10):
+        staff._vain[0] += 1
+    staff.pause(0)
+    disturbed(machine, how)
+    assert staff.missing(2) == [1]
+    for _ in range(int(max(workers.BACKOFF_S))):
+        machine.goes_on(1.0)
+        missing = staff.missing(2)
+    assert missing == [0, 1]
+
+
+@pytest.mark.parametrize("theirs", [0.0, -3600.0, 3600.0])
+def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path, theirs: float) -> None:
+    machine = Machine()
+    launcher = a_launcher(tmp_path, machine)
+    launcher.add_failure(a_failure(time=machine.wall + theirs), echo=True)
+    machine.goes_on(decider.CAUSE_S / 2)
+    assert launcher.decide(2, (0, 1)) is None, "whoever died may still say so"
+    launcher.judge_when_settled()
+    assert launcher.pending
+    machine.goes_on(decider.SETTLE_S)
+    launcher.judge_when_settled()
+    assert launcher.restarts == 1
+
+
+class Asked:
+    """Who asks this member to come to the next world."""
+
+    id, world, closed = 1, world.World(1, (0, 1), "", ""), None
+
+    def __init__(self, deadline: float) -> None:
+        self.called = Called(2, "worker 2 joins", True, deadline)
+
+    def report(self, standing: str, **fields: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["call", "leave"])
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Path, monkeypatch, kind: str, how: str) -> None:
+    monkeypatch.delenv(contract.Env.NOTICE, raising=False)
+    machine = Machine()
+    theirs = wall.time() - 3600.0  # the clock of whoever asks has nothing to do with ours
+    member = Handler(Asked(theirs), run_id="run", state=tmp_path, host="127.0.0.1", processes=1, leave_s=120.0)  # type: ignore[arg-type]
+    member._clock, member.world = machine.awake(), Asked.world
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(progress.Progress(generation=1, rank=1, phase="train", step=3))
+    if kind == "leave":
+        notice.write(tmp_path / contract.NOTICE, "leave", "a drain", theirs)
+    assert member.num_nodes_waiting() == 0, "it is to save first"
+    disturbed(machine, how)
+    assert member.num_nodes_waiting() == 0
+    for _ in range(121):
+        machine.goes_on(1.0)
+        left = member.num_nodes_waiting()
+    assert left == 1
+    writer.close()

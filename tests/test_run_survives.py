@@ -129,6 +129,24 @@ def test_a_stopped_worker_is_replaced_when_it_has_been_silent_for_too_long(machi
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
+def test_a_machine_that_stands_still_for_longer_than_the_hang_limit_costs_the_pause_and_nothing_else(machine, undisturbed: Final):
+    name = machine.submit(machine.job(args=ARGS, hang={"limit": "3s"}))
+    before = machine.at_step(name, 15)
+    launcher = psutil.Process(before.launcher)
+    agents = [psutil.Process(worker.pid) for worker in before.workers]
+    everybody = [launcher, *agents, *(child for agent in agents for child in agent.children(recursive=True))]
+    for process in everybody:
+        process.suspend()
+    time.sleep(7)  # as long as the pause is to be
+    for process in everybody:
+        process.resume()
+    status = machine.end(name)
+    assert (status.state, status.restarts, status.generation) == (State.SUCCEEDED, 0, before.generation)
+    assert not [event for event in machine.backend.events(name) if event["kind"] in ("hang", "failure")]
+    assert machine.final(name) == undisturbed(ARGS, 2)
+
+
 def test_a_terminated_worker_saves_first_so_no_step_is_lost_and_nothing_counts(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS, checkpoint={"every": "1h"}))
     machine.at_step(name, 25)

@@ -172,7 +172,7 @@ def test_a_process_that_was_stopped_on_its_way_out_is_a_cause_and_no_echo(tmp_pa
     monkeypatch.setenv("OUTLAST_WORKER", "0")
     said = {"rank": 1, "type": "ValueError", "message": "raised ValueError: a bug", "traceback": "", "time": 1.0, "code": 1}
     (tmp_path / contract.ERROR.format(local_rank=1)).write_text(json.dumps(said))
-    handler: Any = SimpleNamespace(formed=0.0, generation=1)
+    handler: Any = SimpleNamespace(generation=1)
 
     def failed(local_rank: int) -> tuple[int, bool]:
         stopped = SimpleNamespace(local_rank=local_rank, exitcode=-signal.SIGTERM)

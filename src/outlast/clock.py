@@ -6,6 +6,9 @@
 
 The wall clock steps when NTP sets it right and when a suspended machine wakes up. Times that are compared with each other in one
 process come from here; times that people read, or that outlive the process, are those of `time.time`.
+
+    clock = Awake()  for a loop: time in which it did not run does not pass, whatever the reason was
+    Seen(clock)      how long each of several things has looked the same to us
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 log = logging.getLogger(__name__)
 
@@ -43,3 +46,60 @@ class Clock:
             self.broken_at = now
         log.warning("the wall clock stepped by %+.1f s (set anew, or the machine slept); silence is counted from now", stepped_s)
         return now
+
+
+STEP_S = 1.0
+"""The most that `Awake` passes between two readings; the loops that read it do so ten times a second."""
+STOOD_S = 10.0
+"""A loop that stood still for longer says so."""
+
+
+class Awake:
+    """Seconds since the epoch when it was made, and from then on only the time in which its loop ran.
+
+    A suspended machine stops the monotonic clock, a paused virtual machine, a frozen container and a stopped process do not. None
+    of them is a reason to take anybody for silent, or a deadline for passed: who is judged stood still, too. So whatever is
+    judged by this clock costs the pause and nothing else. Needs a reading at least every `STEP_S`. Safe to call from any thread.
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._now, self._read = wall(), monotonic()
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        """The time now."""
+        with self._lock:
+            read = self._monotonic()
+            passed_s, self._read = read - self._read, read
+            self._now += min(passed_s, STEP_S)
+            now = self._now
+        if passed_s > STOOD_S:
+            log.warning(
+                "this process stood still for %.0f s; that time counts neither as silence nor towards a deadline", passed_s
+            )
+        return now
+
+
+class Seen:
+    """For how long each of several things has looked the same to us.
+
+    Times that other processes have written are compared with each other only: a new one is a sign of life, whatever it says.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen: dict[Hashable, tuple[object, float]] = {}
+
+    def age(self, key: Hashable, value: object) -> float:
+        """Seconds since `key` was first seen with this value; 0 if that is now."""
+        now = self._clock()
+        before = self._seen.get(key)
+        if before is None or before[0] != value:
+            self._seen[key] = value, now
+            return 0.0
+        return now - before[1]
+
+    def forget(self, key: Hashable) -> None:
+        """It is no more; what comes under the same name is another."""
+        self._seen.pop(key, None)

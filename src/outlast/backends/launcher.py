@@ -27,6 +27,7 @@ from typing import Any
 from outlast import checkpoints, contract, files, restarts, spec
 from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
+from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
 from outlast.rendezvous.decider import Decider, Terms, after, cause_first
@@ -52,23 +53,34 @@ LIVE_LEDGER_BYTES = 64 << 20
 class Launcher(Decider):
     """All that is known and done for one job. `run` returns the exit code of the launcher."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, clock: Awake | None = None) -> None:
         self.places = places
         self.job = spec.load(places.job)
-        super().__init__(Terms.of(self.job.spec))
+        super().__init__(Terms.of(self.job.spec), clock or Awake())
         record = Run.read(places)
         self.run_id = record.run
         self.output = Path(record.output)
         self.record, self.store = record, record.store
         self.staff = Staff(
-            places, self.job, run=self.run_id, output=self.output, code=Path(record.code), store=self.store, owner=record.owner
+            places,
+            self.job,
+            run=self.run_id,
+            output=self.output,
+            code=Path(record.code),
+            clock=self.clock,
+            store=self.store,
+            owner=record.owner,
         )
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
         self.wanted = Wanted.read(places)
-        self.known = after(record.generation)
+        self.known = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
+        self.submitted = self.clock() - max(0.0, time.time() - places.taken_up())
+        """When the run was taken up, by our clock."""
+        self.started: float | None = None
+        """When its first world was formed, by our clock."""
         self.joiners: dict[int, str] = {}
         """Workers outside a running world that did not manage to join it, and why."""
         self.stepped = False
@@ -90,7 +102,7 @@ class Launcher(Decider):
         self._goodput_at = 0.0
         self._written = ""
         self._poke = asyncio.Event()
-        self.server = local.Server(run=self.run_id, heard=self.heard, gone=self.gone)
+        self.server = local.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
 
     # The loop
 
@@ -102,16 +114,11 @@ class Launcher(Decider):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
-        looked = time.monotonic()
         while True:
             self._poke.clear()
-            if time.monotonic() - looked > local.HEARTBEAT_S:
-                self.server.forgive()
-                self.staff.forgive(time.time())
-            looked = time.monotonic()
-            for worker in self.staff.silent(time.time()):
+            for worker in self.staff.silent():
                 self.staff.put_down(worker.index, "has an agent that does nothing")
-            for id in self.server.drop_silent(looked):
+            for id in self.server.drop_silent():
                 self.staff.put_down(id, f"was silent for {local.SILENCE_S:g} s")
             self._reap()
             self._obey()
@@ -142,19 +149,21 @@ class Launcher(Decider):
         with contextlib.suppress(OSError, ValueError):
             before = JobStatus.model_validate_json(self.places.status.read_text())
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
+            if before.started is not None:
+                self.started = self.clock() - max(0.0, time.time() - before.started)
         generation = max(memory["generation"], self.record.generation)
         if generation:
-            self.known = after(generation)
+            self.known = after(generation, self.clock())
         self.judged = memory["judged"]
         self.staff.gpus = memory["gpus"]  # a worker that revives us shows us only its own
         self.staff.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
-            self.closing, self.close_by = (State(state), reason, code), time.time() + self.patience.leave + CLOSING_S
+            self.closing, self.close_by = (State(state), reason, code), self.clock() + self.patience.leave + CLOSING_S
             self.farewell = local.Closed(reason, code)
         self._reap()
         if self.staff.present and memory["world"]:  # it may still train: listen before deciding
-            self.known = world.State({}, local.world_from(memory["world"]), since=time.time())
+            self.known = world.State({}, local.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         self.remember()
 
@@ -177,8 +186,7 @@ class Launcher(Decider):
 
     def _fill(self) -> None:
         """Start the workers that are wanted and missing."""
-        now = time.time()
-        for index in self.staff.missing(self.wanted.replicas, now):
+        for index in self.staff.missing(self.wanted.replicas):
             try:
                 worker = self.staff.start(index)
             except (OutlastError, OSError) as problem:
@@ -186,7 +194,7 @@ class Launcher(Decider):
                     self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
                     return
                 self.joiners[index] = f"worker {index} cannot be started: {problem}"
-                self.staff.pause(index, now)
+                self.staff.pause(index)
                 continue
             self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt)
             self.remember()
@@ -207,7 +215,7 @@ class Launcher(Decider):
 
     def _died(self, end: Ended) -> None:
         index = end.worker.index
-        self.staff.pause(index, time.time())
+        self.staff.pause(index)
         training = self.known.world if self.known.called is None else None
         if training is not None and index not in training.members:  # the world goes on without it
             self.joiners[index] = f"{end.reason}; it will be started again"
@@ -222,7 +230,7 @@ class Launcher(Decider):
         match self.decide(self.wanted.replicas, (worker.index for worker in self.staff.staying())):
             case world.Wait(reason):
                 called = self.known.called
-                if (called and time.time() - called.at > WAITED_S) or (not called and not self.known.world):
+                if (called and self.clock() - called.at > WAITED_S) or (not called and not self.known.world):
                     self.status.reason = reason
 
     def send(self, id: int, kind: str, content: object) -> None:
@@ -235,8 +243,10 @@ class Launcher(Decider):
         self.ledger.write(kind, **facts)
 
     def formed(self, new: world.World) -> None:
+        now = self.clock()
         self.status.started = self.status.started or time.time()
-        self.formed_at, self.stepped = time.time(), False
+        self.started = now if self.started is None else self.started
+        self.formed_at, self.stepped = now, False
         for id in new.members:
             self.staff.joined(id)
             self.joiners.pop(id, None)
@@ -249,7 +259,7 @@ class Launcher(Decider):
         self._read_progress()
         step = self.status.step
         # An error that only echoes somebody's death says nothing of the step; a plain script that ran for a while tells none.
-        silent = not self.stepped and time.time() - self.formed_at > UNTOLD_S
+        silent = not self.stepped and self.clock() - self.formed_at > UNTOLD_S
         return failure.model_copy(update={"step": step}), None if echo or silent else step, self._committed()
 
     def failed(self, failure: Failure) -> None:
@@ -259,12 +269,12 @@ class Launcher(Decider):
         self._close(state, reason, code)
 
     def _keep_deadlines(self) -> None:
-        """End a job that does not get to train, or trains for too long."""
-        now, limits = time.time(), self.job.spec
+        """End a job that does not get to train, or trains for too long. Time in which the machine slept is not the job's."""
+        now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
-        if startup and self.status.started is None and now - self.places.taken_up() > startup:
+        if startup and self.started is None and now - self.submitted > startup:
             self._close(State.FAILED, f"training has not begun within startupDeadlineSeconds ({startup})", contract.Exit.FAILED)
-        elif active and self.status.started is not None and now - self.status.started > active:
+        elif active and self.started is not None and now - self.started > active:
             self._close(State.FAILED, f"the job has run for activeDeadlineSeconds ({active})", contract.Exit.FAILED)
 
     # What the user wants
@@ -298,9 +308,9 @@ class Launcher(Decider):
         self.remember()
         self.say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
-        self.closed_at = time.time()
+        self.closed_at = self.clock()
         self.status.interruptions += leave
-        self.close_by = time.time() + (self.patience.leave + CLOSING_S if leave else CLOSING_S)
+        self.close_by = self.closed_at + (self.patience.leave + CLOSING_S if leave else CLOSING_S)
         if leave:
             for worker in self.staff.present.values():
                 self.staff.tell(worker)
@@ -317,9 +327,9 @@ class Launcher(Decider):
         """Whether all workers are gone; those that take too long are killed."""
         assert self.closing is not None
         pushing = [w for w in self.staff.present.values() if self.staff.said(w).get("state") == Phase.PUSHING]
-        if self.store and pushing and time.time() - self.closed_at > WAITED_S:
+        if self.store and pushing and self.clock() - self.closed_at > WAITED_S:
             self.status.reason = f"{self.closing[1]}; pushing what is left to {self.store}"
-        if time.time() > self.close_by:
+        if self.clock() > self.close_by:
             for worker in list(self.staff.present.values()):
                 if not self.close_by or self.staff.said(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
                     self.staff.put_down(worker.index, "has not left in time")
@@ -394,7 +404,7 @@ class Launcher(Decider):
         record = progress.read(self.places.worker(now_world.members[0]), 0)
         if record is None or record.phase in ("started", "open", "restore") or record.generation != now_world.generation:
             return
-        now = time.time()
+        now = self.clock()
         if record.step != self.status.step or not self.paces:
             if record.step < self.status.step:
                 self.paces.clear()
@@ -426,10 +436,10 @@ class Launcher(Decider):
             status.world = list(self.known.world.members) if running and self.known.world else []
             status.launcher = os.getpid()
         status.workers = [self._worker_status(worker) for _, worker in sorted(self.staff.present.items())]
-        now = time.time()
+        now = self.clock()
         if final or (now > self._goodput_at and self._ledger_bytes() < LIVE_LEDGER_BYTES):
             before = time.perf_counter()
-            status.goodput = goodput.buckets(ledgers.read(self.output / contract.LEDGER), now).goodput
+            status.goodput = goodput.buckets(ledgers.read(self.output / contract.LEDGER), time.time()).goodput
             self._goodput_at = now + max(2.0, 50 * (time.perf_counter() - before))  # at most 2 % of our time
         if status.store is not None:
             status.store = self._store_status(status.store)

@@ -162,7 +162,7 @@ class LocalBackend:
         if any(worker.pid and places.owns(worker.index, worker.pid) for worker in status.workers):
             reason = "the launcher is gone; its workers train on and will start it again"
             return status.model_copy(update={"launcher": None, "reason": reason})
-        if time.time() - places.taken_up() < _STARTING_S:
+        if abs(time.time() - places.taken_up()) < _STARTING_S:
             return status
         step = status.checkpoint.step if status.checkpoint else 0
         reason = f"all its processes are gone; `outlast run` goes on from step {step}"

@@ -14,12 +14,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from outlast import contract, spec
 from outlast.backends.places import Places
+from outlast.clock import Seen
 from outlast.errors import OutlastError
 from outlast.rendezvous import local
 from outlast.runtime.agent import processes_per_worker
@@ -71,8 +72,18 @@ class Staff:
     """The workers there are."""
 
     def __init__(
-        self, places: Places, job: spec.Job, *, run: str, output: Path, code: Path, store: str = "", owner: str = ""
+        self,
+        places: Places,
+        job: spec.Job,
+        *,
+        run: str,
+        output: Path,
+        code: Path,
+        clock: Callable[[], float],
+        store: str = "",
+        owner: str = "",
     ) -> None:
+        """`clock` is what silence and pauses are measured by, see `clock.Awake`."""
         self._places, self._job, self._run, self._output, self._code = places, job, run, output, code
         self._store, self._owner = store, owner
         self.gpus = gpus()
@@ -82,7 +93,8 @@ class Staff:
         self._vain: collections.Counter[int] = collections.Counter()
         """Starts of each worker since it was last in a world."""
         self._not_before: dict[int, float] = {}
-        self._listening_since = 0.0
+        self._clock = clock
+        self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
         """Those that have not been told to leave."""
@@ -99,10 +111,11 @@ class Staff:
         """What `adopt` needs."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
-    def missing(self, wanted: int, now: float) -> list[int]:
+    def missing(self, wanted: int) -> list[int]:
         """The workers to start now, so that `wanted` are there: the lowest indices, each after its pause."""
         lacking = wanted - len(self.staying())
         free = (index for index in range(wanted + len(self.present)) if index not in self.present)
+        now = self._clock()
         return [index for _, index in zip(range(lacking), free, strict=False) if now >= self._not_before.get(index, 0.0)]
 
     def start(self, index: int) -> Worker:
@@ -135,9 +148,9 @@ class Staff:
         """This worker is in a world: when it dies it is started again at once."""
         self._vain[index] = 0
 
-    def pause(self, index: int, now: float) -> None:
+    def pause(self, index: int) -> None:
         """Start this worker again only after a pause that grows with its vain starts."""
-        self._not_before[index] = now + BACKOFF_S[min(self._vain[index], len(BACKOFF_S) - 1)]
+        self._not_before[index] = self._clock() + BACKOFF_S[min(self._vain[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
         """Those that have ended since the last look; they are no longer present."""
@@ -146,6 +159,7 @@ class Staff:
             if status is None:
                 continue
             del self.present[index]
+            self._seen.forget(index)
             said = self.said(worker)
             if worker.child is None and said.get("code") is not None:
                 status = int(said["code"])
@@ -159,19 +173,15 @@ class Staff:
             return {}
         return said if said.get("pid") == worker.pid else {}
 
-    def silent(self, now: float) -> list[Worker]:
+    def silent(self) -> list[Worker]:
         """Those whose agent has not touched its file for too long: it is stopped, or stuck."""
         found = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
-                touched = (self._places.worker(worker.index) / contract.WORKER).stat().st_mtime
-                if now - max(touched, self._listening_since) > AGENT_SILENCE_S:
+                touched = (self._places.worker(worker.index) / contract.WORKER).stat().st_mtime_ns
+                if self._seen.age(worker.index, touched) > AGENT_SILENCE_S:
                     found.append(worker)
         return found
-
-    def forgive(self, now: float) -> None:
-        """Count silence from now: it was the machine that stood still."""
-        self._listening_since = now
 
     def tell(self, worker: Worker) -> None:
         """Tell a worker to save and leave."""

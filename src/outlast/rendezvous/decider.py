@@ -75,6 +75,8 @@ class Decider(abc.ABC):
         """What `world.decide` goes by."""
         self.pending: list[tuple[bool, Failure]] = []
         """Failures of the current generation, each with whether it only echoes another."""
+        self.pending_since = 0.0
+        """When the first of them was heard of, by our clock: theirs are other processes', if not other machines'."""
         self.judged = 0
         """The newest generation whose failure has been judged; what is reported of it later is known."""
         self.unanswered_s = 5.0
@@ -154,6 +156,8 @@ class Decider(abc.ABC):
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
         """Something failed in the current generation; it is judged when the others have had time to say so, too."""
+        if not self.pending:
+            self.pending_since = self.clock()
         self.pending.append((echo, failure))
         self.poke()
 
@@ -162,7 +166,7 @@ class Decider(abc.ABC):
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
         """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Wanted`."""
         now = self.clock()
-        if self.pending and all(echo and 0 <= now - failure.time < CAUSE_S for echo, failure in self.pending):
+        if self.pending and all(echo for echo, _ in self.pending) and 0 <= now - self.pending_since < CAUSE_S:
             return None  # whoever died is still ending; a call now would stop it before it could say why
         wanted = world.Wanted(replicas, self.sizes, None if expected is None else frozenset(expected))
         decision = world.decide(self.known, wanted, self.patience, now)
@@ -208,7 +212,7 @@ class Decider(abc.ABC):
     def judge_when_settled(self) -> None:
         """Judge what has failed although no new world can be formed yet."""
         patience = self.unanswered_s if self._may_be_answered() else SETTLE_S
-        if self.pending and not 0 <= self.clock() - min(failure.time for _, failure in self.pending) <= patience:
+        if self.pending and not 0 <= self.clock() - self.pending_since <= patience:
             self.judge()
 
     def _may_be_answered(self) -> bool:
@@ -247,7 +251,8 @@ def cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
     return echo, not contract.killed(failure.code), failure.time
 
 
-def after(generation: int) -> world.State:
-    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind."""
-    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, time.time())
+def after(generation: int, now: float) -> world.State:
+    """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind. `now` is
+    the time of the decider's clock."""
+    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, now)
     return world.State({}, called=called) if generation else world.State({})

@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast import contract, files
+from outlast.clock import Awake
 from outlast.rendezvous import local, transport
 from outlast.rendezvous.world import Standing, World
 from outlast.runtime import notice, progress
@@ -60,19 +61,31 @@ class Handler(RendezvousHandler):
     """
 
     def __init__(
-        self, client: transport.Client, *, run_id: str, state: Path, host: str, processes: int, join_s: float = math.inf
+        self,
+        client: transport.Client,
+        *,
+        run_id: str,
+        state: Path,
+        host: str,
+        processes: int,
+        join_s: float = math.inf,
+        leave_s: float | None = None,
     ) -> None:
-        """`join_s` is how long a world is waited for."""
+        """`join_s` is how long a world is waited for, `leave_s` how long training that is asked to may take to save and leave;
+        None: as long as whoever asks says."""
         self._client = client
         self._run_id = run_id
-        self._join_s = join_s
+        self._join_s, self._leave_s = join_s, leave_s
+        self._clock = Awake()
+        self._asked: tuple[tuple[str, int], float] | None = None
+        """What the training was asked last, and until when it may take, by our clock."""
         self._state = state
         self._host = host
         self._processes = processes
         self._notice = Path(os.environ.get(contract.Env.NOTICE, state / contract.NOTICE))
         self.world: World | None = None
-        self.formed = 0.0
-        """When the current world reached this worker, seconds since the epoch."""
+        self.joining: Callable[[], None] = lambda: None
+        """Called when there is a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
         """Whether a training process is on its way out by a failure of its own: it is not stopped, so that this is reported."""
         self._next: dict[str, Any] = {}
@@ -131,16 +144,18 @@ class Handler(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """1 when this worker must stop its training processes and ask for the next world."""
+        self._clock()
         if self._client.closed is not None:
             return 1
         asked = notice.read(self._notice)
         if asked.get("kind") == "leave":
             self._say_leaving()
-            return int(not self._listening() or time.time() > asked["deadline"])
+            return int(not self._listening() or self._too_late("leave", 0, asked["deadline"]))
         called = self._client.called
         if called is None or not self.called():
             return 0
-        if not called.planned or not self._listening() or time.time() > called.deadline:
+        too_late = self._too_late("call", called.generation, called.deadline)
+        if not called.planned or not self._listening() or too_late:
             return int(not self.dies())
         if asked.get("generation") != called.generation:
             try:
@@ -201,7 +216,7 @@ class Handler(RendezvousHandler):
         rank = world.members.index(self._client.id)
         host, port = world.address.rsplit(":", 1)
         self.world = world
-        self.formed = time.time()
+        self.joining()
         os.environ[contract.Env.GENERATION] = str(world.generation)
         if notice.read(self._notice).get("kind") == "call":
             self._notice.unlink(missing_ok=True)
@@ -225,6 +240,15 @@ class Handler(RendezvousHandler):
         return all(
             record is not None and record.generation == self.generation and record.phase != "started" for record in records
         )
+
+    def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
+        """Whether the time is over in which training could save and leave. It begins when we first hear that it should: the clock
+        of whoever asks is not ours, and either may be set meanwhile."""
+        asked, now = (kind, generation), self._clock()
+        if self._asked is None or self._asked[0] != asked:
+            left_s = deadline - time.time() if self._leave_s is None else self._leave_s
+            self._asked = asked, now + left_s
+        return now > self._asked[1]
 
     def _why(self) -> str:
         why = getattr(self._client, "why", "")

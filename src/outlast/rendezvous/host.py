@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from outlast import contract, spec
+from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.rendezvous import decider, local, world
 from outlast.runtime.ledger import Ledger
@@ -33,12 +33,12 @@ class Host(decider.Decider):
     def __init__(
         self, job: spec.Job, *, run: str, generation: int, ledger: Ledger, over: Over, broken: Callable[[str], None]
     ) -> None:
-        super().__init__(decider.Terms.of(job.spec))
-        self.known = decider.after(generation)
+        super().__init__(decider.Terms.of(job.spec), Awake())
+        self.known = decider.after(generation, self.clock())
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
         self._ledger, self._over, self._broken = ledger, over, broken
         self._committed = 0
-        self._server = local.Server(run=run, heard=self.heard, gone=self.gone)
+        self._server = local.Server(run=run, heard=self.heard, gone=self.gone, clock=self.clock)
         self._poke = asyncio.Event()
         self._all_heard = threading.Event()
         self._said = ""
@@ -66,17 +66,14 @@ class Host(decider.Decider):
 
     async def _serve(self, sock: socket.socket) -> None:
         await self._server.start(sock)
-        looked, left = time.monotonic(), 0.0
-        while not left or (self.reports and time.monotonic() < left):
+        left = 0.0
+        while not left or (self.reports and self.clock() < left):
             self._poke.clear()
-            if time.monotonic() - looked > local.HEARTBEAT_S:
-                self._server.forgive()
-            looked = time.monotonic()
-            self._server.drop_silent(looked)
+            self._server.drop_silent()
             if self.farewell is None:
                 self._look()
             elif not left:
-                left = time.monotonic() + LEAVE_S
+                left = self.clock() + LEAVE_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poke.wait(), TICK_S)
         self._all_heard.set()

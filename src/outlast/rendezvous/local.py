@@ -193,8 +193,17 @@ def connect(endpoint: str) -> socket.socket:
 class Server:
     """The decider's side: who reports what, who is gone, and a way to speak to each."""
 
-    def __init__(self, *, run: str, heard: Callable[[Report], None], gone: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        *,
+        run: str,
+        heard: Callable[[Report], None],
+        gone: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is what silence is measured by: one that stands still when nobody listens here, see `clock.Awake`."""
         self._run = run
+        self._clock = clock
         self._heard = heard
         self._gone = gone
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -223,13 +232,9 @@ class Server:
         if writer is not None and dataclasses.is_dataclass(content) and not isinstance(content, type):
             writer.write(json.dumps({kind: dataclasses.asdict(content)}).encode() + b"\n")
 
-    def forgive(self) -> None:
-        """Count silence from now: it was we who did not listen (a machine that slept, a frozen container)."""
-        now = time.monotonic()
-        self._beats = dict.fromkeys(self._beats, now)
-
-    def drop_silent(self, now: float) -> list[int]:
+    def drop_silent(self) -> list[int]:
         """Hang up on members that have been silent for too long (a stopped process keeps its connection); who they were."""
+        now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         for id in silent:
             del self._beats[id]
@@ -253,7 +258,7 @@ class Server:
                 if id is None:
                     id = report.id
                     self._writers[id] = writer
-                self._beats[id] = time.monotonic()
+                self._beats[id] = self._clock()
                 self._heard(report)
         except OSError:  # it died in the middle of a word
             pass

@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast import contract, files
+from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
-from outlast.runtime import daemon, lifecycle, notice, prepare, probes, progress, pusher, shim
+from outlast.runtime import daemon, lifecycle, notice, prepare, probes, pusher, shim
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
 from outlast.runtime.output import Output
+from outlast.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -65,7 +67,11 @@ class Agent:
         self.notice = Path(environ[contract.Env.NOTICE])
         self.processes = processes_per_worker(job)
         self.worker = lifecycle.Worker()
+        self.clock = Awake()
+        self._looked = self.clock()
+        """The time of the last look, by our clock."""
         self.deadline = float("inf")
+        """When the training is ended that was told to leave, by our clock."""
         self.exit: lifecycle.Exit | None = None
         self.health = probes.Health()
         self._warm = warm
@@ -101,9 +107,8 @@ class Agent:
         self._said: tuple[int | None, str] = (None, "")
         """The end that the log speaks of already."""
         self._leave_by: float | None = None
-        """When the grace of a worker that was told to leave is over."""
-        self._condemned: set[int] = set()
-        """Pids of hung processes that we have killed."""
+        """When the grace of a worker that was told to leave is over, by our clock."""
+        self._ranks = Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
@@ -116,6 +121,7 @@ class Agent:
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         self.notice.unlink(missing_ok=True)
         (self.state / contract.END).unlink(missing_ok=True)
+        self._ranks.forget()
         for left_over in self.state.glob("ranks-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         self._happened(lifecycle.Started())
@@ -179,7 +185,7 @@ class Agent:
                 case lifecycle.Notify(reason, deadline):
                     self.deadline = self._leave_by = deadline
                     try:
-                        notice.write(self.notice, "leave", reason, deadline)
+                        notice.write(self.notice, "leave", reason, time.time() + deadline - self.clock())
                     except OSError as problem:
                         print(f"outlast | cannot tell the training to leave: {problem}; ending it", flush=True)
                         self._kill_training()
@@ -192,7 +198,7 @@ class Agent:
                     say_end(self.index, *self._said)
                     self._record_what_was_said()
                     if self._store:
-                        threading.Thread(target=self._push_rest, daemon=True).start()
+                        threading.Thread(target=self._push_rest, args=(self._push_s(),), daemon=True).start()
                     else:  # the output is where it belongs
                         self._events.put(lifecycle.Pushed())
                 case lifecycle.Exit(code, reason):
@@ -333,13 +339,15 @@ class Agent:
             return
         self._record("Failed" if said["code"] else "Succeeded", said["reason"], said["code"])
 
-    def _push_rest(self) -> None:
+    def _push_s(self) -> float:
+        """How long the rest may be pushed. Only who is done may wait: who failed is started again, and pushes it then."""
+        if self.worker.code == contract.Exit.DONE:
+            return PUSH_S
+        return max(LAST_PUSH_S, self._leave_by - self.clock()) if self._leave_by else LAST_PUSH_S
+
+    def _push_rest(self, seconds: float) -> None:
         """Push what is left, this worker's log to its last line included."""
         self._log.drain()
-        # Only who is done may wait: who failed is to be started again, and the next start pushes what is left.
-        seconds = max(LAST_PUSH_S, self._leave_by - time.time()) if self._leave_by else LAST_PUSH_S
-        if self.worker.code == contract.Exit.DONE:
-            seconds = PUSH_S
         try:
             code, problem = self._pusher.rest(seconds)
         except OSError as error:  # no process to be had
@@ -373,7 +381,8 @@ class Agent:
     def _on_signal(self, number: int, _frame: object) -> None:
         grace = self.job.spec.interruption.grace.total_seconds()
         self._told.set()
-        self._events.put(lifecycle.Told(f"worker {self.index} received {signal.Signals(number).name}", time.time(), grace))
+        # The clock has a lock, which this very thread may hold.
+        self._events.put(lifecycle.Told(f"worker {self.index} received {signal.Signals(number).name}", self._looked, grace))
 
     def _put(self, event: lifecycle.Event) -> None:
         self._events.put(event)
@@ -404,26 +413,21 @@ class Agent:
         self._events.put(lifecycle.Trained(contract.exit_code(status)))
 
     def _look(self) -> None:
-        now = time.time()
+        now = self._looked = self.clock()
         if self._launched and self._elastic is None and self.worker.phase is Phase.TRAINING and self._events.empty():
             self._launch()
         if self.worker.leaving and now > self.deadline:
             self.deadline = float("inf")
             self._events.put(lifecycle.GraceOver())
-        records = [progress.read(self.state, local_rank) for local_rank in range(self.processes)]
-        found = [
-            lifecycle.Process(local_rank, record, _stopped(record.pid))
-            for local_rank, record in enumerate(records)
-            if record is not None and record.pid not in self._condemned and _alive(record.pid)
-        ]
+        found = self._ranks.look()
         if self.worker.phase is Phase.TRAINING:
-            hang = lifecycle.hung(found, now, self.job.spec.hang.limit.total_seconds())
+            hang = lifecycle.hung(found, self.job.spec.hang.limit.total_seconds())
             if hang is not None:
                 self._end_hang(hang, found)
             self._revive()
             if self._store and self._pusher.look():
                 self._displaced(self._pusher.said.get("error", ""))
-        self._report(found, now)
+        self._report(found)
         if not self.state.is_dir():  # somebody removed the job under us
             self._kill_training()
             os._exit(contract.Exit.FAILED)
@@ -439,12 +443,10 @@ class Agent:
             with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
                 path.write_text(json.dumps({"pid": record.pid, "reason": reason, "time": time.time()}))
             self.ledger.write(
-                "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(time.time() - record.time, 1),
+                "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
                 state="stopped" if process.stopped else "stuck", stacks=str(stacks), reason=reason,
             )  # fmt: skip
-            self._condemned.add(record.pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(record.pid, signal.SIGKILL)
+            self._ranks.kill(process)
 
     def _revive(self) -> None:
         """Start the decider again when it has been out of reach for a while; whoever of us is second finds its lock held."""
@@ -468,7 +470,7 @@ class Agent:
                 port = max(0, int(self.environ.get(contract.Env.PROBE_PORT, "0")) - self.index)
                 daemon.start(json.loads(revive), Path(os.devnull), env={**os.environ, contract.Env.PROBE_PORT: str(port)})
 
-    def _report(self, found: list[lifecycle.Process], now: float) -> None:
+    def _report(self, found: list[lifecycle.Process]) -> None:
         current = [p for p in found if p.progress.phase != "done"]
         training = bool(current) and self.worker.phase is Phase.TRAINING
         state = str(self.worker.phase)
@@ -476,11 +478,11 @@ class Agent:
             state = "leaving" if self.worker.leaving else "training" if training else "waiting"
         ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in found]
         self._write(state, ranks)
-        metrics = {"leaving": float(bool(self.worker.leaving)), **pusher.metrics(self._pusher.said, now)}
+        metrics = {"leaving": float(bool(self.worker.leaving)), **self._pusher.metrics()}
         healthy, reason = True, state
         if found:
             first = found[0].progress
-            age = now - max(p.progress.time for p in found)
+            age = min(p.silent_s for p in found)
             metrics |= {
                 "step": first.step,
                 "committed_step": first.committed,
@@ -567,22 +569,6 @@ def dump_stacks(pids: list[int], path: Path) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(texts))
-
-
-def _stopped(pid: int) -> bool:
-    return _kernel_state(pid) in ("T", "t")
-
-
-def _alive(pid: int) -> bool:
-    return _kernel_state(pid) not in ("", "Z", "X")
-
-
-def _kernel_state(pid: int) -> str:
-    """The state letter of proc(5), "" for no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:

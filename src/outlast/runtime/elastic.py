@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from outlast import contract
+from outlast.clock import Seen
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
 from outlast.runtime import output, progress, shim
@@ -55,8 +56,10 @@ def main(argv: list[str]) -> None:
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
     again_s = 0.0
-    with member(client, run_id=run_id, state=state, host=host, processes=processes) as handler:
-        handler.dies = lambda: any(time.time() - said["time"] < DYING_S for said in _causes(state, handler, processes).values())
+    seen = Seen(time.monotonic)
+    with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
+        handler.joining = lambda: _forget(state, processes)
+        handler.dies = lambda: any(seen.age(rank, said["time"]) < DYING_S for rank, said in _causes(state, processes).items())
         while True:
             begun, logged = time.monotonic(), output.size(log)
             try:
@@ -118,7 +121,7 @@ def _train(
         result = Agent(spec, logs, log_line_prefix_template=_PREFIX if several else None).run()
         # Who failed first may be the last to end: then others have failed by it, and torch's agent has stopped it with them.
         ended = {process.local_rank for process in result.failures.values()}
-        causes = _causes(state, handler, processes) if ended else {}
+        causes = _causes(state, processes) if ended else {}
         stopped = {
             said["rank"]: SimpleNamespace(local_rank=local_rank, exitcode=said["code"])
             for local_rank, said in causes.items()
@@ -127,16 +130,23 @@ def _train(
         return [_failure(state, handler, rank, process) for rank, process in {**result.failures, **stopped}.items()]
 
 
-def _causes(state: Path, handler: Handler, processes: int) -> dict[int, dict[str, Any]]:
+def _forget(state: Path, processes: int) -> None:
+    """Remove what training processes of the world before, and their agent, have said of their end."""
+    for name in (contract.ERROR, contract.VERDICT):
+        for local_rank in range(processes):
+            (state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
+
+
+def _causes(state: Path, processes: int) -> dict[int, dict[str, Any]]:
     """What training processes of the current world have said of their end, by local rank, but for echoes."""
-    said = {each: _read(state / contract.ERROR.format(local_rank=each), newer_than=handler.formed) for each in range(processes)}
+    said = {each: _read(state / contract.ERROR.format(local_rank=each)) for each in range(processes)}
     return {each: record for each, record in said.items() if "code" in record and not _is_echo(record)}
 
 
 def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str, Any]:
     """What became of one training process, in our words."""
-    record = _read(state / contract.ERROR.format(local_rank=process.local_rank), newer_than=handler.formed)
-    verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank), newer_than=handler.formed)
+    record = _read(state / contract.ERROR.format(local_rank=process.local_rank))
+    verdict = _read(state / contract.VERDICT.format(local_rank=process.local_rank))
     # What a process died of is known once it has said so: threads of torch may yet end it with SIGABRT on its way out.
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
@@ -177,9 +187,8 @@ def _how(exitcode: int) -> str:
     return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with code {exitcode}"
 
 
-def _read(path: Path, *, newer_than: float) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        record = dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
         return {}
-    return record if record.get("time", 0.0) >= newer_than else {}

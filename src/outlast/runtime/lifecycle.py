@@ -4,8 +4,8 @@
                           (told to leave at any time: finish early, save if there is something to save, exit 75)
 
 Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports
-the events; it decides nothing. There is no clock, file or process here; times are seconds since the epoch and arrive with the
-events.
+the events; it decides nothing. There is no clock, file or process here; times are those of the agent's own clock and arrive with
+the events.
 """
 
 from __future__ import annotations
@@ -233,6 +233,8 @@ class Process:
     progress: Progress
     stopped: bool
     """Whether the kernel says that it is stopped (SIGSTOP, a debugger)."""
+    silent_s: float
+    """For how long its record has not changed; time in which its agent stood still itself does not count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,21 +250,20 @@ START_LIMIT_S = 600.0
 """Before the first step there is no pace to judge by: imports, compilation and restores may be slow."""
 
 
-def hung(processes: Sequence[Process], now: float, limit_s: float) -> Hang | None:
+def hung(processes: Sequence[Process], limit_s: float) -> Hang | None:
     """Whether training stands still on this worker.
 
     A process reports at every step, so all ranks of a world fall silent together when one hangs. One that the kernel has stopped
     is the culprit; if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck.
     """
-    silent = {p.local_rank: now - p.progress.time for p in processes}
-    stopped = [p for p in processes if p.stopped and silent[p.local_rank] > limit_s]
+    stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
     if stopped:
-        return Hang(tuple((p, f"hung: stopped (SIGSTOP) for {silent[p.local_rank]:.0f} s{_at(p)}") for p in stopped))
+        return Hang(tuple((p, f"hung: stopped (SIGSTOP) for {p.silent_s:.0f} s{_at(p)}") for p in stopped))
     # A plain script ("started") never reports; only the kernel's word counts for it.
     reporting = [p for p in processes if p.progress.phase not in ("started", "done")]
-    stuck = [p for p in reporting if silent[p.local_rank] > OTHERS_FIRST * _limit(p, limit_s)]
+    stuck = [p for p in reporting if p.silent_s > OTHERS_FIRST * _limit(p, limit_s)]
     if stuck and len(stuck) == len(reporting):
-        return Hang(tuple((p, f"hung: no progress for {silent[p.local_rank]:.0f} s{_at(p)}") for p in stuck))
+        return Hang(tuple((p, f"hung: no progress for {p.silent_s:.0f} s{_at(p)}") for p in stuck))
     return None
 
 

@@ -34,8 +34,10 @@ class Progress:
     warning: str = ""
     """Something wrong that training survives, e.g. a failed save."""
     pid: int = 0
+    started: int = 0
+    """When the process was started, in clock ticks since the boot (proc(5)): a pid may be given out again. 0: not known."""
     time: float = 0.0
-    """When this was written, seconds since the epoch."""
+    """When this was written, seconds since the epoch: for people. Another process's clock says nothing about silence."""
 
 
 class Writer:
@@ -44,10 +46,11 @@ class Writer:
     def __init__(self, directory: Path, local_rank: int) -> None:
         path = directory / contract.PROGRESS.format(local_rank=local_rank)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1]}
 
     def write(self, record: Progress) -> None:
-        """Replace the record; stamps pid and time."""
-        fields = {**dataclasses.asdict(record), "pid": os.getpid(), "time": time.time()}
+        """Replace the record; stamps process and time."""
+        fields = {**dataclasses.asdict(record), **self._process, "time": time.time()}
         while len(line := json.dumps(fields).encode()) > _SIZE:
             fields["warning"] = fields["warning"][:-8]
         with contextlib.suppress(OSError):  # a full disk, at the first record: the others overwrite it
@@ -65,3 +68,13 @@ def read(directory: Path, local_rank: int) -> Progress | None:
         return Progress(**json.loads(text))
     except (OSError, ValueError, TypeError):
         return None
+
+
+def kernel(pid: int) -> tuple[str, int]:
+    """What the kernel says of a process (proc(5)): the letter of its state and when it started, in clock ticks since the boot;
+    `("", 0)` when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return "", 0

@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from outlast.clock import Seen
+
 AGAIN_S = 5.0
 """How long to wait before a pusher that died is started again."""
 STOP_S = 10.0
@@ -30,6 +32,7 @@ class Pusher:
         self._start_at = 0.0
         self.said: dict[str, Any] = {}
         """What it said last (`push.Said`); empty while another worker of this machine pushes."""
+        self._seen = Seen(time.monotonic)
 
     def look(self) -> bool:
         """Start it if it does not run; whether it has found that we are superseded."""
@@ -93,14 +96,14 @@ class Pusher:
             except ValueError:
                 os.write(2, line)
 
-
-def metrics(said: Mapping[str, Any], now: float) -> dict[str, float]:
-    """What a pusher said, for `/metrics`."""
-    if not said:
-        return {}
-    found = {
-        "sync_failing_seconds": now - said["since"] if said["since"] else 0.0,
-        "sync_backlog_bytes": float(said["backlog"]),
-        "sync_step": float(said["step"]),
-    }
-    return found | ({"sync_age_seconds": now - said["pushed"]} if said["pushed"] else {})
+    def metrics(self) -> dict[str, float]:
+        """What it said, for `/metrics`. Ages count from when we heard of it: its wall clock may have been set meanwhile."""
+        if not (said := self.said):
+            return {}
+        pushed_s, failing_s = (self._seen.age(key, said[key]) for key in ("pushed", "since"))
+        found = {
+            "sync_failing_seconds": failing_s if said["since"] else 0.0,
+            "sync_backlog_bytes": float(said["backlog"]),
+            "sync_step": float(said["step"]),
+        }
+        return found | ({"sync_age_seconds": pushed_s} if said["pushed"] else {})

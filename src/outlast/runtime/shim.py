@@ -54,8 +54,9 @@ def request(sock: socket.socket, kind: str, argv: list[str], env: dict[str, str]
 
 def main() -> None:
     """Ask for the fork, wait for its end, end likewise."""
-    begun = time.time()
     path, grace_s, *argv = sys.argv[1:]
+    with contextlib.suppress(OSError):  # what another process has left, perhaps in another container
+        os.unlink(error_path())
     try:
         sock = connect(path)
         request(sock, "rank", argv, dict(os.environ), os.getcwd(), (0, 1, 2))
@@ -86,23 +87,24 @@ def main() -> None:
     ended = json.loads(reply) if reply.endswith(b"\n") else {"status": -signal.SIGKILL, "time": time.time()}
     status = int(ended["status"])
     if status < 0:
-        record_death(-status, ended["time"], begun)
+        record_death(-status, ended["time"])
         signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -status)
         time.sleep(1)  # not reached, unless the signal does not end a process
     os._exit(status & 0xFF)
 
 
-def record_death(number: int, when: float, begun: float) -> None:
-    """Leave word that a signal ended the training process, which has begun then. What it has said of its end itself stays:
-    threads of torch may end a process with SIGABRT that is on its way out by an exception."""
-    directory = os.environ.get("OUTLAST_WORKER_STATE")
-    if not directory:
+def error_path() -> str:
+    """Where the training process says what it died of, see `contract.ERROR`."""
+    return os.path.join(os.environ.get("OUTLAST_WORKER_STATE", "/nonexistent"), f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
+
+
+def record_death(number: int, when: float) -> None:
+    """Leave word that a signal ended the training process. What it has said of its end itself stays: threads of torch may end a
+    process with SIGABRT that is on its way out by an exception."""
+    path = error_path()
+    if os.path.exists(path):
         return
-    path = os.path.join(directory, f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
-    with contextlib.suppress(OSError):
-        if os.path.getmtime(path) >= begun:
-            return
     name = signal.Signals(number).name
     record = {
         "rank": int(os.environ.get("RANK", "0")),

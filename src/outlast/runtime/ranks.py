@@ -1,0 +1,61 @@
+"""The training processes of one worker as its agent sees them: which of them live, and for how long each has been silent.
+
+A process is known by its pid *and* the time of its start, which it writes down itself: a number alone may be anybody's tomorrow,
+and whoever hangs is killed. Silence is judged by when the agent saw a record change, by a clock that stands still when the agent
+does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a process silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from outlast import contract
+from outlast.clock import Seen
+from outlast.runtime import progress
+from outlast.runtime.lifecycle import Process
+
+
+class Ranks:
+    """Reads what `count` processes write into `state`; asked ten times a second."""
+
+    def __init__(self, state: Path, count: int, clock: Callable[[], float]) -> None:
+        self._state, self._count = state, count
+        self._seen = Seen(clock)
+        self._condemned: set[tuple[int, int]] = set()
+        """Pid and start of the processes that we have killed: they may take a while to die."""
+
+    def forget(self) -> None:
+        """Remove what processes of an earlier agent have written; in a new container their pids are given out anew."""
+        for local_rank in range(self._count):
+            (self._state / contract.PROGRESS.format(local_rank=local_rank)).unlink(missing_ok=True)
+
+    def look(self) -> list[Process]:
+        """Those that live, in the order of their local ranks."""
+        found = []
+        for local_rank in range(self._count):
+            record = progress.read(self._state, local_rank)
+            if record is None or (record.pid, record.started) in self._condemned:
+                continue
+            state = _state(record)
+            if state in ("", "Z", "X"):
+                continue
+            found.append(Process(local_rank, record, state in ("T", "t"), self._seen.age(local_rank, record)))
+        return found
+
+    def kill(self, process: Process) -> None:
+        """End a process that hangs, if it is still the one that was seen."""
+        record = process.progress
+        self._condemned.add((record.pid, record.started))
+        if _state(record):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGKILL)
+
+
+def _state(record: progress.Progress) -> str:
+    """The state letter of proc(5) of the process that wrote a record; "" when that is no more."""
+    state, started = progress.kernel(record.pid)
+    return state if record.started in (0, started) else ""

@@ -1,0 +1,96 @@
+"""Which training processes an agent takes for alive, silent and hung: real processes, clocks that are set and stand still."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clocks import DISTURBANCES, Machine
+from outlast import contract
+from outlast.runtime import lifecycle, progress
+from outlast.runtime.progress import Progress
+from outlast.runtime.ranks import Ranks
+
+LIMIT_S = 600.0
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has nothing to do with the job."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def a_record(pid: int, *, started: int | None = None, step: int = 7, time: float = 0.0) -> Progress:
+    started = progress.kernel(pid)[1] if started is None else started
+    return Progress(generation=1, rank=0, phase="train", step=step, pid=pid, started=started, time=time)
+
+
+def written(state: Path, record: Progress) -> None:
+    (state / contract.PROGRESS.format(local_rank=0)).write_text(json.dumps(dataclasses.asdict(record)))
+
+
+def test_a_process_writes_down_who_it_is(tmp_path: Path) -> None:
+    writer = progress.Writer(tmp_path, 0)
+    writer.write(Progress(generation=1, rank=0, phase="train"))
+    writer.close()
+    (process,) = Ranks(tmp_path, 1, Machine().awake()).look()
+    assert (process.stopped, process.silent_s) == (False, 0.0)
+    assert process.progress.started == progress.kernel(process.progress.pid)[1] > 0
+
+
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, bystander, disturbance: str) -> None:
+    machine = Machine()
+    ranks = Ranks(tmp_path, 1, machine.awake())
+    monotonic, wall = DISTURBANCES[disturbance]
+    for step in range(3):
+        written(tmp_path, a_record(bystander.pid, step=step, time=machine.wall))
+        assert ranks.look()[0].silent_s == 0.0
+        machine.goes_on(0.5)
+        machine.goes_on(monotonic, wall=wall)
+        assert lifecycle.hung(ranks.look(), LIMIT_S) is None
+    for _ in range(800):  # the same process, but now it does hang
+        machine.goes_on(1.0)
+        found = ranks.look()
+    assert lifecycle.hung(found, LIMIT_S) is not None
+
+
+def test_whoever_got_the_number_of_a_dead_process_is_neither_watched_nor_killed(tmp_path: Path, bystander) -> None:
+    ranks = Ranks(tmp_path, 1, Machine().awake())
+    dead = a_record(bystander.pid, started=progress.kernel(bystander.pid)[1] - 1)
+    written(tmp_path, dead)
+    assert ranks.look() == []
+    ranks.kill(lifecycle.Process(0, dead, stopped=False, silent_s=LIMIT_S))  # it died between the look and the kill
+    assert bystander.poll() is None
+
+
+def test_a_process_with_the_number_of_one_that_was_killed_is_watched(tmp_path: Path, bystander) -> None:
+    ranks = Ranks(tmp_path, 1, Machine().awake())
+    ranks.kill(lifecycle.Process(0, a_record(bystander.pid, started=1), stopped=True, silent_s=LIMIT_S))
+    written(tmp_path, a_record(bystander.pid))
+    assert [process.progress.pid for process in ranks.look()] == [bystander.pid]
+
+
+def test_one_that_hangs_is_killed_and_no_longer_watched(tmp_path: Path, bystander) -> None:
+    ranks = Ranks(tmp_path, 1, Machine().awake())
+    written(tmp_path, a_record(bystander.pid))
+    (process,) = ranks.look()
+    ranks.kill(process)
+    assert ranks.look() == []
+    assert bystander.wait(10) == -9
+
+
+def test_what_an_earlier_container_left_is_forgotten(tmp_path: Path, bystander) -> None:
+    ranks = Ranks(tmp_path, 1, Machine().awake())
+    written(tmp_path, a_record(bystander.pid))
+    ranks.forget()
+    assert ranks.look() == []
