@@ -22,8 +22,9 @@ import pytest
 
 from outlast import chaos, contract, files, spec
 from outlast.backends.local import LocalBackend
-from outlast.backends.places import Places, Run, Wanted
+from outlast.backends.places import Places, Wanted
 from outlast.errors import NotFound, OutlastError
+from outlast.shipping import tree
 from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
 LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
@@ -158,16 +159,36 @@ def test_a_file_in_the_place_of_a_directory_is_refused_with_the_way_out(here: He
     assert here.code() == {"train.py": "v1", "part/a.py": "v1"}
 
 
-def test_code_that_grew_too_large_during_a_run_is_refused(here: Here) -> None:
+def test_a_run_gets_the_files_that_pods_would_get_and_says_which_it_does_not(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("data", "sub"):
+        (here.source / name).mkdir()
+    (here.source / "datasets").symlink_to("../elsewhere")
+    for name in (".gitignore", ".env", "data/x.bin", "sub/a.py", "sub/b.log"):
+        here.write(name, "data/\n*.log\n" if name == ".gitignore" else "x")
     here.submit()
-    here.leave(State.INTERRUPTED)
+    entries = tree.listed(here.source, outside=lambda _: None)
+    assert sorted(here.code()) == [entry.name for entry in entries] == [".gitignore", "datasets", "sub/a.py", "train.py"]
+    assert (here.places.code / "datasets").resolve() == tmp_path / "elsewhere"
+    assert here.backend.notices == [
+        "code: without .env, which may hold credentials (!.env in .outlastignore brings it back); pods do not get it either",
+        "code: without data, sub/b.log, as .gitignore or .outlastignore says (!data in .outlastignore brings it back)",
+        f"code: links that lead out of {here.source} (datasets) work on this machine, and pods would not have them; "
+        "name what they lead to under data, or put copies in their place",
+    ]
+
+
+def test_more_than_code_can_be_is_refused_and_not_run_in_place(here: Here) -> None:
     with open(here.source / "data.bin", "wb") as file:
-        file.truncate(65 << 20)
-    with pytest.raises(OutlastError, match=r"has become too large to be copied; keep data elsewhere, or use --fresh"):
+        file.truncate(5 << 30)
+    with pytest.raises(
+        OutlastError, match=r"too much for code \(the biggest: data.bin 5.0 GiB.*name what is no code in .outlastignore"
+    ):
         here.submit()
-    here.leave(State.CANCELLED)
+    assert here.started == []
+    here.write(".outlastignore", "*.bin")
     here.submit()
-    assert Run.read(here.places).code == str(here.source), "a new run works in the directory itself"
+    assert sorted(here.code()) == [".outlastignore", "train.py"]
 
 
 def test_a_new_run_starts_clean_and_the_old_ones_files_are_kept(here: Here) -> None:

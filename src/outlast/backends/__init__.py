@@ -37,6 +37,8 @@ class Backend(Protocol):
 
     look_s: float
     """How often it is worth looking how a job does, in seconds."""
+    notices: list[str]
+    """What people should know of the job that was submitted last, beside that it runs."""
 
     def submit(self, job: Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
         """Start a job, or go on with its unfinished run unless `fresh`, and return the run's id.

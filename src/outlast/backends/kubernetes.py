@@ -81,6 +81,7 @@ class KubernetesBackend:
         self.cluster = cluster
         self._documents = documents
         self._unserved: set[kube.Kind] = set()
+        self.notices: list[str] = []
 
     # what there is
 

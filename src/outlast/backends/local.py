@@ -50,6 +50,8 @@ class LocalBackend:
     def __init__(self, state: Path, *, start: Callable[[Sequence[str], Path], None] = daemon.start) -> None:
         self._state = state.absolute()
         self._start = start
+        self.notices: list[str] = []
+        """What people should know of the job that was submitted last, beside that it runs."""
 
     # Submitting
 
@@ -81,7 +83,7 @@ class LocalBackend:
             new = runs.Run(run_id, job.metadata.name, submitted, owner=owner)
             generation = stored.take_over(place, output, new, before=before)
         places.state.mkdir(parents=True, exist_ok=True)
-        code = _snapshot(placed, source, places.code, (self._state, output), submitted)
+        code, self.notices = _snapshot(placed, source, places.code, (self._state, output), submitted)
         placed = _frozen(placed, places.state)
         files.replace(places.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
@@ -525,22 +527,47 @@ def _make_room(output: Path, code: Path, run: str) -> None:
         ) from problem
 
 
-def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path], submitted: float) -> Path:
-    """The directory that the job runs in: a copy of `code`, so that editing it does not change a run on its way.
+def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path], submitted: float) -> tuple[Path, list[str]]:
+    """The directory that the job runs in, a copy of `code`, so that editing it does not change a run on its way; and what people
+    should know of what is not in it.
 
     Code in a store is brought there by the first worker. Without `code` the job runs where the job file lies.
     """
     if not job.spec.code:
-        return source.absolute().parent
+        return source.absolute().parent, []
     place, _ = spec.pinned(job.spec.code)
     path = spec.local(place)
     if path and path.is_dir():
-        return code.copy(path, into, not_code, submitted)
+        return into, _copied(job, path, into, (source, *not_code), submitted)
     into.mkdir(exist_ok=True)
     code.submitted_again(into.parent)
     if path:
         prepare.place_code(job, into, into.parent, say=lambda _: None, stop=threading.Event())
-    return into
+    return into, []
+
+
+def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], submitted: float) -> list[str]:
+    """Copy a directory of code, the same files that pods would get; what people should know of the others."""
+    from outlast.shipping import tree
+
+    withheld: list[str] = []
+    ignored: list[str] = []
+    outside: list[str] = []
+    but = tree.not_code(job.spec, path, not_code)
+    entries = tree.listed(path, but, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
+    tree.check_script(job.spec, path, {entry.name for entry in entries})
+    code.copy(path, entries, into, submitted)
+    notices = []
+    if withheld:
+        said = f"without {tree.some(withheld)}, which may hold credentials ({tree.bring_back(withheld)})"
+        notices.append(f"code: {said}; pods do not get it either")
+    if ignored:
+        said = f"without {tree.some(ignored)}, as .gitignore or .outlastignore says ({tree.bring_back(ignored)})"
+        notices.append(f"code: {said}")
+    if outside:
+        said = f"links that lead out of {path} ({tree.some(outside)}) work on this machine, and pods would not have them"
+        notices.append(f"code: {said}; name what they lead to under data, or put copies in their place")
+    return notices
 
 
 def _written(path: Path) -> float:

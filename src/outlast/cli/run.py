@@ -65,6 +65,8 @@ def run(
     going_on = before is not None and not before.state.final
     with _patient(wanted):
         place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
+    for notice in place.notices:
+        print(f"outlast | {notice}", file=sys.stderr)
     if detach:
         print(f"{name} {'goes on' if going_on else 'runs'} in the background; look at it with: outlast logs -f {name}")
         return

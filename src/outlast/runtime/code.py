@@ -1,6 +1,6 @@
 """A job's code, brought to the directory that it runs in: copied from a directory, unpacked from an archive, or from a store.
 
-    copy(directory, into, ...)       at submission, for code that lies on this machine
+    copy(directory, entries, into, ...)              at submission, for code that lies on this machine
     place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, for the others as well
 
 The directory is the run's own: the job may write there. When newer code comes to it, a file of the code replaces that of the run
@@ -19,19 +19,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outlast import files, spec, store, units
 from outlast.errors import OutlastError, StoreError
 from outlast.runtime import archives, fetch, locks, sync
 from outlast.runtime.fetch import Say
 
-NEVER = frozenset(
-    {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
-    | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
-)
-"""Names of what is never part of a job's code."""
-_CODE_BYTES, _CODE_FILES = 64 << 20, 10_000
-"""Above this a directory holds data, too, and is not copied."""
+if TYPE_CHECKING:
+    from outlast.shipping import tree
+
 _COMING = ".outlast-code"
 """Below the directory that code is brought to: what has not arrived yet."""
 
@@ -39,30 +36,32 @@ _COMING = ".outlast-code"
 # From a directory
 
 
-def copy(code: Path, into: Path, not_code: Sequence[Path], submitted: float) -> Path:
-    """Copy a directory of code; the directory to run in, which is `code` itself when that is too large to be only code.
-
-    `not_code` lies in it by chance; `submitted` is when the run began.
-    """
-    entries: list[Path] = []
-    size = 0
-    for directory, names, found in os.walk(code):
-        left_out = NEVER.intersection([*names, *found]) | {name for name in names if Path(directory, name) in not_code}
-        names[:] = [name for name in names if name not in left_out]
-        found = [name for name in found if name not in left_out]
-        entries += [Path(directory, name) for name in (*names, *found)]
-        size += sum(os.lstat(os.path.join(directory, name)).st_size for name in found)
-        if size > _CODE_BYTES or len(entries) > _CODE_FILES:
-            if into.exists():
-                raise OutlastError(f"code: {code} has become too large to be copied; keep data elsewhere, or use --fresh")
-            return code
+def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float) -> None:
+    """Copy what is code in a directory (`shipping.tree.listed`) to the run's. `submitted` is when the run began."""
     try:
         into.mkdir(exist_ok=True)
+        for directory in sorted({parent for entry in entries for parent in Path(entry.name).parents} - {Path()}):
+            _renew(code / directory, into / directory, submitted, _copied)
         for entry in entries:
-            _renew(entry, into / entry.relative_to(code), submitted, _copied)
+            take = _linked(entry.target) if entry.kind == "link" else _copied
+            _renew(code / entry.name, into / entry.name, submitted, take)
     except OSError as problem:
         raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
-    return into
+
+
+def _linked(target: str) -> Callable[[Path, Path], None]:
+    def link(_: Path, old: Path) -> None:
+        partial = _partial(old)
+        partial.symlink_to(target)
+        partial.replace(old)
+
+    return link
+
+
+def _partial(old: Path) -> Path:
+    partial = old.with_name(f".{old.name}.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    return partial
 
 
 def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], object]) -> None:
@@ -81,8 +80,7 @@ def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], 
 
 
 def _copied(new: Path, old: Path) -> None:
-    partial = old.with_name(f".{old.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
+    partial = _partial(old)
     shutil.copy2(new, partial, follow_symlinks=False)
     partial.replace(old)
 

@@ -107,7 +107,7 @@ def parcel(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> I
 
 
 def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path], room: int) -> Parcel:
-    but = [*but, *(place for place in _no_code(job.spec) if place != root and place not in root.parents)]
+    but = tree.not_code(job.spec, root, but)
     withheld: set[str] = set()
     try:
         most = None if places.store_of_all(job.spec) else room
@@ -115,9 +115,7 @@ def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path
     except tree.TooLarge:
         raise _too_large(root, tree.listed(root, but), room) from None
     names = {entry.name for entry in entries}
-    if job.spec.script and str(Path(job.spec.script)) not in names:
-        remedy = f"add !{job.spec.script} to {root / '.outlastignore'}, or correct the rule"
-        raise OutlastError(f"script ({job.spec.script}) is left out of code ({root}) by .gitignore or .outlastignore; {remedy}")
+    tree.check_script(job.spec, root, names)
     made = _shipped(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", room)
     if made is None:  # the last bytes of an archive are those too many
         raise _too_large(root, entries, room)
@@ -129,11 +127,7 @@ def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path
 
 def _without(withheld: Collection[str]) -> str:
     """What is said of files that look like credentials; nothing without any."""
-    if not withheld:
-        return ""
-    first, *more = sorted(withheld)
-    names = ", ".join([first, *more[:4], *(["..."] if more[4:] else [])])
-    return f"; without {names}, which may hold credentials (!{first.rpartition('/')[2]} in .outlastignore brings it back)"
+    return f"; without {tree.some(withheld)}, which may hold credentials ({tree.bring_back(withheld)})" if withheld else ""
 
 
 def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
@@ -174,14 +168,6 @@ def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | Non
     changed = job.model_copy(update={"spec": job.spec.model_copy(update={"code": place})})
     content = archive.read_bytes() if way.config_map else b""
     return Parcel(changed, content, f"code: {what}, {units.human_bytes(size)} -> {way}", way.url, archive)
-
-
-def _no_code(fields: spec.Spec) -> Iterator[Path]:
-    """Places of this machine that the job names for something else."""
-    given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
-    for place in given:
-        if place and (path := spec.local(place)):
-            yield path.resolve()
 
 
 def _in_code(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:

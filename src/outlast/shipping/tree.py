@@ -20,11 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from outlast import units
+from outlast import spec, units
 from outlast.errors import OutlastError
-from outlast.runtime import archives, code
+from outlast.runtime import archives
 from outlast.shipping import ignore
 
+NEVER = frozenset(
+    {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+    | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
+)
+"""Names of what is never part of a job's code."""
 FILES = (".gitignore", ".outlastignore")
 """In this order: of what both speak of, the last word counts."""
 CREDENTIALS = """
@@ -91,11 +96,29 @@ class _Changed(Exception):
     """A file was written to while it was read."""
 
 
-def listed(root: Path, but: Collection[Path] = (), *, withheld: Callable[[str], object] = lambda _: None) -> list[Entry]:
-    """The files and links of a directory of code, sorted by name. `but`: places below it that are no code. `withheld` is told the
-    name of what is left out only because it usually holds credentials.
+Told = Callable[[str], object]
+"""Is told the name of a file, directory or link below the directory of code."""
 
-    Raises OutlastError for a link that leads outside, for what cannot be read, and when there is too much for code.
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def listed(
+    root: Path,
+    but: Collection[Path] = (),
+    *,
+    withheld: Told = _nothing,
+    ignored: Told = _nothing,
+    outside: Told | None = None,
+) -> list[Entry]:
+    """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
+
+    `but`: places below it that are no code. `withheld` is told what is left out only because it usually holds credentials,
+    `ignored` what an ignore file leaves out. A link that leads outside is refused without `outside`, since pods would not have
+    what it leads to; with `outside`, which is told its name, it becomes a link to the absolute path.
+
+    Raises OutlastError for such a link, for what cannot be read, and when there is too much for code.
     """
     top = root.resolve()
     layers = _above(top)
@@ -103,13 +126,45 @@ def listed(root: Path, but: Collection[Path] = (), *, withheld: Callable[[str], 
     secret = [ignore.Layer(str(top).rstrip("/"), ignore.rules(CREDENTIALS)), *above]
     found: list[Entry] = []
     size = 0
-    for entry in _walk(top, "", layers, secret, {place.resolve() for place in but}, withheld):
+    walk = _Walk(top, {place.resolve() for place in but}, withheld, ignored, outside)
+    for entry in walk.below("", layers, secret):
         found.append(entry)
         size += entry.size
         if len(found) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
             held = f"more than {len(found) - 1:,} files, {units.human_bytes(size)}"
             raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(found)}); {REMEDY}")
     return sorted(found, key=lambda entry: os.fsencode(entry.name))
+
+
+def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
+    """Places in a directory of code that are no code: `but`, and what the job names as data, models or output."""
+    return [*but, *(place for place in _named(fields) if place != root and place not in root.parents)]
+
+
+def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:
+    """Raises OutlastError when the script is in the directory, but not of the code."""
+    if fields.script and str(Path(fields.script)) not in names:
+        remedy = f"add !{fields.script} to {root / '.outlastignore'}, or correct the rule"
+        raise OutlastError(f"script ({fields.script}) is left out of code ({root}) by .gitignore or .outlastignore; {remedy}")
+
+
+def _named(fields: spec.Spec) -> Iterator[Path]:
+    """Places of this machine that the job names for something else."""
+    given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
+    for place in given:
+        if place and (path := spec.local(place)):
+            yield path.resolve()
+
+
+def some(names: Collection[str]) -> str:
+    """The first of these names, for a sentence."""
+    found = sorted(names)
+    return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
+
+
+def bring_back(names: Collection[str]) -> str:
+    """How to make code of what was left out."""
+    return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
 
 
 REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
@@ -127,8 +182,8 @@ def pack(
     *,
     but: Collection[Path] = (),
     room: int | None = None,
-    withheld: Callable[[str], object] = lambda _: None,
-    reading: Callable[[str], None] = lambda _: None,
+    withheld: Told = _nothing,
+    reading: Told = _nothing,
 ) -> list[Entry]:
     """Pack a directory of code into a new `.tar.gz`; what is in it.
 
@@ -152,7 +207,7 @@ def pack(
     raise AssertionError("there was no try")
 
 
-def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: Callable[[str], None]) -> None:
+def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: Told) -> None:
     with (
         _Bounded(into, room) as out,
         gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as zipped,
@@ -199,50 +254,57 @@ class _Bounded(io.FileIO):
 # ----------------------------------------------------------------------------------------------------------- what is in there
 
 
-def _walk(
-    top: Path,
-    below: str,
-    layers: list[ignore.Layer],
-    secret: list[ignore.Layer],
-    but: Collection[Path],
-    withheld: Callable[[str], object],
-) -> Iterator[Entry]:
-    here = top / below
-    layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
-    try:
-        with os.scandir(here) as scanned:
-            found = list(scanned)
-    except OSError as problem:
-        raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; mend that, or {REMEDY}") from problem
-    for each in found:
-        name = f"{below}/{each.name}".removeprefix("/")
-        directory = each.is_dir(follow_symlinks=False)
-        if each.name in code.NEVER or top / name in but or ignore.left_out(each.path, directory, layers):
-            continue
-        if ignore.left_out(each.path, directory, secret):
-            withheld(name)
-            continue
-        if directory:
-            if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
-                yield from _walk(top, name, layers, secret, but, withheld)
-        elif each.is_symlink():
-            yield Entry(name, "link", target=_inside(top, name))
-        elif each.is_file(follow_symlinks=False):  # a socket or a pipe is no code
-            yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
+@dataclass(frozen=True)
+class _Walk:
+    """One walk through a directory of code."""
 
+    top: Path
+    but: Collection[Path]
+    withheld: Told
+    ignored: Told
+    outside: Told | None
 
-def _inside(top: Path, name: str) -> str:
-    """The target of a link. Raises OutlastError when pods would not have it."""
-    target = os.readlink(top / name)
-    root = os.path.realpath(top)
-    lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
-    real = os.path.realpath(top / name)
-    outside = lexical.split("/")[0] == ".." or not (real == root or real.startswith(f"{root}/"))
-    if os.path.isabs(target) or outside:
-        what = "outside of the code" if outside and not real.startswith(f"{root}/") else "an absolute path"
+    def below(self, directory: str, layers: list[ignore.Layer], secret: list[ignore.Layer]) -> Iterator[Entry]:
+        here = self.top / directory
+        layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
+        try:
+            with os.scandir(here) as scanned:
+                found = list(scanned)
+        except OSError as problem:
+            raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; mend that, or {REMEDY}") from problem
+        for each in found:
+            name = f"{directory}/{each.name}".removeprefix("/")
+            is_directory = each.is_dir(follow_symlinks=False)
+            if each.name in NEVER or self.top / name in self.but:
+                continue
+            if ignore.left_out(each.path, is_directory, layers):
+                self.ignored(name)
+            elif ignore.left_out(each.path, is_directory, secret):
+                self.withheld(name)
+            elif is_directory:
+                if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
+                    yield from self.below(name, layers, secret)
+            elif each.is_symlink():
+                yield Entry(name, "link", target=self._target(name))
+            elif each.is_file(follow_symlinks=False):  # a socket or a pipe is no code
+                yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
+
+    def _target(self, name: str) -> str:
+        """The target of a link. Raises OutlastError when it leads outside and that is refused."""
+        link = self.top / name
+        target = os.readlink(link)
+        root = os.path.realpath(self.top)
+        lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
+        real = os.path.realpath(link)
+        leads_out = not (real == root or real.startswith(f"{root}/"))
+        if not (os.path.isabs(target) or lexical.split("/")[0] == ".." or leads_out):
+            return target
+        if self.outside is not None:
+            self.outside(name)
+            return os.path.abspath(link.parent / target)
+        what = "outside of the code" if leads_out else "an absolute path"
         remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
-        raise OutlastError(f"code: {top / name} is a link to {target}, {what}, which pods do not have; {remedy}")
-    return target
+        raise OutlastError(f"code: {link} is a link to {target}, {what}, which pods do not have; {remedy}")
 
 
 def _above(top: Path) -> list[ignore.Layer]:
