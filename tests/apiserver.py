@@ -301,6 +301,11 @@ def _merged(old: Any, change: Any) -> Any:
 def _selected(document: Document, query: dict[str, str]) -> bool:
     labels = document["metadata"].get("labels") or {}
     for part in filter(None, query.get("labelSelector", "").split(",")):
+        if "!=" in part:
+            name, _, value = part.partition("!=")
+            if labels.get(name) == value:
+                return False
+            continue
         name, equals, value = part.partition("=")
         if name not in labels or (equals and labels[name] != value):
             return False

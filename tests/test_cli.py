@@ -402,7 +402,10 @@ def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Pa
     assert outlast(backend, "scale", "job", 1) == (0, "job is to have 1 worker\n", "")
     assert outlast(backend, "scale", "many")[0] == 2
     assert outlast(backend, "scale", "a", "b", "3")[0] == 2
-    assert outlast(backend, "suspend")[:2] == (0, "job saves and is suspended; go on with: outlast resume job\n")
+    assert outlast(backend, "suspend")[:2] == (
+        0,
+        "job is suspended: its workers are told to save and to leave; go on with: outlast resume job\n",
+    )
     while backend.status("job").state is not State.SUSPENDED:
         time.sleep(0.01)
     assert outlast(backend, "resume", "job")[:2] == (0, "job goes on; look at it with: outlast status job\n")

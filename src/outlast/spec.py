@@ -554,6 +554,11 @@ class Spec(Checked):
         if "script" not in given and "module" not in given:
             yield (), "there is nothing to run; give script (a file in code) or module"
 
+    def processes(self) -> int:
+        """How many training processes each worker has: with `auto` one for each accelerator, else one."""
+        count = self.processes_per_worker
+        return max(1, self.resources.gpu) if count == "auto" else int(count)
+
     def rules(self) -> Iterator[tuple[Place, str]]:
         own = self.resources.accelerator not in MANY_CORES
         if self.processes_per_worker != "auto" and own and 0 < self.resources.gpu < self.processes_per_worker:

@@ -33,7 +33,7 @@ from outlast.errors import (
     OutlastError,
     Unanswered,
 )
-from outlast.manifests import evaluation, objects
+from outlast.manifests import evaluation, legacy, objects
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -44,13 +44,17 @@ if TYPE_CHECKING:
 
 Document = kube.Document
 
-_KINDS = (kube.ELASTIC_JOB, kube.JOB, kube.STATEFUL_SET, kube.VOLCANO_JOB)
+_KINDS = (kube.ELASTIC_JOB, kube.LEGACY_JOB, kube.JOB, kube.STATEFUL_SET, kube.VOLCANO_JOB)
 """What a job can be made as."""
 _MINOR = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP, kube.VOLCANO_GROUP)
 """What is made beside it, and goes with it. Claims stay: they hold data and output."""
 FILE = "outlast.dev/file"
 """Annotation of a workload that was submitted `--fresh`: the name that it would have had without."""
+_NAMED = (kube.ELASTIC_JOB, kube.LEGACY_JOB)
+"""Those that are called as the job; the others carry its label."""
 _WORKER = "app.kubernetes.io/component=worker"
+_WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT}"
+"""Of pods with the job's label, those that are workers. Pods of `elastic.pytorch.org` have the labels of their template."""
 _ASK_S = 3.0
 """How long an agent may take to say how far it is."""
 _ASKED = 16
@@ -90,7 +94,7 @@ class KubernetesBackend:
         found: dict[str, list[Document]] = {}
         for workload in self._workloads():
             found.setdefault(_name(workload), []).append(workload)
-        workers = self.cluster.list_(kube.POD, labels=f"{Label.JOB},{_WORKER}") if found else []
+        workers = self.cluster.list_(kube.POD, labels=f"{Label.JOB},{_WORKERS}") if found else []
         statuses = [observed.status(self._seen(name, each, workers, ask=False)) for name, each in found.items()]
         return sorted(statuses, key=lambda status: status.submitted)
 
@@ -168,7 +172,7 @@ class KubernetesBackend:
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
         if follow and (began or observed.over(known[0]) is None):
-            labels, course = f"{Label.JOB}={name},{_WORKER}", _Course(self, name)
+            labels, course = f"{Label.JOB}={name},{_WORKERS}", _Course(self, name)
             yield from podlogs.follow(
                 self.cluster,
                 labels,
@@ -276,11 +280,11 @@ class KubernetesBackend:
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
         """See that a job may be made: end what is to be ended before, or refuse. What was done, as sentences."""
-        made = {(document["kind"], document["metadata"]["name"]) for document in documents}
+        made = {(kube.kind_of(document), document["metadata"]["name"]) for document in documents}
         done: List[str] = []
         for old in self._all(name):
             kind, title = kube.kind_of(old), old["metadata"]["name"]
-            same = (old["kind"], title) in made
+            same = (kind, title) in made
             if not fresh and not observed.over(old) and not same:
                 raise AlreadyRunning(
                     f"{name} is there already, as {old['kind']} {title} of another file or topology; "
@@ -304,7 +308,7 @@ class KubernetesBackend:
         """Wish for another number of workers."""
         workload, kind, title = self._active(name)
         low, high = self._allowed(workload) or (1, replicas)
-        if not replicas and kind is not kube.ELASTIC_JOB:
+        if not replicas and kind not in _NAMED:
             raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
         if replicas and not low <= replicas <= high:
             raise OutlastError(
@@ -312,6 +316,8 @@ class KubernetesBackend:
             )
         if kind is kube.ELASTIC_JOB:
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
+        elif kind is kube.LEGACY_JOB:
+            self._wish(kind, title, None, replicas)
         elif kind is kube.STATEFUL_SET:
             if observed.suspended(workload):
                 self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: str(replicas)}}})
@@ -345,16 +351,21 @@ class KubernetesBackend:
         if kind is kube.VOLCANO_JOB:
             verb = "suspend" if value else "resume"
             raise OutlastError(f"a Job of Volcano has no field for it; use vcctl job {verb} -N {title}")
-        if kind is not kube.STATEFUL_SET:
+        if kind not in (kube.STATEFUL_SET, kube.LEGACY_JOB):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
             return
         annotation = (workload["metadata"].get("annotations") or {}).get(observed.WISHED)
         if value and not observed.suspended(workload):
-            now = str(workload["spec"].get("replicas", 1))
-            self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: now}}, "spec": {"replicas": 0}})
+            now = legacy.sizes(workload)[1] if kind is kube.LEGACY_JOB else workload["spec"].get("replicas", 1)
+            self._wish(kind, title, str(now), 0)
         elif not value:
             before = int(annotation or (self._allowed(workload) or (1, 1))[1])
-            self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: None}}, "spec": {"replicas": before}})
+            self._wish(kind, title, None, before)
+
+    def _wish(self, kind: kube.Kind, title: str, before: str | None, replicas: int) -> None:
+        """Set how many pods a workload has that knows no suspension, and how many it had."""
+        spec = {"replicaSpecs": {"Worker": {"replicas": replicas}}} if kind is kube.LEGACY_JOB else {"replicas": replicas}
+        self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: before}}, "spec": spec})
 
     def cancel(self, name: str) -> None:
         """End the job for good: its workload, its configuration and its Service go, its claims and its output stay."""
@@ -385,6 +396,8 @@ class KubernetesBackend:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
         known = self._known(name)
         workload = known[0]
+        if observed.archived(workload):
+            raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
         if not self._store(name) and not _claimed(workload):
             raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
         unique = f"{CHANCE.getrandbits(32):08x}"
@@ -446,7 +459,7 @@ class KubernetesBackend:
             if kind in self._unserved:
                 continue
             try:  # who may only make some of these kinds has jobs of these only
-                if kind is kube.ELASTIC_JOB:
+                if kind in _NAMED:
                     fields = f"metadata.name={name}" if name else ""
                     found += self.cluster.list_(kind, fields=fields)
                 else:
@@ -484,20 +497,19 @@ class KubernetesBackend:
         return workload, kube.kind_of(workload), workload["metadata"]["name"]
 
     def _pods(self, name: str) -> List[Document]:
-        return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{_WORKER}")
+        return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{_WORKERS}")
 
     def _seen(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> observed.Seen:
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and observed.over(each) is None]
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and _of(pod, current)]
-        told, unknown = self._told(own) if ask else ({}, "")
+        told, unknown = self._told(own) if ask and not observed.archived(current) else ({}, "")
         processes, allowed = 1, None
-        if ask:
-            job = self._job(current)
-            allowed = (job.spec.workers.allowed()[0], job.spec.workers.allowed()[-1]) if job else None
-            processes = job.spec.processes_per_worker if job and isinstance(job.spec.processes_per_worker, int) else 1
-        elif current["kind"] == "ElasticJob":
-            allowed = self._allowed(current)
+        if observed.archived(current):
+            low, _, high = legacy.sizes(current)
+            processes, allowed = legacy.processes(current), (low, high)
+        elif (ask or current["kind"] == "ElasticJob") and (job := self._job(current)):
+            processes, allowed = job.spec.processes(), _sizes(job)
         return observed.Seen(name, current, own, told, allowed, processes, older, unknown)
 
     def _told(self, found: Sequence[Document]) -> tuple[Mapping[str, observed.Metrics], str]:
@@ -534,8 +546,11 @@ class KubernetesBackend:
             return None
 
     def _allowed(self, workload: Document) -> tuple[int, int] | None:
+        if observed.archived(workload):
+            low, _, high = legacy.sizes(workload)
+            return low, high
         job = self._job(workload)
-        return (job.spec.workers.allowed()[0], job.spec.workers.allowed()[-1]) if job else None
+        return _sizes(job) if job else None
 
     def _store(self, name: str) -> str:
         found = observed.status(self._seen(name, self._known(name), (), ask=False)).store
@@ -549,7 +564,7 @@ class KubernetesBackend:
         except (Absent, NotServed):  # the latter is said when it is applied
             return
         labels = there["metadata"].get("labels") or {}
-        if kind is kube.CLAIM or kind is kube.ELASTIC_JOB:
+        if kind is kube.CLAIM or kind in _NAMED:
             return
         if labels.get(Label.JOB) != name:
             owner = labels.get("app.kubernetes.io/managed-by") or "somebody else"
@@ -660,6 +675,12 @@ def _same_file(there: Document, wanted: Document) -> bool:
     if (meta.get("annotations") or {}).get(FILE) == new["name"]:
         return True
     return bool(meta["name"] == new["name"] and (meta.get("labels") or {}).get(Label.RUN) == new["labels"].get(Label.RUN))
+
+
+def _sizes(job: Job) -> tuple[int, int]:
+    """The fewest and the most workers that it may have."""
+    allowed = job.spec.workers.allowed()
+    return allowed[0], allowed[-1]
 
 
 def _name(workload: Document) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 from outlast.backends import pods
 from outlast.contract import Env, Label
+from outlast.kinds import LEGACY_JOB
+from outlast.manifests import legacy
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
@@ -38,6 +40,11 @@ class Seen:
     """Names of workloads of earlier files of this job that are not over."""
     unknown: str = ""
     """Why agents could not be asked."""
+
+
+def archived(workload: Document) -> bool:
+    """Whether it is an ElasticJob of `elastic.pytorch.org`. Its pods run plain torchrun: there are no agents to be asked."""
+    return bool(workload.get("apiVersion") == LEGACY_JOB.api_version)
 
 
 def metrics(exposition: str) -> dict[str, float]:
@@ -92,6 +99,9 @@ def status(seen: Seen) -> JobStatus:
 def _as_written(found: JobStatus, workload: Document) -> JobStatus:
     """The status with what an operator has written into the ElasticJob."""
     written = workload.get("status") or {}
+    if archived(workload):
+        told = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
+        return found.model_copy(update={key: value for key, value in told.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
         return found
     # Where workers are, and what is wrong in the cluster, is seen here as well as there.
@@ -114,6 +124,9 @@ def _newest(found: Sequence[Document]) -> dict[int, Document]:
 def _wanted(workload: Document) -> int:
     spec = workload.get("spec") or {}
     match workload.get("kind"):
+        case "ElasticJob" if archived(workload):
+            annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
+            return legacy.sizes(workload)[1] or int(annotation or 0)
         case "ElasticJob":
             workers = spec.get("workers") or {}
             return int(workers.get("replicas", 1))
@@ -131,6 +144,8 @@ def suspended(workload: Document) -> bool:
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
+    if archived(workload):
+        return legacy.sizes(workload)[1] == 0
     if workload.get("kind") == "ElasticJob" and _wanted(workload) == 0:
         return True
     return bool(spec.get("suspend")) or _volcano(workload) in ("Aborted", "Aborting")
@@ -138,6 +153,8 @@ def suspended(workload: Document) -> bool:
 
 def over(workload: Document) -> State | None:
     """The state in which a workload has ended; None while it has not."""
+    if archived(workload):
+        return State(end) if (end := legacy.end(workload)) else None
     written = str((workload.get("status") or {}).get("state") or "")
     if workload.get("kind") == "ElasticJob":
         return State(written) if written in {str(s) for s in State if s.final} else None
@@ -196,7 +213,7 @@ def _unmade(seen: Seen) -> str:
     for condition in (seen.workload.get("status") or {}).get("conditions") or ():
         if condition["type"] in ("FailedCreate", "ReplicaFailure") and condition["status"] == "True":
             return f"its pods cannot be made: {condition.get('message')}"
-    if seen.workload.get("kind") == "ElasticJob":
+    if seen.workload.get("kind") == "ElasticJob" and not seen.workload.get("status"):
         return "no operator has taken it up yet; is one installed? (outlast install)"
     return f"its pods are not made yet; when it stays so, outlast why {seen.name} says why"
 
@@ -285,6 +302,8 @@ def _environment(workload: Document) -> dict[str, str]:
 
 
 def _url(seen: Seen) -> str:
+    if archived(seen.workload):
+        return ""
     if seen.workload.get("kind") == "ElasticJob":
         place = str((seen.workload.get("spec") or {}).get("output") or "")
         return f"{place.rstrip('/')}/{seen.name}" if "://" in place and not place.startswith("file:") else ""
@@ -292,6 +311,8 @@ def _url(seen: Seen) -> str:
 
 
 def _output(seen: Seen) -> str:
+    if archived(seen.workload):
+        return ""  # wherever its script writes it
     return _url(seen) or f"{_environment(seen.workload).get(Env.OUTPUT, f'/out/{seen.name}')} in its pods"
 
 

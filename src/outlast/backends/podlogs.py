@@ -11,6 +11,7 @@ import heapq
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from outlast import kube, patience
@@ -23,6 +24,11 @@ _LOOK_S = 1.0
 """How often it is looked whether the job is over."""
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, as nodes write it."""
+_QUIET_S = 30.0
+"""A worker of a job that has ended is waited for until it has said nothing for so long: it may push its output still. That its
+pod is said to run means little: its node may be lost, or nobody be there to delete it."""
+_LAST_S = 300.0
+"""How long such a worker is listened to at most."""
 _PAUSE_S = 0.5
 """Before a log whose connection ended is asked for again."""
 
@@ -94,13 +100,16 @@ def follow(
 
     `over` is asked every second by a thread of its own, and `why` there are no pods while there are none. `finished` is asked of
     a pod's name when the job is over: whether it has said all, although it stays up. `say` is told what is waited for, whenever
-    that changes, and that the cluster does not answer; it is waited for.
+    that changes, and that the cluster does not answer; it is waited for. Once the job is over this ends, whatever becomes of
+    pods: with those that end, or say nothing for `_QUIET_S`.
     """
     stop, ended, there = kube.Stop(), threading.Event(), threading.Event()
     news: queue.Queue[LogLine | kube.Change | str | BaseException | None] = queue.Queue(_QUEUE)
     readers: dict[str, _Reader] = {}
     threads: list[threading.Thread] = []
     said: dict[str, str] = {}
+    last = 0.0
+    """When those that are read still are waited for no longer; 0 while the job is not over."""
 
     def put(item: LogLine | kube.Change | str | BaseException | None) -> None:
         while not stop.is_set():
@@ -130,7 +139,7 @@ def follow(
     def judge() -> None:
         waiting = ""
 
-        def last() -> Sequence[kube.Document] | None:
+        def remaining() -> Sequence[kube.Document] | None:
             """All pods, of some of which the watch may not have told yet, when the job is over."""
             nonlocal waiting
             if stop.is_set():
@@ -141,7 +150,7 @@ def follow(
                 put(waiting)
             return None
 
-        while (found := patience.while_away(last, put, every_s=_LOOK_S)) is None:
+        while (found := patience.while_away(remaining, put, every_s=_LOOK_S)) is None:
             stop.wait(_LOOK_S)
         for pod in found:
             put(kube.Change("added", pod))
@@ -178,9 +187,10 @@ def follow(
                 say(item)
             elif isinstance(item, BaseException):
                 raise item
-            elif ended.is_set():
+            if ended.is_set():
+                last = last or time.monotonic() + _LAST_S
                 for reader in readers.values():
-                    if finished(reader.name):
+                    if finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
                         reader.finish()
     finally:
         stop.set()
@@ -208,6 +218,7 @@ class _Reader:
         self._uid, self._container, self._index = pod["metadata"]["uid"], pods.name(pod), pods.index(pod)
         self._starts = int(pods.container(pod).get("restartCount", 0))
         """Which of the container's starts is read."""
+        self._heard = time.monotonic()
         self._last, self._same = "", 0
         """When the newest line was written, and how many lines were at that moment. Kept through starts of the container: what
         was read of one before it was known to be another is not said again."""
@@ -233,6 +244,10 @@ class _Reader:
     def finish(self) -> None:
         """Take what has been written, and wait for no more."""
         self._finished.set()
+
+    def quiet_s(self) -> float:
+        """For how long it has said nothing."""
+        return time.monotonic() - self._heard
 
     def _look(self) -> kube.Document | None:
         """The pod as it is now; None when it is gone."""
@@ -275,6 +290,7 @@ class _Reader:
                 stamp = line.partition(" ")[0]
                 self._same = self._same + 1 if stamp == self._last else 1
                 self._last = stamp
+                self._heard = time.monotonic()
                 self._put(LogLine(self._index, text))
         except (Absent, Refused, Unanswered):  # gone, not begun again yet, or out of reach: `read` looks which
             return

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from outlast import contract
-from outlast.contract import Label, Pod
+from outlast.contract import Label
 from outlast.diagnosis import seen as sight
 
 Document = Mapping[str, Any]
@@ -84,13 +84,13 @@ def container(pod: Document, *, init: bool = False) -> Document:
         ]
         return undone[0] if undone else {}
     found = status.get("containerStatuses") or ()
-    return next((each for each in found if each["name"] == Pod.CONTAINER), found[0] if found else {})
+    return next((each for each in found if each["name"] in sight.CONTAINERS), found[0] if found else {})
 
 
 def name(pod: Document) -> str:
     """The name of the container whose log is the worker's."""
     found = pod["spec"]["containers"]
-    return str(next((each["name"] for each in found if each["name"] == Pod.CONTAINER), found[0]["name"]))
+    return str(next((each["name"] for each in found if each["name"] in sight.CONTAINERS), found[0]["name"]))
 
 
 def running(pod: Document) -> bool:

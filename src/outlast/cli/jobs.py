@@ -211,7 +211,8 @@ def suspend(
     place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     place.suspend(name)
-    print(f"{name} saves and is suspended; go on with: outlast resume {name}{which.suffix(namespace, context)}")
+    more = f"outlast resume {name}{which.suffix(namespace, context)}"
+    print(f"{name} is suspended: its workers are told to save and to leave; go on with: {more}")
 
 
 def resume(
@@ -249,11 +250,8 @@ def cancel(
         print(f"{name} was gone already; what was left of it is deleted")
         return
     place.cancel(name)
-    print(
-        f"{name} is cancelled; its output stays in {output}"
-        if _stays(output)
-        else f"{name} is cancelled; its output was {output}"
-    )
+    where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
+    print(f"{name} is cancelled{where}")
 
 
 def _stays(output: Path | str) -> bool:

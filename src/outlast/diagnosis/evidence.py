@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from outlast import kinds
-from outlast.contract import Label, Pod
+from outlast.contract import Label
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Seen
 from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
@@ -23,7 +23,7 @@ _LINES = 40
 """Of each log."""
 _LOGS = 6
 """How many pods' logs are read; those that failed come first, the newest of them."""
-_WORKLOADS = (kinds.ELASTIC_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
+_WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
 
 
 def see(cluster: Cluster, name: str, *, namespace: str | None = None) -> Seen:
@@ -108,7 +108,7 @@ def _reader(cluster: Cluster, namespace: str, unseen: dict[str, str]) -> _Listed
 
 def _workloads(listed: _Listed, kind: Kind, name: str, selector: str) -> list[Document]:
     """An ElasticJob is called as the job, whoever made it; all else carries its label."""
-    if kind is kinds.ELASTIC_JOB:
+    if kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
         return [found for found in listed(kind) if sight.name(found) == name]
     return listed(kind, selector)
 
@@ -161,7 +161,7 @@ def _logs(cluster: Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[
 
 
 def _main(pod: Document) -> str:
-    return str(sight.container(pod, Pod.CONTAINER).get("name", ""))
+    return str(sight.container(pod).get("name", ""))
 
 
 def _runs(pod: Document) -> bool:

@@ -14,11 +14,15 @@ from datetime import datetime
 from typing import Any
 
 from outlast.contract import Label, Pod
+from outlast.kinds import LEGACY_JOB
+from outlast.manifests import legacy
 from outlast.manifests.request import Document
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 _VOLCANO_INDEX = "volcano.sh/task-index"
 _STATEFULSET_INDEX = "apps.kubernetes.io/pod-index"
+CONTAINERS = (Pod.CONTAINER, legacy.CONTAINER)
+"""What the container with the worker is called, if a pod has several."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,11 @@ class Seen:
         """Of the workload."""
         return str(self.workload.get("kind", ""))
 
+    @property
+    def archived(self) -> bool:
+        """Whether it is an ElasticJob of `elastic.pytorch.org`."""
+        return bool(self.workload.get("apiVersion") == LEGACY_JOB.api_version)
+
     def about(self, document: Document, *reasons: str) -> list[Document]:
         """The events about a document, the newest last; of these reasons, if any are given."""
         meta = document.get("metadata", {})
@@ -96,6 +105,8 @@ class Seen:
                 return sum(task.get("replicas", 1) for task in spec["tasks"])
             case "Job":
                 return int(spec.get("parallelism", 1))
+            case "ElasticJob" if self.archived:
+                return legacy.sizes(self.workload)[1]
             case "ElasticJob":
                 return int(spec.get("workers", {}).get("replicas", 1))
         return int(spec.get("replicas", 1))
@@ -199,10 +210,11 @@ def ended(pod: Document) -> Document | None:
     return next((each for each in found if each.get("exitCode")), found[-1] if found else None)
 
 
-def container(pod: Document, wanted: str = Pod.CONTAINER) -> Document:
-    """A container of the pod's spec; the first when there is none of that name."""
+def container(pod: Document, *wanted: str) -> Document:
+    """A container of the pod's spec, that of the worker unless another is `wanted`; the first when there is none of that name."""
     containers = [*pod["spec"].get("containers", []), *pod["spec"].get("initContainers", [])]
-    return next((each for each in containers if each.get("name") == wanted), containers[0] if containers else {})
+    named = (each for each in containers if each.get("name") in (wanted or CONTAINERS))
+    return next(named, containers[0] if containers else {})
 
 
 def condition(document: Document, kind: str, status: str = "True") -> Document | None:

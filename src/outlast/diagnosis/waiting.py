@@ -8,6 +8,7 @@ from outlast import units
 from outlast.diagnosis import containers
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests import legacy
 from outlast.manifests.request import Document
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
@@ -16,12 +17,12 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 def absent(seen: Seen, _: float) -> Iterator[Cause]:
     """An ElasticJob that nobody has taken up."""
     if seen.kind == "ElasticJob" and not seen.workload.get("status") and not seen.pods:
+        other = "" if seen.archived else ", `outlast submit --as indexed-job` needs none"
         yield Cause(
             "operator",
             "nobody has taken the job up: no operator has written its status",
             (),
-            "see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it, "
-            "`outlast submit --as indexed-job` needs none",
+            f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}",
         )
 
 
@@ -125,7 +126,10 @@ def others(seen: Seen, _: float) -> Iterator[Cause]:
     ready = [pod for pod in seen.pods if sight.condition(pod, "Ready")]
     running = [pod for pod in seen.pods if sight.phase(pod) == "Running"]
     wanted = seen.wanted()
-    least = seen.workload.get("spec", {}).get("workers", {}).get("min", wanted) if seen.kind == "ElasticJob" else wanted
+    if seen.archived:
+        least = legacy.sizes(seen.workload)[0]
+    else:
+        least = seen.workload.get("spec", {}).get("workers", {}).get("min", wanted) if seen.kind == "ElasticJob" else wanted
     if running and not ready and len(running) < least:
         have = f"{len(running)} of at least {least} workers run"
         missing = "mend what keeps the others; they meet as soon as all are there" if len(running) < wanted else ""
@@ -160,7 +164,7 @@ def wishes(seen: Seen, _: float) -> Iterator[Cause]:
     queued = _QUEUE in seen.workload.get("metadata", {}).get("labels", {})
     if spec.get("suspend") and not queued and not _failed(seen):
         yield Cause("suspended", "it is suspended", (), f"go on with: outlast resume {seen.name}", wrong=False)
-    elif seen.kind == "StatefulSet" and spec.get("replicas") == 0:
+    elif (seen.kind == "StatefulSet" and spec.get("replicas") == 0) or (seen.archived and seen.wanted() == 0):
         yield Cause("suspended", "it is to have no workers", (), f"go on with: outlast resume {seen.name}", wrong=False)
     elif seen.kind == "ElasticJob" and seen.wanted() == 0:
         yield Cause("suspended", "it is to have no workers", (), f"go on with: outlast scale {seen.name} 1", wrong=False)

@@ -10,6 +10,7 @@ https://github.com/pytorch/elastic/tree/master/kubernetes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from outlast.kinds import LEGACY_JOB
 from outlast.manifests import cel, names
 from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document
+from outlast.manifests.resources import ACCELERATORS
 
 CONTAINER = "elasticjob-worker"
 """The container that torchrun is in, if there are several."""
@@ -61,6 +63,27 @@ def nnodes(job: Mapping[str, Any]) -> str:
     """As torchrun has it: `1:4`."""
     least, _, most = sizes(job)
     return f"{least}:{most}"
+
+
+def end(job: Mapping[str, Any]) -> str | None:
+    """`Succeeded` or `Failed`; None while it has not ended. The archived controller wrote conditions only."""
+    status = job.get("status") or {}
+    told = [each["type"] for each in status.get("conditions") or () if each["status"] == "True"]
+    return next((each for each in ("Succeeded", "Failed") if each == status.get("state") or each in told), None)
+
+
+def processes(job: Mapping[str, Any]) -> int:
+    """How many processes torchrun starts in each worker, as far as its arguments and variables say; else 1, its default."""
+    name = torchrun(job)
+    container: Document = next((each for each in workers(job)["template"]["spec"]["containers"] if each["name"] == name), {})
+    words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
+    told = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
+    given = next((str(e.get("value")) for e in container.get("env") or () if e["name"] == "PET_NPROC_PER_NODE"), "")
+    count = told[1] if told else given
+    if count in ("gpu", "auto"):
+        limits = (container.get("resources") or {}).get("limits") or {}
+        count = next((str(amount) for device, amount in limits.items() if device in ACCELERATORS.values()), "1")
+    return int(count) if count.isdecimal() else 1
 
 
 def restart_policy(job: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ def accelerator(wanted: spec.Resources) -> str:
 def share(job: spec.Job) -> Share:
     """What each worker of a job has. Raises InvalidJob when its shared memory does not fit in its memory, or its cores in their
     limit."""
-    wanted, count = job.spec.resources, job.spec.processes_per_worker
+    wanted, count = job.spec.resources, job.spec.processes()
     if wanted.shared_memory and wanted.memory and wanted.shared_memory >= wanted.memory:
         said = f"{units.memory_text(wanted.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
         raise wrong(job, f"resources.sharedMemory ({said} ({units.memory_text(wanted.memory)}); lower it or raise memory")
@@ -56,9 +56,8 @@ def share(job: spec.Job) -> Share:
     if device := accelerator(wanted):
         firm[device] = wanted.gpu
     cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes takes the limit for it
-    processes = max(1, wanted.gpu) if count == "auto" else int(count)
-    threads = max(1, int((wanted.cpu or wanted.cpu_limit or 1) / processes))
-    return Share({**cores, **firm}, {**_cores(wanted.cpu_limit), **firm}, processes, threads, wanted.shared_memory)
+    threads = max(1, int((wanted.cpu or wanted.cpu_limit or 1) / count))
+    return Share({**cores, **firm}, {**_cores(wanted.cpu_limit), **firm}, count, threads, wanted.shared_memory)
 
 
 def _cores(count: float | None) -> Quantities:

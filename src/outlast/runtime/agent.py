@@ -540,8 +540,7 @@ class _Voice:
 
 def processes_per_worker(job: spec.Job) -> int:
     """`auto` means one process per GPU of the job's resources, else one."""
-    count = job.spec.processes_per_worker
-    return max(1, job.spec.resources.gpu) if count == "auto" else int(count)
+    return job.spec.processes()
 
 
 def say_end(worker: int | str, code: int | None, reason: str) -> None:
