@@ -468,7 +468,7 @@ def test_an_image_of_another_version_is_told(capsys: pytest.CaptureFixture[str])
     assert told["outlast"]["said"].startswith(f"outlast {__version__}, and who asks has 99.0")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
 def test_two_processes_measure_what_is_between_them(address: str) -> None:
     if address == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")

@@ -406,6 +406,7 @@ def mamba(maker: Maker) -> Callable[..., environment.Made]:
     return lambda text: maker.make(conda=text)
 
 
+@pytest.mark.slow
 def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mamba: Callable[..., environment.Made]):
     made = mamba("name: x\ndependencies: [python=3.11, pytorch]")
     assert maker.said[-1].startswith("made environment.conda (environment.yml): Python 3.11")

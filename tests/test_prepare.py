@@ -428,6 +428,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["archive", "prefix"])
 def test_code_whose_workers_are_killed_again_and_again_arrives_whole(worker: Worker, tmp_path: Path, rclone: Place, kind: str):
     """kill -9 at random moments, of the first version and of one that replaces it under files of the job."""

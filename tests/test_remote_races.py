@@ -206,7 +206,9 @@ def races(seeds: range, conditional: bool, saved: Saved, tmp_path: Path) -> None
     assert winners >= {1, 2, 3}  # each has come first some time
 
 
-each_register = pytest.mark.parametrize("conditional", [True, False], ids=["swapped", "named"])
+each_register = pytest.mark.parametrize(
+    "conditional", [pytest.param(True, id="swapped"), pytest.param(False, id="named", marks=pytest.mark.slow)]
+)
 
 
 @each_register

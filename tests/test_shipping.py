@@ -76,7 +76,7 @@ WORDS = re.findall(
 patterns = st.lists(st.sampled_from([*WORDS, " ", "\\ "]), min_size=1, max_size=5).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     files=st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), min_size=1, max_size=12),
     top=st.lists(patterns, max_size=5),

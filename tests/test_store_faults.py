@@ -437,7 +437,7 @@ def uploads(proxy: Proxy) -> list[str]:
     return [each["Key"] for each in found.get("Uploads", ())]
 
 
-@pytest.fixture(params=["moto", "rclone"])
+@pytest.fixture(params=["moto", pytest.param("rclone", marks=pytest.mark.slow)])
 def proxy(request: pytest.FixtureRequest) -> Proxy:
     """Each of the two servers, behind a proxy."""
     found: Proxy = request.getfixturevalue(f"{request.param}_proxy")
@@ -477,6 +477,7 @@ store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]
 """
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     place, path, journal = filled(proxy), large(tmp_path, 12), tmp_path / "journal"
     proxy.intake = 30 * MIB
