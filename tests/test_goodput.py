@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from outlast.report import goodput, text
+from outlast.report import goodput, text, timeline
 from outlast.report.timeline import Bucket, Incident
 
 KILLED = "rank 1 on worker 1 was killed by SIGKILL; restart 1 of 10"
@@ -417,10 +417,61 @@ def test_the_order_of_the_lines_does_not_matter(events, rng):
 
 
 @given(EVENTS)
+@example([{"t": 0.0, "kind": "world"}, {"t": 0.0, "kind": "world"}, {"t": 0.0, "kind": "restoring", "generation": 1}])
+@example([{"t": 0.0, "kind": "world"}, {"t": 0.0, "kind": "restoring", "generation": 0}])
 def test_events_that_are_reported_twice_count_once(events):
-    steps = [event for event in events if event["kind"] in ("step", "session", "restoring", "restored", "world")]
-    once, twice = goodput.buckets(steps, 50), goodput.buckets([event for event in steps for _ in (1, 2)], 50)
-    assert (twice.steps_kept, twice.microseconds) == (once.steps_kept, once.microseconds)
+    assert goodput.buckets([event for event in events for _ in (1, 2)], 50) == goodput.buckets(events, 50)
+
+
+def told_together(events: list[dict], most: int) -> list[dict]:
+    """The same ledger, with up to `most` steps in one event; a save, a failure and a new world end a batch."""
+    told: list[dict] = []
+    for event in events:
+        last = told[-1] if told else {}
+        follows = event["kind"] == last.get("kind") == "step" and last["step"] == event["step"] - 1 and last.get("first") is None
+        if follows and last.get("steps", 1) < most:
+            told[-1] = {**event, "steps": last.get("steps", 1) + 1}
+        else:
+            told.append({**event, "first": True} if event["kind"] == "step" and last.get("kind") != "step" else dict(event))
+    return told
+
+
+def long_story(worlds: int, steps: int) -> Story:
+    """World after world, each of which fails between two saves."""
+    story = training()
+    for _ in range(worlds):
+        story.steps(steps, 0.1).save(0.02, 0.05).steps(steps // 2, 0.1).failure(0.05)
+        story.world(0.5).session(1).restored(story.step - steps // 2, 0.5)
+    return story.steps(steps, 0.1).finished(0.5)
+
+
+def test_steps_that_are_told_together_are_accounted_for_like_single_ones():
+    story = long_story(3, 20)
+    single = story.account()
+    together = goodput.buckets(told_together(story.events, 10), story.at)
+    assert together.microseconds == single.microseconds
+    assert (together.steps_kept, together.steps_replayed) == (single.steps_kept, single.steps_replayed)
+    assert together.step_median_s == pytest.approx(single.step_median_s)
+
+
+def test_a_restore_to_the_middle_of_steps_that_were_told_together_keeps_the_first_ones():
+    story = training().say("step", 1, generation=1, step=1).say("step", 4, generation=1, step=5, steps=4)
+    account = story.failure().world(1).session().restored(3).say("step", 1, generation=2, step=4).account()
+    assert spent(account) == {"queue": 1, "startup": 2, "training": 4, "replayed": 2, "rendezvous": 1}
+    assert (account.steps_kept, account.steps_replayed) == (4, 2)
+
+
+def test_a_long_run_is_accounted_for_in_bounded_memory(monkeypatch):
+    story = long_story(20, 200)
+    exact = story.account()
+    monkeypatch.setattr(timeline, "_SPANS", 400)
+    known = timeline.survey(timeline.in_order(story.events))
+    fold, most = timeline.Timeline(0, known), 0
+    for t, event in timeline.in_order(story.events):
+        fold.feed(t, event)
+        most = max(most, len(fold.spans), len(fold.kept))
+    assert most < 900 < exact.steps_kept
+    assert story.account() == exact
 
 
 MS = st.integers(1, 5000).map(lambda ms: ms / 1000)

@@ -7,10 +7,9 @@ report and the page all show this one value.
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from outlast.report.timeline import Bucket, Incident, Step, Timeline, in_order, microseconds
+from outlast.report.timeline import Bucket, Incident, Step, Timeline, in_order, microseconds, survey, usable
 from outlast.runtime.ledger import Event
 
 
@@ -73,20 +72,23 @@ class Goodput:
         return self.microseconds[bucket] / max(1, sum(self.microseconds.values()))
 
 
-def buckets(events: Iterable[Event], now: float) -> Goodput:
+def buckets(events: Iterable[Event], now: float | None) -> Goodput:
     """Account for the time from the first event until the end of the job; until `now` (seconds since the epoch) when it has none.
 
-    For a job that nobody runs any more pass the time of its last event: what came after is not the job's.
+    A sequence of events may have any order. Anything else, such as `ledger.Events`, has that of time, and can be gone through
+    twice: so memory stays bounded. For a job that nobody runs any more `now` is None, the time of its last event: what came after
+    is not the job's.
     """
-    ordered = in_order(events)
-    start = ordered[0][0] if ordered else microseconds(now)
-    timeline = Timeline(start, ordered)
-    for t, event in ordered:
-        timeline.feed(t, event)
-    timeline.stop(max(microseconds(now), timeline.seen))
+    if isinstance(events, Sequence):
+        events = sorted(filter(usable, events), key=lambda event: microseconds(event["t"]))
+    known = survey(in_order(events))
+    start = microseconds(now or 0.0) if known.start is None else known.start
+    timeline = Timeline(start, known)
+    for t, event in in_order(events):
+        timeline.feed(max(t, timeline.seen), event)
+    timeline.stop(timeline.seen if now is None else max(microseconds(now), timeline.seen))
 
-    steady = [step.us for step in timeline.executed if not step.first]
-    median = statistics.median(steady) if steady else None
+    mean, median = timeline.durations.mean(), timeline.durations.median()
     stretches = list(_joined(_resolved(timeline.spans, median)))
     us = dict.fromkeys(Bucket, 0)
     for begin, end, bucket in stretches:
@@ -98,9 +100,9 @@ def buckets(events: Iterable[Event], now: float) -> Goodput:
         microseconds=us,
         segments=tuple(Segment(begin / 1e6, end / 1e6, bucket) for begin, end, bucket in stretches),
         incidents=tuple(timeline.incidents),
-        steps_kept=len(timeline.kept),
-        steps_replayed=len(timeline.executed) - len(timeline.kept),
-        step_mean_s=statistics.fmean(steady) / 1e6 if steady else None,
+        steps_kept=timeline.steps_kept,
+        steps_replayed=timeline.steps_executed - timeline.steps_kept,
+        step_mean_s=mean / 1e6 if mean is not None else None,
         step_median_s=median / 1e6 if median is not None else None,
         worlds=timeline.worlds,
         failures=timeline.failures,
@@ -121,18 +123,27 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
     `ordinary` is the microseconds of a step that has no warming up to do: what a first step takes longer is start-up.
     """
     warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
+    keeping: dict[int, int] = {}  # id of steps of which some were taken back -> microseconds still to be given to the others
     for start, end, owner in spans:
         if isinstance(owner, Bucket):
             yield start, end, owner
             continue
         cut = start
         if owner.first and ordinary is not None and owner.bucket in (Bucket.TRAINING, Bucket.REPLAYED):
-            excess = warming.setdefault(id(owner), max(0, owner.us - round(ordinary)))
+            excess = warming.setdefault(id(owner), max(0, owner.us - round(ordinary * max(1, owner.count))))
             cut = min(end, start + excess)
             warming[id(owner)] = excess - (cut - start)
         if start < cut:
             yield start, cut, Bucket.STARTUP
-        if cut < end:
+        if owner.kept_us >= 0 and owner.bucket is Bucket.TRAINING:
+            left = keeping.setdefault(id(owner), owner.kept_us)
+            kept = min(end, cut + left)
+            keeping[id(owner)] = left - (kept - cut)
+            if cut < kept:
+                yield cut, kept, Bucket.TRAINING
+            if kept < end:
+                yield kept, end, Bucket.REPLAYED
+        elif cut < end:
             yield cut, end, owner.bucket
 
 

@@ -6,13 +6,16 @@ generation that was replaced, or not at all. Whatever comes, every instant betwe
 Time belongs to a step, from the end of the step before it to its own end. What becomes of the step decides about its time: kept
 is training; taken back by a restore from before it is replayed, and so is the step that a failure cut short. All other time has
 the bucket of the phase that the job was in. Why so: `docs/decisions/0004-goodput.md`.
+
+Memory is bounded: of a long run, neighbouring steps that are long done are joined (`_join`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from outlast.runtime.ledger import Event
 
@@ -82,48 +85,74 @@ def _text(event: Event, field: str, otherwise: str) -> str:
     return value if isinstance(value, str) and value else otherwise
 
 
-def in_order(events: Iterable[Event]) -> list[Timed]:
-    """Events with a usable time and a known kind, in the order of time; those of one instant as they come.
+def usable(event: Event) -> bool:
+    """Whether an event has a time and a kind that we know."""
+    t, kind = event.get("t"), event.get("kind")
+    return isinstance(t, (int, float)) and -_FOREVER < t < _FOREVER and isinstance(kind, str) and hasattr(Timeline, f"_on_{kind}")
+
+
+def in_order(events: Iterable[Event]) -> Iterator[Timed]:
+    """The usable ones of `events`, which come in the order of time, each once: the same words at the same instant are one event.
 
     What other machines' clocks put after `finished` happened before it, unless the job was taken up again.
     """
-
-    def usable(event: Event) -> bool:
-        t, kind = event.get("t"), event.get("kind")
-        return (
-            isinstance(t, (int, float))
-            and -_FOREVER < t < _FOREVER
-            and isinstance(kind, str)
-            and hasattr(Timeline, f"_on_{kind}")
-        )
-
-    ordered: list[Timed] = []
     finished: Timed | None = None
-    for t, event in sorted(((microseconds(event["t"]), event) for event in events if usable(event)), key=lambda timed: timed[0]):
+    for t, event in _once(events):
         if finished is None:
             if event["kind"] == "finished":
                 finished = t, event
             else:
-                ordered.append((t, event))
+                yield t, event
         elif event["kind"] in _REOPENS:
-            ordered += [finished, (t, event)]
+            yield finished
+            yield t, event
             finished = None
         elif event["kind"] != "finished":
-            ordered.append((finished[0], event))
-    return ordered if finished is None else [*ordered, finished]
+            yield finished[0], event
+    if finished is not None:
+        yield finished
 
 
-def _last_steps(ordered: Iterable[Timed]) -> dict[int, int]:
+def _once(events: Iterable[Event]) -> Iterator[Timed]:
+    now, heard = None, []
+    for event in events:
+        if not usable(event):
+            continue
+        t = microseconds(event["t"])
+        if t != now:
+            now, heard = t, [event]
+        elif event in heard:
+            continue
+        else:
+            heard.append(event)
+        yield t, event
+
+
+@dataclasses.dataclass
+class Survey:
+    """What the fold has to know of all events before it begins."""
+
+    start: int | None = None
+    """Time of the first event, microseconds since the epoch; None when there is none."""
+    last_steps: dict[int, int] = dataclasses.field(default_factory=dict)
     """When the last step of each generation ended: until then its world was not broken, whatever was reported meanwhile."""
-    last: dict[int, int] = {}
-    newest = -1
+    blind: bool = True
+    """Whether the script reports nothing."""
+
+
+def survey(ordered: Iterable[Timed]) -> Survey:
+    """A first pass over all events."""
+    found, newest = Survey(), -1
     for t, event in ordered:
-        if event["kind"] in ("world", "session", "step"):
+        found.start = t if found.start is None else found.start
+        kind = event["kind"]
+        found.blind = found.blind and kind not in ("session", "step")
+        if kind in ("world", "session", "step"):
             generation = _int(event, "generation")
             newest = max(newest, 0 if generation is None else generation)
-            if event["kind"] == "step" and generation in (newest, None):
-                last[newest] = t
-    return last
+            if kind == "step" and generation in (newest, None):
+                found.last_steps[newest] = t
+    return found
 
 
 # The fold
@@ -131,29 +160,93 @@ def _last_steps(ordered: Iterable[Timed]) -> dict[int, int]:
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One execution of a step, also one that never came to its end; the time it took goes where its bucket says in the end."""
+    """One execution of a step, or of some that were reported together or joined since; also one that never came to its end. The
+    time it took goes where its bucket says in the end."""
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
     """First of its world: what it takes longer than an ordinary step is start-up."""
+    before: int = 0
+    """Number of the step before the first of these."""
     number: int = 0
+    """Of the last of these whose result is kept."""
+    count: int = 0
+    """How many of them are kept; 0 while it is under way."""
     life: int = 0
     us: int = 0
+    kept_us: int = -1
+    """What of `us` was for the kept ones, when the later ones were taken back; -1: all."""
+    pieces: int = 0
+    """Spans that it owns."""
+
+    def join(self, other: Step) -> bool:
+        """Take in the step after this one, if nothing tells the two apart."""
+        one = (self.bucket, self.life) == (other.bucket, other.life) and self.number == other.before
+        whole = self.pieces == other.pieces == 1 and self.kept_us == other.kept_us == -1 and self.count and other.count
+        if not one or not whole or self.first or other.first:
+            return False
+        self.number, self.count, self.us = other.number, self.count + other.count, self.us + other.us
+        return True
+
+
+_SPANS = 1 << 16
+"""So many spans are kept apart before old ones are joined."""
+_DIGITS = 1 << 16
+"""So many different durations of steps are told apart; then they are rounded to a thousandth."""
+
+
+class Durations:
+    """How long steps took, per step, in bounded memory."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._total = self._number = 0
+
+    def add(self, us: int, count: int) -> None:
+        """So many steps have taken so long together."""
+        self._counts[us // count] += count
+        self._total, self._number = self._total + us, self._number + count
+        if len(self._counts) > _DIGITS:
+            rounded: Counter[int] = Counter()
+            for each, number in self._counts.items():
+                grain = max(1, 1 << (each.bit_length() - 10))
+                rounded[each // grain * grain + grain // 2] += number
+            self._counts = rounded
+
+    def mean(self) -> float | None:
+        """Microseconds; None before the first step."""
+        return self._total / self._number if self._number else None
+
+    def median(self) -> float | None:
+        """Microseconds; None before the first step."""
+        if not self._number:
+            return None
+        ordered, lower, seen = sorted(self._counts), None, 0
+        for each in ordered:
+            seen += self._counts[each]
+            if lower is None and 2 * seen >= self._number:
+                lower = each
+            if 2 * seen > self._number:
+                assert lower is not None
+                return (lower + each) / 2
+        raise AssertionError
 
 
 class Timeline:
     """Folds events, in order, into spans of time with an owner: a bucket, or the step whose fate decides."""
 
-    def __init__(self, start: int, ordered: Sequence[Timed]) -> None:
+    def __init__(self, start: int, known: Survey) -> None:
         self.spans: list[tuple[int, int, Bucket | Step]] = []
-        self.executed: list[Step] = []
         self.kept: list[Step] = []
+        self.steps_executed = self.steps_kept = 0
+        self.durations = Durations()
+        """Of all steps that were executed but the first of each world."""
+        self._full = _SPANS
         self.incidents: list[Incident] = []
         self.seen = start  # time of the newest event
         self.finished: str | None = None
         self.worlds = self.failures = self.restarts = self.interruptions = self.hangs = self.saves = self.saves_failed = 0
-        self._last_steps = _last_steps(ordered)
-        self._blind = not any(event["kind"] in ("session", "step") for _, event in ordered)
+        self._last_steps, self._blind = known.last_steps, known.blind
         self._since = start
         self._phase = Bucket.QUEUE
         self._after_save = Bucket.TRAINING
@@ -188,8 +281,26 @@ class Timeline:
         if self._phase is Bucket.TRAINING and self._step is not None:
             owner = self._step
             self._step.us += t - self._since
+            self._step.pieces += 1
         self.spans.append((self._since, t, owner))
         self._since = t
+        if len(self.spans) > self._full:
+            self._join()
+
+    def _join(self) -> None:
+        """Make one of neighbours that nothing tells apart, but for the latest quarter, of which a restore may take steps back."""
+        old = len(self.spans) * 3 // 4
+        joined, gone = self.spans[:1], set()
+        for start, end, owner in self.spans[1:old]:
+            last = joined[-1][2]
+            if isinstance(last, Step) and isinstance(owner, Step) and last.join(owner):
+                joined[-1] = joined[-1][0], end, last
+                gone.add(id(owner))
+            else:
+                joined.append((start, end, owner))
+        self.kept = [step for step in self.kept if id(step) not in gone]
+        self.spans = joined + self.spans[old:]
+        self._full = max(_SPANS, len(self.spans) * 3 // 2)
 
     def _enter(self, phase: Bucket, t: int) -> None:
         self._cut(t)
@@ -245,11 +356,20 @@ class Timeline:
 
     def _roll_back(self, step: int) -> None:
         """The results of all steps after this one are lost."""
-        before = len(self.kept)
+        before = self.steps_kept
         while self.kept and self.kept[-1].number > step:
+            last = self.kept[-1]
+            if last.before < step:  # of several, the first ones stay; they are taken to have been equally long
+                stays, of = step - last.before, last.number - last.before
+                last.kept_us = (last.us if last.kept_us < 0 else last.kept_us) * stays // of
+                left = max(1, last.count * stays // of)
+                self.steps_kept -= last.count - left
+                last.number, last.count = step, left
+                break
             self.kept.pop().bucket = Bucket.REPLAYED
+            self.steps_kept -= last.count
         if self._open:
-            self._open[0].replayed += before - len(self.kept)
+            self._open[0].replayed += before - self.steps_kept
 
     def _recovered(self, t: int) -> None:
         """Training goes on in a newer world: what ended the older ones is over."""
@@ -421,10 +541,15 @@ class Timeline:
         step = self._step or Step(first=True)
         self._step, self._phase, self._last_step = Step(), Bucket.TRAINING, t
         if not self.kept or self.kept[-1].life != self._life or self.kept[-1].number < number:  # else reported twice
-            self._roll_back(number - 1)
-            step.number, step.life = number, self._life
-            self.executed.append(step)
+            together = _int(event, "steps") or 1
+            step.count = together if together > 0 else 1
+            step.before, step.number, step.life = number - step.count, number, self._life
+            self._roll_back(step.before)
             self.kept.append(step)
+            self.steps_executed += step.count
+            self.steps_kept += step.count
+            if not step.first:
+                self.durations.add(step.us, step.count)
         self._recovered(t)
         if self._broken and not self._goes_on(t):
             self._broken = False
