@@ -183,14 +183,16 @@ def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
         "step-00000009.replaced-0",
     ):
         (tmp_path / name).mkdir()
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.replaced-0")
+    damage_cut(written(tmp_path, 25, generation=3).path / "a")
     newest = written(tmp_path, 25, generation=3)
+    assert (tmp_path / "step-00000025.replaced-0").exists()
     assert [c.step for c in checkpoints.sweep(tmp_path, newest, keep=2)] == [10]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock",
         "FENCE",
         "best",
-        "step-00000001",  # another run's
-        "step-00000009.replaced-0",  # damaged once
+        "step-00000001.replaced-0",  # another run's
         "step-00000020",
         "step-00000025",
         "step-00000030",  # later than what was restored, so skipped as damaged: neither counted nor deleted

@@ -56,11 +56,37 @@ def test_lines_that_are_no_events_are_left_out(tmp_path):
         '{"t": 2, "kind": "step"}\n[1]\n{"t": 3}\n\nnull\n\xff\n{"t": 1, "kind": "world"}\n{"t": 4, "ki'
     )
     (tmp_path / "notes.txt").write_text("not a ledger")
-    assert ledger.read(tmp_path) == [{"t": 1, "kind": "world"}, {"t": 2, "kind": "step"}]
+    assert list(ledger.read(tmp_path)) == [{"t": 1, "kind": "world"}, {"t": 2, "kind": "step"}]
+
+
+def test_events_out_of_order_come_in_order_unless_a_clock_was_set_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "_UNSORTED", 2)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"t": t, "kind": "step"}) + "\n" for t in (1, 3, 2, 9, 8, 7, 4)))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"t": 2.5, "kind": "world"}) + "\n")
+    found = ledger.read(tmp_path)
+    assert [event["t"] for event in found] == [1, 2, 2.5, 3, 7, 7, 8, 9] == [event["t"] for event in found]
+
+
+def test_steps_that_end_within_a_second_are_one_event_and_all_else_comes_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger.time, "monotonic", lambda: now)
+    mine = Ledger(tmp_path, "a")
+    for step in range(1, 31):
+        now = 1000 + step * 0.1
+        mine.step(1, step)
+        if step == 25:
+            mine.write("saving", step=25)
+    mine.step(2, 26)  # a world that goes on from the save
+    mine.close()
+    told = [(e["kind"], e["step"], e.get("steps", 1)) for e in ledger.read(tmp_path)]
+    assert told == [
+        *(("step", last, count) for last, count in ((1, 1), (11, 10), (21, 10), (25, 4))),
+        ("saving", 25, 1),
+        *(("step", last, count) for last, count in ((26, 1), (30, 4), (26, 1))),
+    ]
 
 
 def test_there_is_nothing_in_a_ledger_that_nobody_wrote(tmp_path):
-    assert ledger.read(tmp_path / "nowhere") == []
+    assert list(ledger.read(tmp_path / "nowhere")) == []
 
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
@@ -79,7 +105,7 @@ def test_a_killed_writer_leaves_whole_lines(tmp_path):
     for name in "ab":
         lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines[:-1]] == list(range(len(lines) - 1))
-    found = ledger.read(tmp_path)
+    found = list(ledger.read(tmp_path))
     assert [event["step"] for event in found if event["source"] == "a"][:100] == list(range(100))
     assert [event["t"] for event in found] == sorted(event["t"] for event in found)
 

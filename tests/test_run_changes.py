@@ -10,6 +10,7 @@ import pytest
 from outlast import spec
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.status import State
+from worlds import steps as told_steps
 
 
 def kept(machine, name: str) -> dict[int, dict[int, list[int]]]:
@@ -44,7 +45,7 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
     events = machine.backend.events(name)
     sizes = [len(event["workers"]) for event in events if event["kind"] == "world"]
     assert sizes == [2, 3, 1, 2]
-    assert [event["step"] for event in events if event["kind"] == "step"] == list(range(1, 265)), "planned changes lose no step"
+    assert told_steps(events) == list(range(1, 265)), "planned changes lose no step"
 
     steps = kept(machine, name)
     for epoch in range(24):
@@ -75,7 +76,7 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
         assert machine.backend.submit(spec.load(path), source=path) == left.run
     status = machine.end(name)
     assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, left.run, 0)
-    steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "step"]
+    steps = told_steps(machine.backend.events(name))
     assert steps == list(range(1, 61))
     assert machine.final(name) == undisturbed(ARGS, 2)
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from outlast.status import State
+from worlds import steps as told_steps
 
 Final = Callable[..., dict[str, object]]
 ARGS = ("--steps=60", "--pause=0.04")
@@ -153,7 +154,7 @@ def test_a_terminated_worker_saves_first_so_no_step_is_lost_and_nothing_counts(m
     machine.backend.chaos(name, "term", worker=1, rng=machine.rng)
     status = machine.end(name)
     assert (status.state, status.restarts, status.interruptions) == (State.SUCCEEDED, 0, 1)
-    steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "step"]
+    steps = told_steps(machine.backend.events(name))
     assert steps == list(range(1, 61))
     assert machine.final(name) == undisturbed(ARGS, 2)
 

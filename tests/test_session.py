@@ -300,7 +300,7 @@ def test_the_ledger_tells_the_story_of_a_run(tmp_path: Path):
     ]
     assert [(kind, step) for kind, step, _ in story if kind == "saving"] == [("saving", c) for c in (5, 10, 15, 20)]
     assert [(kind, step) for kind, step, _ in story if kind == "committed"] == [("committed", c) for c in (5, 10, 15, 20)]
-    assert [e["step"] for e in end.kinds("step")] == list(range(1, LAST + 1))
+    assert end.steps == list(range(1, LAST + 1))
     assert all(e["stall_s"] < 5 for e in end.kinds("staged"))
     last = end.kinds("committed")[-1]
     assert last["bytes"] == end.checkpoints[-1].bytes > 10_000

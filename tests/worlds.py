@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,12 @@ def train(plan: Training) -> None:
         (run.output / f"rank-{run.rank}.json").write_text(json.dumps(result))
 
 
+def steps(events: Iterable[Event]) -> list[int]:
+    """The steps that ended, as a ledger tells them: some of its events are of several."""
+    told = [(event["step"], event.get("steps", 1)) for event in events if event["kind"] == "step"]
+    return [step for last, count in told for step in range(last - count + 1, last + 1)]
+
+
 @dataclasses.dataclass
 class Ended:
     """How the ranks of a world ended."""
@@ -167,6 +173,11 @@ class Ended:
     def events(self) -> list[Event]:
         outputs = sorted({self.disk(rank) for rank in range(len(self.codes))})
         return sorted((event for output in outputs for event in read(output / contract.LEDGER)), key=lambda event: event["t"])
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that ended, as the ledger tells them."""
+        return steps(self.events)
 
     def kinds(self, *kinds: str) -> list[Event]:
         """The events of these kinds, without time and source."""

@@ -6,6 +6,7 @@ The training library writes them, the command line lists them, agents wait for t
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
     step-00001300.fetching/     being fetched from a store or another disk by whoever locks it, or left behind
+    step-00001300.replaced-0/   damaged, and saved again since; of another run: its, and for the user to remove
     FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
                                 written while `.lock` is held
 
@@ -34,7 +35,7 @@ from outlast import contract
 from outlast.errors import Superseded
 
 _NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching)")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching|(replaced)-\d+)")
 _FENCE = "FENCE"
 _LOCK = ".lock"
 _BLOCK = 8 << 20
@@ -324,7 +325,8 @@ def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
 
 
 def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
-    """After `newest` was committed: delete its run's expired checkpoints, and what dead generations left half written.
+    """After `newest` was committed: delete its run's expired checkpoints, its damaged ones that were replaced, and what dead
+    generations left half written.
 
     Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
     until the next time. Returns what was deleted.
@@ -334,10 +336,22 @@ def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)
         if match and (match[1] is None or int(match[1]) < newest.generation):
-            with contextlib.suppress(FileNotFoundError), _alone(directory / name) as alone:
+            path = directory / name
+            if match[2] and _anothers(path, newest.run):
+                continue
+            read_by = path / contract.COMMIT if match[2] and (path / contract.COMMIT).exists() else path
+            with contextlib.suppress(FileNotFoundError), _alone(read_by) as alone:
                 if alone:
-                    shutil.rmtree(directory / name)
+                    shutil.rmtree(path)
     return gone
+
+
+def _anothers(path: Path, run: str) -> bool:
+    """Whether a checkpoint can be read and is another run's."""
+    try:
+        return read(path).run != run
+    except (OSError, ValueError):
+        return False
 
 
 def remove(checkpoint: Checkpoint) -> bool:

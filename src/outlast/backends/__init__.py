@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -99,8 +99,8 @@ class Backend(Protocol):
         """Where the job's output is (checkpoints, logs, ledger): a directory of this machine, or words for a place
         elsewhere, such as the URL of one in a store."""
 
-    def events(self, name: str) -> Sequence[Event]:
-        """The ledger of the job's run, in the order of time."""
+    def events(self, name: str) -> Iterable[Event]:
+        """The ledger of the job's run, in the order of time; to be gone through as often as one likes."""
 
     def evaluate(self, name: str, args: Sequence[str]) -> int:
         """Run the job's module with `--evaluate` and `args` in one process, in the foreground; return its exit code."""

@@ -176,7 +176,7 @@ class LocalBackend:
         """The job's output directory."""
         return Path(Run.read(self._known(name)).output)
 
-    def events(self, name: str) -> Sequence[ledger.Event]:
+    def events(self, name: str) -> ledger.Events:
         """The ledger of the job's run."""
         return ledger.read(self.output(name) / contract.LEDGER)
 

@@ -28,8 +28,8 @@ def report(ctx: typer.Context, name: NameArgument = None, output: OutputOption =
     place = which.backend(ctx)
     name = which.job(place, name)
     status, events = place.status(name), place.events(name)
-    driven = status.launcher is not None or not events
-    account = goodput.buckets(events, time.time() if driven else events[-1]["t"])
+    driven = status.launcher is not None or next(iter(events), None) is None
+    account = goodput.buckets(events, time.time() if driven else None)
     if output is not Output.TABLE:
         show.data({"name": name, "run": status.run, **text.as_json(account)}, output)
     elif terminal.colours(sys.stdout):

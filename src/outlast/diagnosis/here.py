@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from outlast import contract, units
 from outlast.diagnosis.seen import Cause
@@ -12,11 +12,14 @@ from outlast.status import Failure, JobStatus, State
 _LAST = 3
 """How many of the newest incidents are evidence."""
 _SLOW_START_S = 120.0
+_TOLD = ("launcher", "submitted", "resumed", "hang", "failure")
+"""The kinds of events that we look at; a ledger has many more of others."""
 
 
-def causes(status: JobStatus, events: Sequence[Event], now: float) -> list[Cause]:
+def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Cause]:
     """What keeps the job from training, most important first; what is well is one cause that is not wrong."""
-    found = [cause for rule in (_state, _store, _warnings) for cause in rule(status, events, now)]
+    told = [event for event in events if event["kind"] in _TOLD]
+    found = [cause for rule in (_state, _store, _warnings) for cause in rule(status, told, now)]
     return sorted(found, key=lambda cause: not cause.wrong)
 
 

@@ -16,7 +16,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     session      generation, rank, world_size            training: process group is up
     restoring    generation                              training, rank 0
     restored     generation, step, path                  training, rank 0 (step 0, path null: from the beginning)
-    step         generation, step                        training, rank 0: this step has ended
+    step         generation, step, steps?                training, rank 0: this step has ended; of several, the last of `steps`
     saving       step                                    training, rank 0: a save begins, training stalls
     staged       step, stall_s                           training, rank 0: training goes on
     committed    step, path, bytes, seconds              training, rank 0: the checkpoint exists
@@ -32,22 +32,36 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
 
+TOGETHER_S = 1.0
+"""Steps that end within so long are one event: a step of 100 ms would be 100 bytes a tenth of a second, for months."""
+_PIECE = 64 << 10
+"""Bytes of a source that are read at a time."""
+_UNSORTED = 1024
+"""How many events may lie between one and its place in the order of time. Arbitrary: threads write a few at once."""
+
 
 class Ledger:
-    """Appends events of one source to `<directory>/<source>.jsonl`."""
+    """Appends events of one source to `<directory>/<source>.jsonl`. Threads may share it."""
 
     def __init__(self, directory: Path, source: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._source = source
+        self._lock = threading.Lock()
+        self._steps: Event = {}
+        """Steps that have ended and are not written yet."""
+        self._told = float("-inf")
+        """When the last step was written, monotonic."""
         self._fd = os.open(directory / f"{source}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":  # the last writer was killed in its last line
@@ -56,26 +70,119 @@ class Ledger:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event, now. A full disk must not end a training run: the event is dropped then."""
-        event = {"t": round(time.time(), 6), "kind": kind, "source": self._source, **fields}
+        with self._lock:
+            self._flush()
+            self._told = float("-inf")  # what follows a save, or a restore, is told at once
+            self._append(self._event(kind, fields))
+
+    def step(self, generation: int, step: int) -> None:
+        """Append that a step has ended: at once, or with those that end within TOGETHER_S; any other event comes after it."""
+        with self._lock:
+            before = self._steps
+            if before and (before["generation"], before["step"]) != (generation, step - 1):
+                self._flush()
+            together = self._steps.get("steps", 0) + 1
+            self._steps = self._event("step", {"generation": generation, "step": step, "steps": together})
+            if time.monotonic() - self._told >= TOGETHER_S:
+                self._flush()
+                self._told = time.monotonic()
+
+    def close(self) -> None:
+        """Write what there is, and close the file."""
+        with self._lock:
+            self._flush()
+            os.close(self._fd)
+
+    def _event(self, kind: str, fields: Event) -> Event:
+        return {"t": round(time.time(), 6), "kind": kind, "source": self._source, **fields}
+
+    def _flush(self) -> None:
+        if self._steps:
+            event, self._steps = self._steps, {}
+            if event["steps"] == 1:
+                del event["steps"]
+            self._append(event)
+
+    def _append(self, event: Event) -> None:
         with contextlib.suppress(OSError):
             os.write(self._fd, json.dumps(event).encode() + b"\n")
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._fd)
+
+Source = Callable[[], Iterable[bytes]]
+"""Reads what one process wrote, from the beginning, piece by piece."""
 
 
-def read(directory: Path) -> list[Event]:
-    """All events of a ledger directory in the order of time; a torn last line (its writer was killed) is left out."""
+class Events:
+    """The events of a ledger in the order of time, read anew, and in bounded memory, each time that one goes through them.
 
-    def events() -> Iterator[Event]:
-        for path in sorted(directory.glob("*.jsonl")):
-            for line in path.read_bytes().splitlines():
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and isinstance(event.get("t"), int | float) and "kind" in event:
-                    yield event
+    A torn last line (its writer was killed) is left out.
+    """
 
-    return sorted(events(), key=lambda event: event["t"])
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self._sources = tuple(sources)
+
+    def __iter__(self) -> Iterator[Event]:
+        streams = (_sorted(_events(source), number) for number, source in enumerate(self._sources))
+        return (event for *_, event in heapq.merge(*streams))
+
+
+def read(directory: Path) -> Events:
+    """All events of a ledger directory, as far as they are written now."""
+
+    def source(path: Path, size: int) -> Source:
+        def pieces() -> Iterator[bytes]:
+            at = 0
+            while at < size:  # opened anew each time: there may be more files than a process may have open
+                with path.open("rb", buffering=0) as file:
+                    data = os.pread(file.fileno(), min(_PIECE, size - at), at)
+                if not data:
+                    return
+                at += len(data)
+                yield data
+
+        return pieces
+
+    return Events(source(path, path.stat().st_size) for path in sorted(directory.glob("*.jsonl")))
+
+
+def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text that comes in pieces, without their newlines."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _events(source: Source) -> Iterator[Event]:
+    for line in lines(source()):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(t := event.get("t"), int | float) and t == t and "kind" in event:
+            yield event
+
+
+def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
+    """Events of source `number` in the order of time, each with what it is sorted by. One that is out of order by more than
+    `_UNSORTED` others, since a clock was set back, is taken to have happened when it was written: after them."""
+    waiting: list[tuple[float, int, int, Event]] = []
+    last = float("-inf")
+
+    def out(entry: tuple[float, int, int, Event]) -> tuple[float, int, int, Event]:
+        nonlocal last
+        if entry[0] < last:
+            entry = (last, *entry[1:3], {**entry[3], "t": last})
+        last = entry[0]
+        return entry
+
+    for place, event in enumerate(events):
+        entry = (event["t"], number, place, event)
+        if len(waiting) < _UNSORTED:
+            heapq.heappush(waiting, entry)
+        else:
+            yield out(heapq.heappushpop(waiting, entry))
+    while waiting:
+        yield out(heapq.heappop(waiting))

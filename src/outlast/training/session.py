@@ -256,7 +256,7 @@ class Session:
             numbers = dict(zip(numbers, (total / self.world_size).tolist(), strict=True))
         problem = {}
         if self.rank == 0:
-            self._ledger.write("step", generation=self.generation, step=step)
+            self._ledger.step(self.generation, step)
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
                 try:
