@@ -117,6 +117,7 @@ def test_all_pods_are_lost_and_the_job_goes_on_from_its_store(namespace: Namespa
     namespace.ended(kind(documents, "Job"), "Complete")
     assert namespace.weights("stored") == undisturbed
     assert json.loads(there("run.json"))["state"] == "Succeeded"
-    log = there("logs/worker-0.log")
+    parts = "cat /buckets/bucket/runs/stored/logs/worker-0.parts/*"
+    log = namespace.kubectl("exec", "s3", "--", "sh", "-c", parts, fails=True)
     assert log.count("outlast | Running:") >= 2
     assert log.endswith("outlast | worker 0: training is done (exit 0)\n")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from outlast import checkpoints, contract, store
-from outlast.runtime import restore, sync
+from outlast.runtime import growing, restore, sync
 from servers import Place
 
 RUN = "run-1"
@@ -110,7 +110,8 @@ def killed(place: Place, tmp_path: Path, kills: int, seed: int) -> None:
     sync.pull(
         store.open_(url), elsewhere, tmp_path / "state", skip=lambda path: path.startswith("checkpoints/"), stop=threading.Event()
     )
-    log = Path(contract.LOGS) / "worker-0.log"
+    log = f"{contract.LOGS}/worker-0.log"
+    assert growing.fetch(store.open_(url), log, elsewhere / log)
     assert (elsewhere / log).read_bytes() == (worker.output / log).read_bytes()
     assert (elsewhere / "state.json").read_bytes() == (worker.output / "state.json").read_bytes()
 

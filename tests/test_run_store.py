@@ -10,6 +10,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from outlast import checkpoints, cli, contract, store
 from outlast.backends.local import LocalBackend
 from outlast.cli import show
 from outlast.errors import OutlastError
+from outlast.runtime import growing
 from outlast.status import JobStatus, State
 from servers import Place
 
@@ -47,6 +49,12 @@ def one_server(name: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("s3", [name, pytest.param(other, marks=pytest.mark.slow)], indirect=True)
 
 
+def grown(place: store.Store, path: str) -> bytes:
+    """A growing file as it is in a store."""
+    with ThreadPoolExecutor(1) as pool:
+        return b"".join(growing.pieces(place, path, pool))
+
+
 def pushed(step: int) -> Callable[[JobStatus], bool]:
     return lambda status: status.store is not None and status.store.step >= step
 
@@ -58,11 +66,13 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
     output = machine.backend.output("job")
     found = objects(f"{s3.url}/runs/job")
-    assert {"job.yaml", "run.json", "final.json", "metrics.jsonl", "logs/worker-0.log", "logs/worker-1.log"} <= found.keys()
-    for path in [*output.glob("logs/*"), *output.glob("ledger/*"), output / "final.json"]:
-        assert store.open_(f"{s3.url}/runs/job").get(str(path.relative_to(output))) == path.read_bytes()
+    place = store.open_(f"{s3.url}/runs/job")
+    assert {"job.yaml", "run.json", "final.json"} <= found.keys()
+    assert place.get("final.json") == (output / "final.json").read_bytes()
+    for path in [*output.glob("logs/*.log"), *output.glob("ledger/*"), output / "metrics.jsonl"]:
+        assert grown(place, str(path.relative_to(output))) == path.read_bytes()
     for worker in (0, 1):
-        log = store.open_(f"{s3.url}/runs/job").get(f"logs/worker-{worker}.log").decode()
+        log = grown(place, f"logs/worker-{worker}.log").decode()
         assert log.endswith(f"outlast | worker {worker}: training is done (exit 0)\n")
     here = [checkpoint.step for checkpoint in checkpoints.list_(output / contract.CHECKPOINTS)]
     kept = sorted(committed(f"{s3.url}/runs/job"))
@@ -107,7 +117,7 @@ def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
 def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
     status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}), timeout_s=60)
     assert status.state is State.FAILED
-    log = store.open_(f"{rclone.url}/job").get("logs/worker-1.log").decode()
+    log = grown(store.open_(f"{rclone.url}/job"), "logs/worker-1.log").decode()
     assert "a bug at step 5" in log
     assert there(rclone.url)["state"] == "Failed"
 

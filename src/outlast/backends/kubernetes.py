@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from outlast import kube, patience
 from outlast.backends import LogLine, observed, podlogs, pods, stored
 from outlast.chance import CHANCE
-from outlast.contract import LEDGER, Label, Pod
+from outlast.contract import Label, Pod
 from outlast.errors import (
     Absent,
     AlreadyRunning,
@@ -39,7 +39,7 @@ from outlast.status import JobStatus, State
 if TYPE_CHECKING:
     from builtins import list as List
 
-    from outlast.runtime.ledger import Event
+    from outlast.runtime.ledger import Events
     from outlast.spec import Job
 
 Document = kube.Document
@@ -106,21 +106,15 @@ class KubernetesBackend:
         """Where its output is."""
         return observed.status(self._seen(name, self._known(name), (), ask=False)).output
 
-    def events(self, name: str) -> Sequence[Event]:
+    def events(self, name: str) -> Events:
         """The ledger of the run, as far as it is in the store."""
         place = self._store(name)
         if not place:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast import store
+        from outlast.backends import stored
 
-        there = store.open_(place)
-        texts = [there.get(f"{LEDGER}/{each}") for each in there.names(LEDGER) if each.endswith(".jsonl")]
-        found: List[Event] = []
-        for line in b"\n".join(texts).splitlines():
-            with contextlib.suppress(ValueError):  # torn: its writer was killed
-                if isinstance(event := json.loads(line), dict) and isinstance(event.get("t"), int | float) and "kind" in event:
-                    found.append(event)
-        return sorted(found, key=lambda event: event["t"])
+        return stored.events(store.open_(place))
 
     def nowhere(self) -> Absent:
         """The error that says that its namespace does not exist."""

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ HAND_IN_S = 30.0
 """How long the launcher tries to push what the workers could not."""
 CLOSING_S = 15.0
 """How long workers may take to leave after the end of the job."""
-LIVE_LEDGER_BYTES = 64 << 20
-"""Up to this size (some 700,000 steps) the live status shows the goodput; the end and `outlast report` always do."""
+FOLD_S = 2.0
+FOLD_SHARE = 0.02
+"""The live goodput is folded from the ledger no more often than this, and in no larger a share of our time."""
 
 
 class Launcher(Decider):
@@ -99,7 +101,9 @@ class Launcher(Decider):
             min=self.sizes[0],
             max=self.sizes[-1],
         )
-        self._goodput_at = 0.0
+        self._folder = ThreadPoolExecutor(1, "outlast-goodput")
+        self._folding: Future[float | None] | None = None
+        self._fold_at = 0.0
         self._written = ""
         self._poke = asyncio.Event()
         self.server = local.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
@@ -349,6 +353,9 @@ class Launcher(Decider):
         self.status.exit_code = code
         self.status.state, self.status.reason = state, reason
         self.status.launcher = None
+        self._show(final=True)  # before the whole ledger is read, during which we may be killed
+        self._folder.shutdown(cancel_futures=True)
+        self.status.goodput = self._fold()
         self._show(final=True)
         return code
 
@@ -436,11 +443,8 @@ class Launcher(Decider):
             status.world = list(self.known.world.members) if running and self.known.world else []
             status.launcher = os.getpid()
         status.workers = [self._worker_status(worker) for _, worker in sorted(self.staff.present.items())]
-        now = self.clock()
-        if final or (now > self._goodput_at and self._ledger_bytes() < LIVE_LEDGER_BYTES):
-            before = time.perf_counter()
-            status.goodput = goodput.buckets(ledgers.read(self.output / contract.LEDGER), time.time()).goodput
-            self._goodput_at = now + max(2.0, 50 * (time.perf_counter() - before))  # at most 2 % of our time
+        if not final:
+            self._keep_goodput()
         if status.store is not None:
             status.store = self._store_status(status.store)
         text = status.model_dump_json()
@@ -458,8 +462,22 @@ class Launcher(Decider):
         pushed = newest["pushed"] or before.pushed  # a pusher that has just begun does not know what another did
         return StoreStatus(url=self.store, **{**newest, "pushed": pushed, "step": max(newest["step"], before.step)})
 
-    def _ledger_bytes(self) -> int:
-        return sum(path.stat().st_size for path in (self.output / contract.LEDGER).glob("*.jsonl"))
+    def _keep_goodput(self) -> None:
+        """Have the goodput folded anew now and then, in a thread: the ledger of a long run takes a minute."""
+        now = self.clock()
+        if self._folding is None and now >= self._fold_at:
+            self._fold_at = now
+            self._folding = self._folder.submit(self._fold)
+        elif self._folding is not None and self._folding.done():
+            self.status.goodput, self._folding = self._folding.result(), None
+            self._fold_at = now + max(FOLD_S, (now - self._fold_at) / FOLD_SHARE)
+
+    def _fold(self) -> float | None:
+        """The goodput up to now, as `outlast report` has it."""
+        try:
+            return goodput.buckets(ledgers.read(self.output / contract.LEDGER), time.time()).goodput
+        except OSError:  # somebody removed it; what was known stays
+            return self.status.goodput
 
     def _worker_status(self, worker: Worker) -> WorkerStatus:
         said = self.staff.said(worker)

@@ -34,6 +34,8 @@ from outlast.status import JobStatus, State, WorkerStatus
 _LOOK_S = 0.1
 _STARTING_S = 10.0
 """How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
+_LEAVING_S = 90.0
+"""How long a launcher that has written the end may take to leave: it reads the whole ledger once more, for the goodput."""
 SLOW_S = (0.4, 0.1)
 """`slow`: stopped and running in turns of these lengths."""
 SLOW_TURNS = 20
@@ -124,7 +126,7 @@ class LocalBackend:
 
     def _not_running(self, places: Places) -> None:
         """Raise AlreadyRunning if a launcher has the job; one that has just written the end gets a moment to leave."""
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + _LEAVING_S
         while places.launched():
             over = places.run.exists() and self._read(places).finished is not None
             if not over or time.monotonic() > deadline:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from outlast import checkpoints, contract, remote, store
@@ -16,8 +18,11 @@ from outlast.backends.places import Run
 from outlast.errors import NotFound, OutlastError
 from outlast.remote import register
 from outlast.remote import run as runs
-from outlast.runtime import push, sync
+from outlast.runtime import growing, ledger, push, sync
 from outlast.status import State
+
+_AT_ONCE = 8
+"""Requests for pieces of logs and ledgers."""
 
 
 def reach(url: str) -> store.Store:
@@ -62,6 +67,8 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     if report.failed:
         path, reason = report.failed[0]
         raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
+    for path in growing.files(place):
+        growing.fetch(place, path, output / path)
     checkpoints.take(directory, new.run, generation)
     return generation
 
@@ -91,12 +98,20 @@ def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Ite
     """The log lines of all workers, or of one, as they are in a store."""
     place = store.open_(url)
     found: dict[int, str] = {}
-    for name in place.names(contract.LOGS):
-        index = name.removeprefix("worker-").removesuffix(".log")
-        if index.isdecimal() and name == contract.worker_log(int(index)) and worker in (None, int(index)):
-            found[int(index)] = f"{contract.LOGS}/{name}"
+    for path in growing.files(place):
+        index = path.removeprefix(f"{contract.LOGS}/worker-").removesuffix(".log")
+        if index.isdecimal() and path == f"{contract.LOGS}/{contract.worker_log(int(index))}" and worker in (None, int(index)):
+            found[int(index)] = path
     if not found and runs.read(place) is None:
         raise NotFound(f"{url} holds no job; give <output>/<name of the job>")
     for number, key in sorted(found.items()):
-        lines = place.get(key).decode(errors="replace").splitlines()
-        yield from (LogLine(number, text) for text in (lines if tail is None else lines[len(lines) - min(tail, len(lines)) :]))
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            lines = ledger.lines(growing.pieces(place, key, pool)) if tail is None else growing.tail(place, key, tail)
+            yield from (LogLine(number, line.decode(errors="replace")) for line in lines)
+
+
+def events(place: store.Store) -> ledger.Events:
+    """The ledger as it is in a store."""
+    found = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    return ledger.Events(partial(growing.pieces, place, path, pool) for path in found)

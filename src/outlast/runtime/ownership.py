@@ -28,7 +28,7 @@ from outlast import checkpoints, contract, remote, store
 from outlast.errors import Superseded
 from outlast.remote import register
 from outlast.remote import run as runs
-from outlast.runtime import push
+from outlast.runtime import growing
 
 _ANSWER_S = 3.0
 _ASKED = 8
@@ -123,18 +123,11 @@ def record(job: str, run: str, owner: str) -> runs.Run:
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
-    """Bring what this worker has written before and its disk has lost, so that it is continued and not replaced."""
+    """Bring what this worker has written before and its disk has lost, and the metrics, which any worker may have to continue."""
     ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
     wanted = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:
-        wanted += [contract.METRICS, f"{contract.LEDGER}/decider.jsonl"]
-    for name in wanted:
-        path = output / name
-        if path.exists() or push.skipped(name):
-            continue
-        try:
-            text = where.get(name)
-        except store.Missing:
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text)
+        wanted.append(f"{contract.LEDGER}/decider.jsonl")
+    for name in [*wanted, contract.METRICS]:
+        if not (output / name).exists():
+            growing.fetch(where, name, output / name)

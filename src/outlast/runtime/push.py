@@ -29,7 +29,7 @@ from outlast import checkpoints, contract, remote, store
 from outlast.chance import CHANCE
 from outlast.errors import OutlastError, Superseded
 from outlast.remote import run as runs
-from outlast.runtime import sync
+from outlast.runtime import growing, sync
 
 LOOK_S = 1.0
 """How often to look for a new checkpoint."""
@@ -85,6 +85,7 @@ class Pusher:
         """Step and generation of the checkpoints that are in the store, or need not be."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
+        self._growing = growing.Sender(place, output)
         self.said = Said()
 
     def say(self, **changes: object) -> None:
@@ -121,14 +122,13 @@ class Pusher:
                 # has moved to a disk of its own, and ours is behind until a session tells us.
                 runs.check(self._place, self._run, self._owner)
                 self._passed = checkpoints.generation(self._output / contract.CHECKPOINTS, self._run)
-        theirs = () if self._first() else (contract.METRICS,)
         self.say(doing="output")
+        self._growing.push(self._grown(), stop)
         report = sync.push(
             self._output,
             self._place,
             self._output / OWN / "manifest",
             skip=skipped,
-            leave=lambda path: path in theirs,
             check=not self._checked,
             stop=stop,
         )
@@ -138,6 +138,17 @@ class Pusher:
             raise Unpushed(f"{path} could not be pushed: {reason}{more}")
         self._checked = True
         self.say(pushed=time.time(), since=None, error="", doing="", backlog=0)
+
+    def _grown(self) -> list[str]:
+        """The growing files that are ours to push."""
+        found = [
+            f"{place}/{path.name}" for place in (contract.LOGS, contract.LEDGER) for path in (self._output / place).glob("*")
+        ]
+        if self._first():
+            found.append(contract.METRICS)
+        else:  # somebody else pushes them for now
+            self._growing.forget(contract.METRICS)
+        return sorted(filter(growing.grows, found))
 
     def push_checkpoints(self, stop: threading.Event) -> None:
         """Push the committed checkpoints that are not in the store yet, and keep as many there as here."""
@@ -169,10 +180,12 @@ class Pusher:
 
 
 def skipped(path: str) -> bool:
-    """Whether a path below the output is not pushed: our own notes, and files that are being written."""
+    """Whether a path below the output is not pushed as it lies: our own notes, files that are being written, and those that only
+    grow (`growing`)."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
-    return first in _LOCAL or name.startswith(".") or name.endswith(".tmp")
+    ours = first in _LOCAL or growing.grows(path) or growing.is_part(path)
+    return ours or name.startswith(".") or name.endswith(".tmp")
 
 
 @contextlib.contextmanager

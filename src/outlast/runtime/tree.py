@@ -229,6 +229,16 @@ class Landing:
         self._landed = True
         return _stat(os.fstat(self.fd))
 
+    def land_first(self) -> None:
+        """Give the file its name, unless there is a file of that name by now: that one stays."""
+        try:
+            os.link(self._partial, self.path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            if not os.path.lexists(self.path):
+                self.land()
+
     def close(self) -> None:
         """Remove what did not land."""
         if self.fd >= 0:

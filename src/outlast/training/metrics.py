@@ -43,6 +43,11 @@ def _kept(line: bytes, step: int) -> bool:
         return False
 
 
+_BLOCK = 1 << 20
+_MOST = 64 << 20
+"""Bytes of lines that go to other disks with one save."""
+
+
 @dataclass(frozen=True)
 class News:
     """Lines on their way from rank 0's disk, and where in the file they belong."""
@@ -91,16 +96,26 @@ class Copy:
 
     def _summary(self) -> tuple[int, int, int]:
         """The last step in it, its size and checksum."""
-        text = self.path.read_bytes() if self.path.exists() else b""
-        step = json.loads(text[text.rfind(b"\n", 0, -1) + 1 :])["step"] if text else 0
-        return step, len(text), zlib.crc32(text)
+        try:
+            file = self.path.open("rb", buffering=0)
+        except FileNotFoundError:
+            return 0, 0, 0
+        with file:
+            size, crc = 0, 0
+            while block := file.read(_BLOCK):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+            if not size:
+                return 0, 0, 0
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
+                step = json.loads(text[text.rfind(b"\n", 0, size - 1) + 1 :])["step"]
+        return step, size, crc
 
     def news(self, start: int) -> News:
-        """The whole lines after `start`, for the other disks. Raises OSError."""
+        """Whole lines after `start`, for the other disks; what is more than can be held follows the next time. Raises OSError."""
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
-                lines = file.read()
+                lines = file.read(_MOST)
         except FileNotFoundError:
             lines = b""
         return News(start, lines[: lines.rfind(b"\n") + 1])

@@ -1,0 +1,250 @@
+"""Files that only grow, in a store: logs, the ledger, metrics. A push adds what is new as an object that is never written again.
+
+    logs/worker-0.log                                              here
+    logs/worker-0.parts/00000000-0-8c736521.log                    there, one a push: number, first byte in the file, crc32
+    logs/worker-0.parts/00000001-5242880-11cdfc7b.log
+
+So what is sent is what was written, and nothing in the store is ever replaced. Where a file was cut back (`metrics.jsonl`, when a
+run goes on from an earlier step) the next part begins before the end of the last one: the file is what its parts make when they
+are written one after the other (`as_file`). Logs and ledgers are never cut: what a machine has lost of them the store still
+tells (`pieces`). Versions before this one wrote the whole file under its own name: that object counts as the first part.
+
+The parts tell all there is to know, so nothing is remembered here; who finds the last part in the file goes on behind it. `push`
+sends, `ownership` and `stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from outlast import contract
+from outlast.errors import Missing, Stopped
+from outlast.runtime import tree
+from outlast.store import Store
+
+PART = 8 << 20
+"""Bytes of the largest part: one request, and small enough to be held."""
+_AT_ONCE = 8
+_PIECE = 1 << 20
+_AHEAD = 8
+"""Bytes that are read of a part at a time, and how many such pieces ahead of who reads them."""
+_KNOWN = 16
+"""Of a file's parts, how many the sender keeps in mind; should none of them be in the file, it lists them all."""
+_END = 64 << 10
+"""Bytes by which a whole file of an earlier version, whose checksum we do not know, is recognised."""
+_NAME = re.compile(r"(\d{8})-(\d+)-([0-9a-f]{8})")
+
+
+class Part(NamedTuple):
+    """An object with some bytes of a file."""
+
+    key: str
+    number: int
+    start: int
+    """Where in the file they begin."""
+    size: int
+    crc32: int
+    """-1: not known."""
+
+    @property
+    def end(self) -> int:
+        """Where in the file they end."""
+        return self.start + self.size
+
+
+def grows(path: str) -> bool:
+    """Whether this path below the output of a job is such a file."""
+    directory, _, name = path.rpartition("/")
+    return path == contract.METRICS or (directory, os.path.splitext(name)[1]) in (
+        (contract.LOGS, ".log"),
+        (contract.LEDGER, ".jsonl"),
+    )
+
+
+def place(path: str) -> str:
+    """What the keys of its parts begin with."""
+    return f"{os.path.splitext(path)[0]}.parts"
+
+
+def is_part(key: str) -> bool:
+    """Whether an object is a part."""
+    directory, _, name = key.rpartition("/")
+    stem, ext = os.path.splitext(name)
+    return directory.endswith(".parts") and _NAME.fullmatch(stem) is not None and grows(directory.removesuffix(".parts") + ext)
+
+
+def files(store: Store) -> list[str]:
+    """The growing files of which there is something in a store."""
+    found = set()
+    for directory, ext in (("", os.path.splitext(contract.METRICS)[1]), (contract.LOGS, ".log"), (contract.LEDGER, ".jsonl")):
+        for name in store.names(directory):
+            stem = name.removesuffix(".parts")
+            path = f"{directory}/" * bool(directory) + (name if stem == name else stem + ext)
+            if grows(path):
+                found.add(path)
+    return sorted(found)
+
+
+def parts(store: Store, path: str) -> list[Part]:
+    """The parts of a file, in the order in which they were written."""
+    found = []
+    with contextlib.suppress(Missing):
+        whole = store.head(path)
+        found.append(Part(path, -1, 0, whole.size, -1))
+    for entry in store.entries(place(path)):
+        stem, ext = os.path.splitext(entry.key.rpartition("/")[2])
+        if (said := _NAME.fullmatch(stem)) and ext == os.path.splitext(path)[1]:
+            found.append(Part(entry.key, int(said[1]), int(said[2]), entry.size, int(said[3], 16)))
+    return sorted(found, key=lambda part: part[1:])
+
+
+def as_file(found: Sequence[Part]) -> list[tuple[Part, int]]:
+    """What makes the file: parts, and where in it the bytes end that later ones have left of each."""
+    made, limit = [], None
+    for part in reversed(found):
+        end = part.end if limit is None else min(part.end, limit)
+        if part.start < end:
+            made.append((part, end))
+        limit = part.start if limit is None else min(limit, part.start)
+    return made[::-1]
+
+
+# Sending
+
+
+class Sender:
+    """Sends what files below `root` have grown by. One at a time may send those of a directory."""
+
+    def __init__(self, store: Store, root: Path) -> None:
+        self._store, self._root = store, root
+        self._known: dict[str, list[Part]] = {}
+        self._tried: dict[str, Part] = {}
+        """Parts whose arrival is not certain: sent again as they were, they are there once."""
+
+    def forget(self, path: str) -> None:
+        """Somebody else may have sent parts of this file meanwhile."""
+        self._known.pop(path, None)
+
+    def push(self, paths: Iterable[str], stop: threading.Event) -> int:
+        """Send what is new in these files; their number of bytes. Raises StoreError, OSError, Stopped; what arrived stays."""
+        with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
+            return sum(pool.map(lambda path: self._push(path, stop), paths))
+
+    def _push(self, path: str, stop: threading.Event) -> int:
+        if path not in self._known:
+            self._known[path] = parts(self._store, path)[-_KNOWN:]
+        known, sent = self._known[path], 0
+        try:
+            file = (self._root / path).open("rb", buffering=0)
+        except FileNotFoundError:
+            return 0
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            at = self._behind(file.fileno(), size, path)
+            while at < size:
+                if stop.is_set():
+                    raise Stopped(f"pushing {path} was stopped")
+                part, data = self._next(path, file.fileno(), at, min(PART, size - at))
+                if not data:
+                    break
+                self._tried[path] = part
+                self._store.put(part.key, data)
+                del self._tried[path]
+                known.append(part)
+                del known[:-_KNOWN]
+                at, sent = part.end, sent + part.size
+        return sent
+
+    def _next(self, path: str, file: int, start: int, size: int) -> tuple[Part, bytes]:
+        number = max((part.number for part in self._known[path]), default=-1) + 1
+        if tried := self._tried.get(path):
+            data = os.pread(file, tried.size, tried.start)
+            if tried.start == start and zlib.crc32(data) == tried.crc32:
+                return tried, data
+            number = max(number, tried.number + 1)
+        data = os.pread(file, size, start)
+        crc = zlib.crc32(data)
+        key = f"{place(path)}/{number:08d}-{start}-{crc:08x}{os.path.splitext(path)[1]}"
+        return Part(key, number, start, len(data), crc), data
+
+    def _behind(self, file: int, size: int, path: str) -> int:
+        """Where in the file begins what the store does not have: behind the last part that is in it."""
+        known = self._known[path]
+        at = self._found(file, size, known)
+        if at is None and len(known) == _KNOWN:
+            at = self._found(file, size, parts(self._store, path))
+        return at or 0
+
+    def _found(self, file: int, size: int, known: Sequence[Part]) -> int | None:
+        whole = (part for part, end in reversed(as_file(known)) if end == part.end <= size)
+        return next((part.end for part in whole if self._same(file, part)), None)
+
+    def _same(self, file: int, part: Part) -> bool:
+        if part.crc32 >= 0:
+            data = os.pread(file, part.size, part.start)
+            return len(data) == part.size and zlib.crc32(data) == part.crc32
+        start = max(0, part.size - _END)
+        return bytes(self._store.range(part.key, start, part.size)) == os.pread(file, part.size - start, start)
+
+
+# Receiving
+
+
+def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None) -> bool:
+    """Write a file as it was where it was pushed last, as a whole, unless there is one already; whether there is one now."""
+    made = as_file(parts(store, path))
+    if to.exists() or not made:
+        return to.exists()
+    with tree.Landing(str(to)) as landing, ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
+
+        def bring(part: Part, start: int, end: int) -> None:
+            if stop is not None and stop.is_set():
+                raise Stopped(f"fetching {path} was stopped")
+            tree.write(landing.fd, store.range(part.key, start - part.start, end - part.start), start)
+
+        waiting: collections.deque[Future[None]] = collections.deque()
+        for part, end in made:
+            for start in range(part.start, end, PART):
+                waiting.append(pool.submit(bring, part, start, min(end, start + PART)))
+                if len(waiting) > 2 * _AT_ONCE:
+                    waiting.popleft().result()
+        for each in waiting:
+            each.result()
+        landing.land_first()
+    return True
+
+
+def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
+    """The bytes of a file as a stream: of metrics as they are now, of logs and ledgers all that was ever pushed. Threads of
+    `pool` read ahead."""
+    found = parts(store, path)
+    made = as_file(found) if path == contract.METRICS else [(part, part.end) for part in found]
+    wanted = ((part, at, min(end - part.start, at + _PIECE)) for part, end in made for at in range(0, end - part.start, _PIECE))
+    coming: collections.deque[Future[memoryview]] = collections.deque()
+    for part, start, end in wanted:
+        coming.append(pool.submit(store.range, part.key, start, end))
+        if len(coming) >= _AHEAD:
+            yield bytes(coming.popleft().result())
+    while coming:
+        yield bytes(coming.popleft().result())
+
+
+def tail(store: Store, path: str, count: int) -> list[bytes]:
+    """The last lines of a log, without what comes before them being read."""
+    text = b""
+    for part in reversed(parts(store, path)):
+        for end in range(part.size, 0, -PART):
+            text = bytes(store.range(part.key, max(0, end - PART), end)) + text
+            lines = text.splitlines()
+            if len(lines) > count:
+                return lines[len(lines) - count :]
+    return text.splitlines()[-count:] if count else []

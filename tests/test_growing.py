@@ -1,0 +1,222 @@
+"""Files that grow, in a store: what is sent is what was written, and nothing there is ever replaced by less."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast import store
+from outlast.backends import stored
+from outlast.errors import Unreachable
+from outlast.runtime import growing, ownership, push, sync
+
+GO = threading.Event()
+LOG, METRICS = "logs/worker-0.log", "metrics.jsonl"
+
+
+def a_place() -> store.Store:
+    return store.open_(f"memory://{uuid.uuid4().hex}/job")
+
+
+def bytes_in(place: store.Store) -> int:
+    return sum(entry.size for entry in place.entries())
+
+
+def text(place: store.Store, path: str) -> bytes:
+    with ThreadPoolExecutor(2) as pool:
+        return b"".join(growing.pieces(place, path, pool))
+
+
+def append(file: Path, data: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as opened:
+        opened.write(data)
+
+
+def test_what_a_file_grows_by_is_sent_once(tmp_path: Path):
+    place = a_place()
+    sender = growing.Sender(place, tmp_path)
+    for n in range(50):
+        append(tmp_path / LOG, b"a line\n" * n)
+        sender.push([LOG], GO)
+        if n == 25:
+            sender = growing.Sender(place, tmp_path)  # it was killed
+    assert sender.push([LOG], GO) == 0
+    assert text(place, LOG) == (tmp_path / LOG).read_bytes()
+    assert bytes_in(place) == (tmp_path / LOG).stat().st_size
+    assert growing.files(place) == [LOG]
+
+
+def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(growing, "PART", 1000)
+    place = a_place()
+    append(tmp_path / LOG, b"x" * 2500)
+    growing.Sender(place, tmp_path).push([LOG], GO)
+    assert [(part.start, part.size) for part in growing.parts(place, LOG)] == [(0, 1000), (1000, 1000), (2000, 500)]
+    assert growing.fetch(place, LOG, tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == b"x" * 2500
+
+
+def test_a_file_that_was_cut_back_goes_on_from_there(tmp_path: Path):
+    place, file = a_place(), tmp_path / METRICS
+    sender = growing.Sender(place, tmp_path)
+    for lines in (b"1\n2\n", b"3\n4\n", b"5\n6\n"):
+        append(file, lines)
+        sender.push([METRICS], GO)
+    file.write_bytes(b"1\n2\n3\n" + b"4 again\n5 again\n")
+    assert sender.push([METRICS], GO) == len(b"3\n4 again\n5 again\n")
+    assert text(place, METRICS) == b"1\n2\n3\n4 again\n5 again\n"
+    assert growing.fetch(place, METRICS, tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_bytes() == text(place, METRICS)
+
+
+def test_a_log_that_lost_its_end_takes_nothing_from_the_store(tmp_path: Path):
+    place = a_place()
+    for lines in (b"1\n", b"2\n", b"3\n"):
+        append(tmp_path / LOG, lines)
+        growing.Sender(place, tmp_path).push([LOG], GO)
+    (tmp_path / LOG).write_bytes(b"1\n")  # the power failed
+    append(tmp_path / LOG, b"after it\n")
+    growing.Sender(place, tmp_path).push([LOG], GO)
+    assert text(place, LOG) == b"1\n2\n3\nafter it\n"
+    assert list(growing.tail(place, LOG, 2)) == [b"3", b"after it"]
+
+
+def test_the_layout_of_earlier_versions_is_read_and_gone_on_with(tmp_path: Path):
+    place = a_place()
+    append(tmp_path / LOG, b"old line\n" * 10_000)
+    place.put(LOG, (tmp_path / LOG).read_bytes())
+    append(tmp_path / LOG, b"new line\n")
+    assert growing.Sender(place, tmp_path).push([LOG], GO) == len(b"new line\n")
+    assert text(place, LOG) == (tmp_path / LOG).read_bytes()
+    assert [line.text for line in stored.logs(place.url, tail=2)] == ["old line", "new line"]
+    assert len(list(stored.logs(place.url, worker=0))) == 10_001
+
+
+def test_a_fetch_that_is_killed_leaves_the_store_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The truncated copy of an interrupted start must not become the run's history."""
+    place, whole = a_place(), b"".join(b'{"step": %d}\n' % step for step in range(10_000))
+    append(tmp_path / "first" / METRICS, whole)
+    growing.Sender(place, tmp_path / "first").push([METRICS], GO)
+    second = tmp_path / "second"
+
+    def killed(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(growing.tree, "write", killed)
+        with pytest.raises(OSError, match="No space left"):
+            ownership.fetch_own(place, second, 0)
+    assert not (second / METRICS).exists()
+    ownership.fetch_own(place, second, 1)  # whichever worker rank 0 will be on
+    assert (second / METRICS).read_bytes() == whole
+    assert [path.name for path in second.iterdir()] == [METRICS]
+
+
+def test_a_fetch_never_replaces_what_somebody_has_begun_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = a_place()
+    append(tmp_path / "a" / METRICS, b"old\n")
+    growing.Sender(place, tmp_path / "a").push([METRICS], GO)
+    there = growing.tree.write
+
+    def meanwhile(*args: object) -> None:
+        append(tmp_path / "b" / METRICS, b"of another worker of this volume\n")
+        there(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(growing.tree, "write", meanwhile)
+    assert growing.fetch(place, METRICS, tmp_path / "b" / METRICS)
+    assert (tmp_path / "b" / METRICS).read_bytes() == b"of another worker of this volume\n"
+
+
+def test_a_push_leaves_growing_files_to_their_sender(tmp_path: Path):
+    place = a_place()
+    for name in (LOG, METRICS, "ledger/rank-0.jsonl", "final.json", "logs/stacks-worker-0.txt"):
+        append(tmp_path / name, b"{}\n")
+    sender = growing.Sender(place, tmp_path)
+    for _ in range(2):
+        sender.push([LOG, METRICS, "ledger/rank-0.jsonl"], GO)
+        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", skip=push.skipped, check=True)
+    assert report.transferred == 0
+    assert [key.rpartition("/")[0] or key for key in sorted(entry.key for entry in place.entries())] == [
+        ".outlast-manifest", "final.json", "ledger/rank-0.parts", "logs", "logs/worker-0.parts", "metrics.parts",
+    ]  # fmt: skip
+    assert list(stored.events(place)) == []
+    append(tmp_path / "ledger/rank-0.jsonl", json.dumps({"t": 1.0, "kind": "world"}).encode())
+    sender.push(["ledger/rank-0.jsonl"], GO)
+    assert [event["kind"] for event in stored.events(place)] == ["world"]
+
+
+class Failing:
+    """A store whose next write fails, before or after it has been done."""
+
+    def __init__(self, place: store.Store) -> None:
+        self.place, self.fail = place, ""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.place, name)
+
+    def put(self, key: str, data: bytes) -> str:
+        fail, self.fail = self.fail, ""
+        if fail == "before":
+            raise Unreachable("gone")
+        with_ = {entry.key for entry in self.place.entries()}
+        assert key not in with_ or self.place.get(key) == data, "an object is never replaced by another content"
+        self.place.put(key, data)
+        if fail == "after":
+            raise Unreachable("the answer was lost")
+        return ""
+
+
+ACTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(1, 40)),
+        st.tuples(st.just("cut"), st.integers(0, 100)),
+        st.tuples(st.sampled_from(["push", "fail before", "fail after", "restart", "new disk"]), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@given(ACTS, st.sampled_from([LOG, METRICS]), st.integers(1, 30))
+def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, path, part):
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(growing, "PART", part)
+        place, disk, disks = Failing(a_place()), Path(directory, "0"), 0
+        sender, wrote, cuts = growing.Sender(place, disk), 0, 0
+        for act, number in [*acts, ("push", 0)]:
+            file = disk / path
+            if act == "write":
+                append(file, b"".join(b"%d," % (wrote + i) for i in range(number)))
+                wrote += number
+            elif act == "cut" and path == METRICS and file.exists():
+                cuts += 1
+                data = file.read_bytes()
+                file.write_bytes(data[: len(data) * number // 100])
+            elif act == "restart":
+                sender = growing.Sender(place, disk)
+            elif act == "new disk":
+                disks += 1
+                disk = Path(directory, str(disks))
+                growing.fetch(place, path, disk / path)
+                sender = growing.Sender(place, disk)
+            elif act in ("push", "fail before", "fail after"):
+                place.fail = act.removeprefix("fail ") if act != "push" else ""
+                try:
+                    sender.push([path], GO)
+                except Unreachable:
+                    continue
+                place.fail = ""
+                if file.exists():
+                    here = file.read_bytes()
+                    there = text(place, path)
+                    assert there[: len(here)] == here if cuts else there == here
+        if not cuts and not disks:
+            assert bytes_in(place) <= sum(len(b"%d," % n) for n in range(wrote))
