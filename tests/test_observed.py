@@ -165,7 +165,7 @@ def test_a_job_in_a_queue_waits_for_it() -> None:
 
 def test_what_agents_say_is_the_step() -> None:
     exposition = (
-        '# HELP outlast_step x.\noutlast_step{job="train"} 120\noutlast_steps_total{job="train"} 1560\noutlast_generation 3\n'
+        '# HELP outlast_step x.\noutlast_step{job="train"} 120\noutlast_target_step{job="train"} 1560\noutlast_generation 3\n'
     )
     told = {"train-0-0": {**observed.metrics(exposition), "committed_step": 100.0}, "train-1-0": {"step": 119.0}}
     found = observed.status(Seen("train", a_job(), [running(0), running(1)], told, allowed=(1, 4)))

@@ -66,6 +66,11 @@ def test_all_workers_killed_at_once_come_back(machine, undisturbed: Final):
 def test_when_the_launcher_is_killed_training_goes_on_and_the_workers_bring_it_back(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS))
     before = machine.at_step(name, 15)
+    agent = psutil.Process(before.workers[1].pid)
+    called = {process.cmdline()[0] for process in (psutil.Process(before.launcher), agent, *agent.children(recursive=True))}
+    (rank,) = before.workers[1].ranks
+    assert {f"outlast: rank {rank.rank} exact.py", "outlast: agent 1", "outlast: elastic agent 1"} <= called
+    assert f"outlast: launcher {machine.directory}" in " ".join(called)
     kill(before.launcher)
     after = machine.wait(name, lambda s: s.launcher not in (None, before.launcher) and s.step > 20 and bool(s.world))
     assert after.generation == before.generation, "the world was not disturbed"

@@ -34,7 +34,7 @@ from outlast.rendezvous import local, world
 from outlast.rendezvous.decider import Decider, Terms, after, cause_first
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
-from outlast.runtime import progress, pusher
+from outlast.runtime import progress, pusher, titles
 from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, StoreStatus, WorkerStatus
 
@@ -510,6 +510,7 @@ def _locked(lock: int) -> bool:
 def main() -> None:
     """Run the launcher of one job; a second one of the same job leaves at once."""
     places = Places(Path(sys.argv[1]))
+    titles.entitle(f"launcher {places.state}")
     with open(places.lock, "a") as lock:
         if not _locked(lock.fileno()):
             print(f"another launcher runs {places.state}", flush=True)

@@ -76,7 +76,7 @@ def status(seen: Seen) -> JobStatus:
         generation=round(max((m.get("generation", 0) for m in told), default=0)),
         world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
         step=round(max((m.get("step", 0) for m in told), default=0)),
-        steps=round(max((m.get("steps_total", 0) for m in told), default=0)) or None,
+        steps=round(max((m.get("target_step", 0) for m in told), default=0)) or None,
         restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in seen.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,

@@ -1,4 +1,5 @@
-"""The agent: first process of a worker, in a pod or on this machine. It imports no torch and outlives everything it starts.
+"""The agent: first process of a worker on this machine, the second in a pod (`runtime.init`). It imports no torch and outlives
+everything it starts.
 
     python -m outlast.runtime.agent            configured by the environment, see `contract.Env`
 
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from outlast import contract, files
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
-from outlast.runtime import daemon, lifecycle, notice, prepare, probes, pusher, shim
+from outlast.runtime import daemon, init, lifecycle, notice, prepare, probes, pusher, shim, titles
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
 from outlast.runtime.output import Output
@@ -490,7 +491,7 @@ class Agent:
                 "progress_age_seconds": age,
             }
             if first.steps is not None:
-                metrics["steps_total"] = first.steps
+                metrics["target_step"] = first.steps
             limit = self.job.spec.hang.limit.total_seconds() * lifecycle.OTHERS_FIRST
             if first.phase in ("train", "save") and age > limit:
                 healthy, reason = False, f"no progress for {age:.0f} s"
@@ -580,6 +581,8 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
 
 def main() -> None:
     """Start the warm process first (it takes longest), then live. A job with an environment of its own has to make that first."""
+    init.stand_by()
+    titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()
     state = os.environ[contract.Env.STATE]
     environ = dict(os.environ)

@@ -1,15 +1,20 @@
 """`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers.
 
-Probes tell the truth: healthy while something advances (a step, or a phase of the start), ready while it is in a world.
+Probes tell the truth: healthy while something advances (a step, or a phase of the start), ready while it is in a world. Anybody
+who reaches the port may connect, so connections are few and short: whoever says nothing is cut off, the oldest first, and a
+kubelet is answered however many others wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from outlast.errors import OutlastError
 
@@ -29,9 +34,15 @@ class Health:
     """How the run has ended, while its worker stays up; see `ownership.Ended`."""
 
 
+MOST = 32
+"""Connections, and so threads, at a time; one more, and the oldest is closed."""
+IDLE_S = 5.0
+"""How long a connection may be silent."""
+BACKLOG = 128
+"""Connections that wait to be accepted."""
 HELP = {
     "step": "Optimizer steps done",
-    "steps_total": "Optimizer steps of the whole run, when known",
+    "target_step": "Optimizer step at which the run ends, when known",
     "committed_step": "Step of the newest committed checkpoint",
     "generation": "Generation of the world this worker is in",
     "progress_age_seconds": "Seconds since the training last reported progress",
@@ -47,11 +58,24 @@ HELP = {
 
 def exposition(health: Health, labels: Mapping[str, str]) -> str:
     """The metrics in Prometheus' text format."""
-    where = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    where = ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in labels.items())
     lines = []
     for name, value in health.metrics.items():
-        lines += [f"# HELP outlast_{name} {HELP[name]}.", f"# TYPE outlast_{name} gauge", f"outlast_{name}{{{where}}} {value:g}"]
+        lines += [
+            f"# HELP outlast_{name} {HELP[name]}.",
+            f"# TYPE outlast_{name} gauge",
+            f"outlast_{name}{{{where}}} {_exact(value)}",
+        ]
     return "\n".join(lines) + "\n"
+
+
+_ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+"""In the values of labels."""
+
+
+def _exact(value: float) -> str:
+    """Every digit: steps of long runs have more than six."""
+    return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
 def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = "127.0.0.1", port: int = 0) -> str:
@@ -62,6 +86,8 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+
         def do_GET(self) -> None:
             health = look()
             match self.path:
@@ -87,7 +113,7 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
         def log_message(self, format: str, *args: object) -> None:
             """Probes come every few seconds; they are not news."""
 
-    class Server(ThreadingHTTPServer):
+    class Server(_Bounded):
         address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
 
     try:
@@ -97,3 +123,35 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
         raise OutlastError(f"cannot serve probes on {host}:{port}: {problem.strerror}; {remedy}") from problem
     threading.Thread(target=server.serve_forever, name="outlast-probes", daemon=True).start()
     return f"{host}:{server.server_address[1]}"
+
+
+class _Bounded(ThreadingHTTPServer):
+    """At most `MOST` connections. A whole request is answered in milliseconds: the oldest connection is not sending one."""
+
+    request_queue_size = BACKLOG
+
+    def __init__(self, *args: Any) -> None:
+        self._open: dict[socket.socket, None] = {}
+        """In the order in which they came."""
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > MOST else None
+            if oldest is not None:
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever was cut off, or hung up, is no news; anything else is."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)

@@ -29,7 +29,7 @@ from outlast import checkpoints, contract, remote, store
 from outlast.chance import CHANCE
 from outlast.errors import OutlastError, Superseded
 from outlast.remote import run as runs
-from outlast.runtime import growing, sync
+from outlast.runtime import growing, sync, titles
 
 LOOK_S = 1.0
 """How often to look for a new checkpoint."""
@@ -270,6 +270,7 @@ def main(argv: list[str]) -> int:
     job = spec.load(Path(environ[contract.Env.JOB_FILE]))
     output = Path(environ[contract.Env.OUTPUT])
     final = argv[:1] == ["--rest"]
+    titles.entitle("pusher")
     stop = threading.Event()
     if not final:
         os.setpriority(os.PRIO_PROCESS, 0, min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))

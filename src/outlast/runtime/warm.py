@@ -35,6 +35,7 @@ from typing import NoReturn
 
 from outlast import contract
 from outlast.rendezvous import local, transport
+from outlast.runtime import titles
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -185,6 +186,7 @@ def become(request: Request) -> None:
     if numpy is not None:
         numpy.random.seed()  # forks of one process would draw the same numbers
     sys.argv = [request.kind, *request.argv]
+    titles.entitle(title(request))
     if request.kind == "elastic":
         from outlast.runtime import elastic
 
@@ -193,6 +195,14 @@ def become(request: Request) -> None:
         from outlast.runtime import rank
 
         rank.main(request.argv)
+
+
+def title(request: Request) -> str:
+    """What a fork is called."""
+    if request.kind == "elastic":
+        return f"elastic agent {request.env.get(contract.Env.WORKER, '')}"
+    script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])
+    return f"rank {request.env.get('RANK', '0')} {script}"
 
 
 def leave(code: int) -> NoReturn:
@@ -233,6 +243,7 @@ def main() -> None:
     """Import, listen, fork."""
     listener = local.listening(Path(sys.argv[1]))
     preload()
+    titles.entitle("warm process")
     request = serve(listener)
     try:
         become(request)

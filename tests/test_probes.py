@@ -1,0 +1,70 @@
+"""What probes answer, and that nobody who connects can keep others from being answered."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from outlast.errors import OutlastError
+from outlast.runtime import probes
+from outlast.runtime.probes import Health
+
+
+def get(address: str, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(address, timeout=5)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def silent(address: str, count: int) -> Iterator[list[socket.socket]]:
+    """Connections that have sent half a request."""
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(count)]
+        for each in found:
+            with contextlib.suppress(OSError):  # it was cut off already
+                each.sendall(b"GET /healthz HT")
+        yield found
+
+
+def test_a_number_has_all_its_digits_and_a_label_no_quotes() -> None:
+    health = Health(metrics={"step": 12_345_678.0, "progress_age_seconds": 0.1 + 0.2})
+    _, _, step, _, _, age = probes.exposition(health, {"job": 'a "job"\\\n'}).splitlines()
+    assert step == r'outlast_step{job="a \"job\"\\\n"} 12345678'
+    assert age.endswith(" 0.30000000000000004")
+
+
+def test_only_counters_are_called_total() -> None:
+    assert not [name for name in probes.HELP if name.endswith("_total")]
+
+
+def test_whoever_says_nothing_costs_nobody_an_answer_and_few_threads() -> None:
+    before = threading.active_count()
+    address = probes.serve(Health, {})
+    with silent(address, 5 * probes.MOST):
+        assert get(address, "/healthz") == (200, "starting\n")
+        assert threading.active_count() - before <= probes.MOST + 2, "the server and one that is just ending"
+
+
+def test_a_connection_that_is_silent_for_too_long_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "IDLE_S", 0.1)
+    address = probes.serve(Health, {})
+    with silent(address, 1) as (connection,):
+        assert connection.recv(1) == b""
+
+
+def test_a_port_that_is_taken_is_said() -> None:
+    address = probes.serve(Health, {})
+    port = int(address.rpartition(":")[2])
+    with pytest.raises(OutlastError, match=rf"cannot serve probes on 127.0.0.1:{port}: Address already in use; free it"):
+        probes.serve(Health, {}, port=port)
