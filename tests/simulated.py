@@ -14,9 +14,11 @@ from typing import Any
 
 from outlast import kinds
 from outlast.backends import pods as podwords
+from outlast.clock import Clock
 from outlast.contract import RENEW_S, Annotation, Label
 from outlast.controller import memory, observe
 from outlast.controller.decide import decide
+from outlast.controller.observe import HEARD
 from outlast.controller.plan import Plan
 from outlast.controller.queues import Found, Share, Sight
 from outlast.kinds import Kind, kind_of
@@ -29,6 +31,8 @@ STEP_S = 1.0
 SAVE_S = 0.5
 PROBED_S = 120.0
 """After so long a kubelet kills a worker that has never answered."""
+LIVE_S = 60.0
+"""After so long it kills one that answers no more."""
 GRACE_S = 50.0
 """When a node that is silent is called so: kube-controller-manager --node-monitor-grace-period."""
 EVERY = 20
@@ -53,6 +57,8 @@ class Agent:
     told_to_leave: bool = False
     saving_until: float | None = None
     frozen: bool = False
+    """Whether it answers nobody any more: it was stopped, or hangs."""
+    answered: float = 0.0
     trained: float = 0.0
     """Seconds in this world."""
     begins: float = 0.0
@@ -87,6 +93,11 @@ class Cluster:
         """Nodes that are, and since when."""
         self.reached = True
         """Whether agents reach the API server."""
+        self.cut: set[str] = set()
+        """Nodes, well ones, on which they do not."""
+        self.set_by, self.slept = 0.0, 0.0
+        """By how much the clock of the operator's machine was set, and for how long the machine was asleep."""
+        self.clock = self.started()
         self.found: frozenset[str] = frozenset()
         """API groups of other systems."""
         self.kueue: Kueue | None = None
@@ -154,6 +165,23 @@ class Cluster:
 
     # the operator
 
+    def started(self) -> Clock:
+        """The clock of an operator that starts now, when it is told the API server's time and hears everything anew."""
+        self.set_by = self.slept = 0.0
+        for (kind, _), document in self.documents.items():
+            if kind == "Lease":
+                document[HEARD] = self.now
+        return Clock(lambda: self.now + self.set_by, lambda: self.now - self.slept)
+
+    def sleep(self, seconds: float, *, paused: bool = False) -> None:
+        """The operator's machine sleeps, and the operator is started again, as it leads no more; but not if the machine was
+        `paused` by its host, so that only the wall clock tells."""
+        for _ in range(round(seconds)):
+            self.pass_()
+        self.slept += seconds
+        if not paused:
+            self.since, self.clock = self.now, self.started()
+
     def look(self, *, dies_after: int | None = None) -> Plan:
         """One pass of the operator; it dies after so many writes."""
         documents = dict(self.documents)
@@ -161,7 +189,9 @@ class Cluster:
         leases = [d for (kind, _), d in documents.items() if kind == "Lease"]
         nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}
         listed = documents["ElasticJob", "train"], pods, leases, nodes
-        plan = decide(observe.observe(*listed, self.now, self.since, self.has(), self.limits))
+        now = self.clock()
+        since = max(self.since - self.slept, self.clock.broken_at)
+        plan = decide(observe.observe(*listed, now, since, self.has(), self.limits))
         left = [dies_after if dies_after is not None else 10**6]
 
         def write(what: str) -> None:
@@ -247,6 +277,15 @@ class Cluster:
         if self.deciders and (node := self.deciders.nodes.pop(uid, None)) and said:
             node.leave()
 
+    def killed_at(self, agent: Agent) -> float:
+        """When its kubelet kills an agent that does not answer."""
+        return agent.answered + LIVE_S if agent.reported else agent.begins + PROBED_S
+
+    def reaches(self, agent: Agent) -> bool:
+        """Whether an agent reaches the API server."""
+        node = next(pod["spec"].get("nodeName") for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
+        return self.reached and node not in self.cut
+
     def answers(self, pod: Document) -> bool:
         """Whether the pod's node does."""
         node = pod["spec"].get("nodeName", "")
@@ -315,6 +354,7 @@ class Cluster:
             document = self.documents.get(("Node", node))
             if document is not None and self.now >= since + GRACE_S and not document["spec"].get("taints"):
                 document["status"] = ready(False, self.now)
+                document[HEARD] = self.clock()
                 document["spec"] = {"taints": [{"key": "node.kubernetes.io/unreachable", "effect": "NoExecute"}]}
         if self.kueue:
             self.kueue.admits()
@@ -331,7 +371,9 @@ class Cluster:
                 index = int(pod["metadata"]["labels"][Label.WORKER])
                 self.agents[uid] = Agent(index, uid, since=self.now, begins=self.now + 1)
             agent = self.agents.get(uid)
-            if agent and agent.frozen and not agent.reported and self.now > agent.begins + PROBED_S and self.answers(pod):
+            if agent and not agent.frozen:
+                agent.answered = self.now
+            elif agent and self.answers(pod) and self.now > self.killed_at(agent):
                 self.end(pod, 137)
         if self.deciders:
             self.decide(self.deciders)
@@ -340,7 +382,7 @@ class Cluster:
                 self.live(agent)
         self.train(seconds)
         for agent in self.agents.values():
-            if not agent.frozen and self.reached:
+            if not agent.frozen and self.reaches(agent):
                 self.report(agent)
 
     def decide(self, deciders: Deciders) -> None:
@@ -352,7 +394,7 @@ class Cluster:
                 continue
             if agent.uid not in deciders.nodes:
                 deciders.nodes[agent.uid] = Node(deciders.etcd, agent.index, agent.uid, self.job["spec"], seen)
-            if self.reached:
+            if self.reaches(agent):
                 agent.wanted = (self.status.get("rendezvous") or {}).get("wanted")
             failure = agent.failure if agent.failed else None
             deciders.nodes[agent.uid].act(agent.standing, agent.generation, failure, agent.wanted)
@@ -361,7 +403,7 @@ class Cluster:
 
     def told(self, agent: Agent) -> Document:
         """What an agent is told."""
-        operator = self.status.get("rendezvous") or {} if self.reached else {}
+        operator = self.status.get("rendezvous") or {} if self.reaches(agent) else {}
         if self.deciders is None:
             return operator
         if (closed := operator.get("closed")) and closed["code"] != 75:
@@ -374,7 +416,7 @@ class Cluster:
         if told.get("run") and told["run"] != f"train-{self.job['metadata']['uid'][:8]}":
             return
         if closed := told.get("closed"):
-            if self.reached:
+            if self.reaches(agent):
                 self.report(agent)
             self.end(pod, closed["code"])
             return
@@ -478,19 +520,22 @@ class Cluster:
                     },
                 },
                 "spec": {"holderIdentity": agent.uid, "renewTime": memory.text(self.now)},
+                HEARD: self.clock(),
             }
         )
 
     def jump(self, seconds: float) -> None:
-        """Every clock in the cluster is set; who waits for something waits no longer than before."""
+        """Every clock in the cluster is set, and the operator is started again; who waits for something waits no longer than
+        before."""
         self.now += seconds
-        self.since = self.now
+        self.since, self.clock = self.now, self.started()
         self.lost = {node: since + seconds for node, since in self.lost.items()}
         if self.deciders:
             self.deciders.jumped += seconds
         for agent in self.agents.values():
             agent.begins += seconds
             agent.beat += seconds
+            agent.answered += seconds
             if agent.saving_until is not None:
                 agent.saving_until += seconds
 

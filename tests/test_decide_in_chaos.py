@@ -112,6 +112,30 @@ class Chaos(RuleBasedStateMachine):
             self.cluster.pass_()
         self.cluster.reached, self.cluster.since = True, self.cluster.now
 
+    @rule(seconds=st.integers(20, 120))
+    def no_agent_reaches_the_api_server(self, seconds: int) -> None:
+        self.cluster.reached = False
+        self.cluster.run(seconds)
+        self.cluster.reached = True
+
+    @rule(nodes=st.sets(st.integers(0, 5), min_size=1, max_size=4), seconds=st.integers(20, 120))
+    def a_group_of_nodes_is_cut_off(self, nodes: set[int], seconds: int) -> None:
+        self.failures += 1
+        self.cluster.cut = {f"node-{node}" for node in nodes}
+        self.cluster.run(seconds)
+        self.cluster.cut = set()
+
+    @rule(seconds=st.sampled_from([-3600, -40, 40, 3600]))
+    def the_operators_clock_is_set(self, seconds: int) -> None:
+        uids = {pod["metadata"]["uid"] for pod in self.cluster.alive()}
+        self.cluster.set_by += seconds
+        plan = self.cluster.look()
+        assert not [each for each in plan.deletes if each.uid in uids and "said nothing" in each.reason]
+
+    @rule(seconds=st.sampled_from([5, 40, 120]), paused=st.booleans())
+    def the_operators_machine_sleeps(self, seconds: int, paused: bool) -> None:
+        self.cluster.sleep(seconds, paused=paused)
+
     @rule(seconds=st.sampled_from([-3600, -5, 5, 3600]))
     def the_clock_jumps(self, seconds: int) -> None:
         self.cluster.jump(seconds)

@@ -374,7 +374,7 @@ def _written(content: Any) -> bytes:
 
 
 def _read(held: _Held) -> Document:
-    found: Document = json.loads(held.body)
+    found: Document = json.loads(held.body.decode())  # bytes would have their encoding guessed
     found["metadata"]["resourceVersion"] = str(held.version)
     return found
 

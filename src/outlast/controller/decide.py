@@ -13,6 +13,7 @@ nothing deleted before the status tells why. A job that is settled gives a plan 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -50,6 +51,8 @@ _FINAL = (State.SUCCEEDED, State.FAILED)
 _HELD = (State.SUSPENDED, State.QUEUED)
 AGAIN_S = 10.0
 """How often it is looked whether there is by now what Kueue or a job names: nobody tells when it comes."""
+UNHEARD = "Unheard"
+"""Reason of the condition while most workers cannot be heard."""
 _SECONDS_LEFT = re.compile(r" \(\d+ s left\)")
 
 
@@ -84,7 +87,15 @@ class Look:
         self.remove: Deletion | None = None
         self.notes: list[Note] = []
         self.said = False
+        self.expected = dict.fromkeys(self.memory.judged_pods)
+        """Uids of pods from whose end nothing is to be learned any more."""
+        self.past = [pod for pod in seen.pods if pod.over]
+        """Pods whose worker will never run again."""
+        self.ends = {pod.uid: end for pod in self.past if (end := pod.ended) is not None}
+        """How their workers ended, by uid."""
+        self._living = [pod for pod in seen.pods if pod.alive]
         self._times: list[float] = []
+        self._members: tuple[world.World | None, frozenset[int]] = (None, frozenset())
 
     @property
     def fields(self) -> spec.Spec:
@@ -114,13 +125,31 @@ class Look:
     def using(self) -> list[Mapping[str, Any]]:
         """Pods that use anything, or are about to."""
         gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
-        there = (pod for pod in self.seen.pods if not (pod.ended or pod.succeeded or pod.uid in gone))
+        gone |= self.ends.keys() | {pod.uid for pod in self.past if pod.succeeded}
+        there = (pod for pod in self.seen.pods if pod.uid not in gone)
         return [*(pod.document for pod in there), *self.creates]
 
     @property
     def alive(self) -> list[Pod]:
         """Pods that train, or will, as far as this plan does not end them."""
-        return [pod for pod in self.seen.pods if pod.alive and pod.uid not in self.deletes]
+        return [pod for pod in self._living if pod.uid not in self.deletes]
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ids of those in the newest world."""
+        newest = self.memory.world
+        if self._members[0] is not newest:
+            self._members = newest, frozenset(newest.members if newest else ())
+        return self._members[1]
+
+    @functools.cached_property
+    def unheard(self) -> list[Told]:
+        """Most of the workers, if they fell silent together while their nodes are well: it is longer than any renewal takes that
+        they were heard. Then the path to the API server is taken for broken, and nobody for dead."""
+        should = [told for pod in self._living if (told := self.seen.told.get(pod.index)) and pod.node_lost is None]
+        should = [told for told in should if told.member.standing is not Standing.DONE]
+        late = [told for told in should if self.until(_heard(self, told), _lasts(self, told) / 2) is None]
+        return late if 2 * len(late) > len(should) else []
 
     @property
     def patience(self) -> world.Patience:
@@ -139,7 +168,7 @@ class Look:
     def step(self) -> int:
         """The newest step that anybody has done in the world that is there."""
         known = self.memory.world
-        inside = [told for id, told in self.seen.told.items() if known and id in known.members]
+        inside = [told for id, told in self.seen.told.items() if id in self.members]
         now = [told for told in inside if known and told.generation in (None, known.generation)]
         return max((told.step for told in now if told.step is not None), default=self.memory.progress.step)
 
@@ -172,9 +201,14 @@ class Look:
         lived = max(0.0, when - (self.memory.started or when))
         self.know(account=dataclasses.replace(self.memory.account, lived_s=self.memory.account.lived_s + lived))
 
+    @functools.cached_property
+    def by_index(self) -> dict[int, Pod]:
+        """The job's pods by the index of their worker."""
+        return {pod.index: pod for pod in reversed(self.seen.pods)}
+
     def pod(self, index: int) -> Pod | None:
         """The pod of a worker, as far as there is one."""
-        return next((pod for pod in self.seen.pods if pod.index == index), None)
+        return self.by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
         """Delete a pod, unless that was asked for already: finalizers of others keep it, or what is beside its worker."""
@@ -207,6 +241,9 @@ class Look:
 
     def plan(self) -> Plan:
         """What has come together; the status only if it differs, or if it is time to tell how far training is."""
+        if self.expected.keys() != set(self.memory.judged_pods):  # those that are gone are forgotten with the next change
+            there = {pod.uid for pod in self.seen.pods}
+            self.know(judged_pods=tuple(uid for uid in self.expected if uid in there))
         if self.seen.job is not None:
             _tell_progress(self)
         status = self.status()
@@ -271,7 +308,7 @@ def finished(look: Look) -> None:
     for pod in look.seen.pods:
         if pod.leaves:
             _force(look, pod)
-        elif policy == "All" and pod.ended:
+        elif policy == "All" and pod.uid in look.ends:
             look.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingers):
             # Its agent has been told, and pushes what is left; the last line of its log is worth a moment.
@@ -376,7 +413,9 @@ def world_learned(look: Look) -> None:
     """Agents decide who trains together, by an etcd: what they have heard of it is taken up, with what it has cost."""
     pods = {pod.index: pod for pod in look.seen.pods}
     told = [told for id, told in look.seen.told.items() if id in pods]
-    heard = [each.decided for each in told if each.decided and (each.decided[1].closed or not pods[each.member.id].ended)]
+    heard = [
+        each.decided for each in told if each.decided and (each.decided[1].closed or pods[each.member.id].uid not in look.ends)
+    ]
     if not look.elected or not heard or look.memory.closed is not None:
         return
     _, said = max(heard, key=lambda each: (each[1].generation, each[0]))
@@ -423,33 +462,40 @@ def _failures_learned(look: Look, said: keys.Said) -> None:
 
 def workers_done(look: Look) -> None:
     """All that are wanted have ended with success although nobody has said that it is over: an earlier run was complete."""
-    done = {pod.index for pod in look.seen.pods if pod.succeeded}
+    done = {pod.index for pod in look.past if pod.succeeded}
     if look.wanted and done and len(done) >= look.wanted and not look.alive:
         look.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, "JobSucceeded")
 
 
 def ended_workers(look: Look) -> None:
     """Pods that have failed go, and are made anew; what is to be learned from them is learned once."""
-    for pod in look.seen.pods:
-        end = pod.ended
+    silent = look.memory.silent_uids
+    for pod in look.past:
+        end = look.ends.get(pod.uid)
         if end is None or pod.succeeded:
             continue
         counted = end.counted and not (pod.leaves and contract.killed(end.code))  # killed, because somebody has deleted it
-        if pod.uid not in look.memory.judged_pods and pod.uid not in look.memory.silent_uids:
+        if pod.uid not in look.expected and pod.uid not in silent:
             if end.code == contract.Exit.GIVEN_UP:  # who counts processes has counted enough of them
                 look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
                 reason = f"worker {pod.index} says that the run is given up"
                 return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, "BackoffLimitExceeded")
-            if counted and _counted_by_its_echo(look, pod):
-                look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
-            elif counted:
-                _judge(look, _pods_failure(look, pod, end.code, end.sentence, end.time), raised=None, node=pod.node)
-                if look.over:
-                    return
-            elif look.wanted:
-                look.know(interruptions=look.memory.interruptions + 1)
-                look.notes.append(Note("Normal", "WorkerInterrupted", f"worker {pod.index} {end.sentence}; it is made anew"))
-            _judged(look, pod)
+            if counted:
+                failure, generation = _pods_failure(look, pod, end.code, end.sentence, end.time), _generation(look, pod)
+                if generation and look.memory.judged >= generation:
+                    look.know(failure=_kept(look, failure, pod.node))
+                else:
+                    _judge(look, failure, raised=None, node=pod.node)
+                    if look.over:
+                        return
+                    _stands_for_all(look, generation)
+                look.expected[pod.uid] = None
+            else:
+                if look.wanted:
+                    look.know(interruptions=look.memory.interruptions + 1)
+                    sentence = f"worker {pod.index} {end.sentence}; it is made anew"
+                    look.notes.append(Note("Normal", "WorkerInterrupted", sentence))
+                _went(look, pod)
         if not counted and look.wanted and (rest := look.until(_breath(pod, end.time), BREATH_S)) is not None:
             look.again(rest)  # its name is taken until then, so that the next one waits
             continue
@@ -463,8 +509,10 @@ def _breath(pod: Pod, ended: float) -> float:
 
 def lost_workers(look: Look) -> None:
     """Pods on nodes that do not answer, or are gone: they are deleted whatever their node says."""
+    explained = set()
+    silent = look.memory.silent_uids
     for pod in look.seen.pods:
-        if pod.node_lost is None or pod.ended or pod.uid in look.deletes:
+        if pod.node_lost is None or pod.uid in look.ends or pod.uid in look.deletes:
             continue
         gone = pod.node not in look.seen.nodes
         told = look.seen.told.get(pod.index)
@@ -474,39 +522,60 @@ def lost_workers(look: Look) -> None:
             continue
         how = "is gone" if gone else f"has not answered for {look.seen.limits.lost_s:g} s"
         sentence = f"worker {pod.index} was lost: its node {pod.node} {how}"
-        silent = pod.uid in look.memory.silent_uids
-        if silent or (not pod.leaves and pod.uid not in look.memory.judged_pods):
+        if pod.uid in silent or (not pod.leaves and pod.uid not in look.expected):
             look.know(interruptions=look.memory.interruptions + 1)
-            look.know(silent=tuple(each for each in look.memory.silent if each.uid != pod.uid))
+            explained.add(pod.uid)
             look.notes.append(Note("Warning", "NodeLost", sentence))
-            _judged(look, pod)
+            _went(look, pod)
         look.delete(pod, sentence, grace_s=0)
+    if explained & silent:
+        look.know(silent=tuple(each for each in look.memory.silent if each.uid not in explained))
 
 
 def silent_workers(look: Look) -> None:
     """A worker that says nothing any more is told to go, and what becomes of it tells why: a node that is well ends it, so it was
-    stopped or hung, which counts; one that does not answer has lost it, see `lost_workers`."""
+    stopped or hung, which counts; one that does not answer has lost it, see `lost_workers`. Those that fell silent in one world
+    did so for one cause."""
     there = {pod.uid for pod in look.seen.pods}
-    for silent in look.memory.silent:
-        if silent.uid in there:
+    gone = [each for each in look.memory.silent if each.uid not in there]
+    if gone:
+        look.know(silent=tuple(each for each in look.memory.silent if each.uid in there))
+    counted = set()
+    for each in gone:
+        if each.echo or each.generation in counted:
             continue
-        look.know(silent=tuple(each for each in look.memory.silent if each is not silent))
-        generation = look.memory.world.generation if look.memory.world else 0
-        reason = f"worker {silent.worker} has said nothing for {look.seen.limits.silence_s:g} s"
-        failure = Failure(worker=silent.worker, code=137, reason=reason, generation=generation, time=silent.since)
-        _judge(look, failure, raised=None, node=silent.node)
+        counted.add(each.generation)
+        reason = f"worker {each.worker} has said nothing for {look.seen.limits.silence_s:g} s"
+        failure = Failure(worker=each.worker, code=137, reason=reason, generation=each.generation, time=each.since)
+        _judge(look, failure, raised=None, node=each.node)
         if look.over:
             return
+        _stands_for_all(look, each.generation)
+    new = []
     for pod in look.alive:
         told = look.seen.told.get(pod.index)
         if told is None or told.member.standing is Standing.DONE:
             continue
         if (end := _silent_at(look, told)) is not None:
-            look.again(end)
+            look.again(min(end, look.now + AGAIN_S) if look.unheard else end)  # to hear them again is no change
             continue
-        if pod.uid not in look.memory.judged_pods and not _counted_by_its_echo(look, pod):
-            look.know(silent=(*look.memory.silent, Silent(pod.uid, pod.index, pod.node, look.now)))
-        look.delete(pod, f"worker {pod.index} has said nothing for {look.seen.limits.silence_s:g} s", grace_s=5)
+        generation = _generation(look, pod)
+        if pod.uid not in look.expected and not (generation and look.memory.judged >= generation):
+            new.append(Silent(pod.uid, pod.index, pod.node, look.now, generation))
+        look.delete(pod, f"worker {pod.index} has said nothing for {_lasts(look, told):g} s", grace_s=5)
+    if new:
+        look.know(silent=(*look.memory.silent, *new))
+
+
+def unheard_workers(look: Look) -> None:
+    """Nobody hears most of the workers, whose nodes are well: they train on, and their kubelets end whoever does not answer."""
+    if _missed(look) and look.memory.state is not None:
+        silence_s, held_s = look.seen.limits.silence_s, look.seen.limits.held_s
+        reason = (
+            f"most of the {len(look.seen.told)} workers have said nothing for {silence_s:g} s though their nodes are well: the "
+            f"path from them to the API server is taken for broken, and nobody for dead before {held_s:g} s are over"
+        )
+        look.say(look.memory.state, reason, UNHEARD, note=True, warning=True)
 
 
 def leaving_nodes(look: Look) -> None:
@@ -584,10 +653,13 @@ def _state(look: Look) -> world.State:
         done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
         pod = look.pod(id)
         cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
-        gone = pod is None or pod.ended or cut or _silent_at(look, told) is None
+        gone = pod is None or pod.uid in look.ends or cut or _silent_at(look, told) is None
         if done or not gone:
             members[id] = told.member
-    return world.State(members, known.world, known.called)
+    called = known.called
+    if called is not None:  # a watch that broke, or a clock that was set, takes nothing from the time to save
+        called = dataclasses.replace(called, at=min(max(called.at, look.seen.since), look.now))
+    return world.State(members, known.world, called)
 
 
 def _called(look: Look, call: Call) -> None:
@@ -599,6 +671,9 @@ def _called(look: Look, call: Call) -> None:
 
 def _formed(look: Look, new: world.World) -> None:
     look.know(world=new, called=None, closed=None, formed=True)
+    for pod in look.alive:
+        if pod.index in look.members:
+            look.expected.pop(pod.uid, None)  # its end in this world is its own
     look.know(account=dataclasses.replace(look.memory.account, since=look.now, first=look.committed))
     look.said = False  # what has led to it is over
     look.say(State.RUNNING, new.reason, "Training", note=True)
@@ -607,13 +682,14 @@ def _formed(look: Look, new: world.World) -> None:
 def _waits(look: Look, state: world.State, reason: str) -> None:
     """Nothing is to be decided; say how it stands, and what pods wait for if that is why."""
     if state.world is not None and state.called is None:
-        if look.memory.state is not State.RUNNING:
+        heard_again = memory.why(look.memory.conditions, State.RUNNING) == UNHEARD and not _missed(look)
+        if look.memory.state is not State.RUNNING or heard_again:
             look.say(State.RUNNING, reason, "Training")
         return
     if look.wanted == 0:
         return look.say(State.SUSPENDED, reason, "Suspending")
-    there = [pod for pod in look.seen.pods if pod.ended and pod.uid not in look.deletes]
-    ended = [f"worker {pod.index} {pod.kept or pod.ended.sentence}" for pod in there if pod.ended]
+    there = [(pod, look.ends[pod.uid]) for pod in look.past if pod.uid in look.ends and pod.uid not in look.deletes]
+    ended = [f"worker {pod.index} {pod.kept or end.sentence}" for pod, end in there]
     stuck = [*(f"worker {pod.index} {pod.waits}" for pod in look.alive if _stuck(pod)), *ended] or [look.seen.refused]
     blocked = next((each for each in stuck if each in look.memory.reason), stuck[0])  # who is named stays so: fewer writes
     before = look.memory.state
@@ -630,7 +706,7 @@ def _waits(look: Look, state: world.State, reason: str) -> None:
 def _suspended(look: Look, reason: str) -> None:
     """Nobody trains any more: the pods go, and whoever comes later begins a world after this one."""
     for pod in look.alive:
-        _expected_to_end(look, pod)
+        look.expected[pod.uid] = None
         look.delete(pod, reason)
     look.trained_until_now()
     if look.memory.closed is None:
@@ -647,7 +723,7 @@ def _suspended(look: Look, reason: str) -> None:
 def resumed(look: Look) -> None:
     """It was suspended, and is wanted again: deadlines begin anew, and agents hear of no end."""
     if look.wanted and look.memory.closed is not None:
-        if any(not pod.ended for pod in look.seen.pods):  # they have been told that it is over
+        if any(pod.uid not in look.ends for pod in look.seen.pods):  # they have been told that it is over
             for pod in look.alive:
                 look.delete(pod, "it leaves, as the job was suspended")
             look.over = True
@@ -667,23 +743,20 @@ def resumed(look: Look) -> None:
 def surplus_workers(look: Look) -> None:
     """Pods beyond what is wanted go as soon as no world needs them."""
     known = look.memory
-    inside = known.world.members if known.world else ()
-    keep = [pod.index for pod in _by_worth(look)][: look.wanted]
-    for pod in look.alive:
-        if pod.index in keep:
-            continue
-        if pod.index in inside and known.closed is None:
+    leaving = frozenset(known.called.leaving if known.called is not None and known.world is not None else ())
+    for pod in _by_worth(look)[look.wanted :]:
+        if pod.index in look.members and known.closed is None:
             continue  # the world is called together without it first
-        if known.called is not None and known.world is not None and pod.index in known.called.leaving:
+        if pod.index in leaving:
             continue
-        _expected_to_end(look, pod)
+        look.expected[pod.uid] = None
         look.delete(pod, f"{look.wanted} workers are wanted, and worker {pod.index} is in no world")
 
 
 def missing_workers(look: Look) -> None:
     """Pods are made for indices that have none, the smallest first; those that still go keep their name until they have."""
     alive = look.alive
-    lacking = look.wanted - len(alive) - sum(pod.succeeded for pod in look.seen.pods)
+    lacking = look.wanted - len(alive) - sum(pod.succeeded for pod in look.past)
     if lacking <= 0 or look.memory.closed is not None:
         return
     if (pause := _pause_until(look)) is not None:
@@ -693,8 +766,10 @@ def missing_workers(look: Look) -> None:
     taken |= {pod.name for pod in look.seen.others if _goes(look, pod)}  # of one that stays it is told when its name is asked for
     free = [index for index in range(look.wanted) if contract.worker_name(look.seen.name, index) not in taken][:lacking]
     generation = look.memory.generation + (look.memory.called is None)
+    queue = look.seen.queue if look.seen.queue is not None and look.seen.queue.name else None
+    room = queue.room(look.using) if queue is not None else {}
     for pod in made.workers(look.seen, free, generation, _avoided(look)):
-        placed = look.seen.queue.place(pod, look.using) if look.seen.queue is not None and look.seen.queue.name else pod
+        placed = queue.place(pod, room) if queue is not None else pod
         if placed is None:
             return look.again(look.now + AGAIN_S)
         look.creates.append(placed)
@@ -708,7 +783,7 @@ def _by_worth(look: Look) -> list[Pod]:
 
 def _expected(look: Look) -> Iterable[int]:
     """Indices that are to be members: of pods that are kept, or will be made."""
-    kept = [pod.index for pod in _by_worth(look)][: look.wanted]
+    kept = dict.fromkeys([pod.index for pod in _by_worth(look)][: look.wanted])
     return [*kept, *[index for index in range(look.wanted) if index not in kept][: look.wanted - len(kept)]]
 
 
@@ -759,7 +834,7 @@ def _explained(look: Look) -> bool:
 def _unanswered(look: Look) -> bool:
     """Whether a member of the world still says that it trains when others have failed: it may be why, and be gone."""
     known = look.memory.world
-    said = [told.member for id, told in look.seen.told.items() if known is not None and id in known.members]
+    said = [told.member for id, told in look.seen.told.items() if id in look.members]
     return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
 
 
@@ -772,6 +847,7 @@ def _judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world
     if not (echo and (without or _explained(look))):
         pod = look.pod(failure.worker)
         _judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "")
+        _stands_for_all(look, generation)
     look.know(judged=max(look.memory.judged, generation))
 
 
@@ -808,43 +884,62 @@ def _kept(look: Look, failure: Failure, node: str) -> Document:
     return {**kept, "node": node, **({"logTail": words} if words else {})}
 
 
-def _judged(look: Look, pod: Pod) -> None:
-    """Remember that this pod's end has been judged, and with it what the others of its world say."""
-    _expected_to_end(look, pod)
+def _stands_for_all(look: Look, generation: int) -> None:
+    """A failure was counted: it stands for whatever else the workers of its world show. One outside of every world (0) stands for
+    all workers that are outside with it, until they are in one."""
+    silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in look.memory.silent)
+    look.know(judged=max(look.memory.judged, generation), silent=tuple(silent))
+    if not generation:
+        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not _inside(look, pod)))
+
+
+def _went(look: Look, pod: Pod) -> None:
+    """A worker has gone for no failure of its own; with it is explained what the others of its world say."""
+    look.expected[pod.uid] = None
     known = look.memory
-    if known.world and pod.index in known.world.members and known.called is None:
+    if known.world and _inside(look, pod) and known.called is None:
         look.know(judged=known.world.generation)
 
 
 def _interrupted(look: Look, pod: Pod, what: str, sentence: str) -> None:
     """Count and tell, once, that a worker that was well has to go."""
-    if pod.uid not in look.memory.judged_pods:
+    if pod.uid not in look.expected:
         look.notes.append(Note("Normal", what, sentence))
         look.know(interruptions=look.memory.interruptions + 1)
-        _expected_to_end(look, pod)
+        look.expected[pod.uid] = None
 
 
-def _expected_to_end(look: Look, pod: Pod) -> None:
-    """Remember that there is nothing to be learned from this pod's end, and forget pods that are gone."""
-    there = {each.uid for each in look.seen.pods}
-    kept = [uid for uid in look.memory.judged_pods if uid in there and uid != pod.uid]
-    look.know(judged_pods=(*kept, pod.uid))
+def _inside(look: Look, pod: Pod) -> bool:
+    """Whether a pod is, or was, in the newest world; one that was made after it only has an index that is."""
+    known = look.memory.world
+    return known is not None and pod.index in look.members and pod.made_for <= known.generation
 
 
-def _counted_by_its_echo(look: Look, pod: Pod) -> bool:
-    """Whether a worker has ended in a world whose end was counted already: the others were heard first."""
-    known = look.memory
-    return known.world is not None and pod.index in known.world.members and known.judged >= known.world.generation
+def _generation(look: Look, pod: Pod) -> int:
+    """Of the world that a pod is in; 0 for none."""
+    return look.memory.world.generation if look.memory.world and _inside(look, pod) else 0
 
 
 def _silent_at(look: Look, told: Told) -> float | None:
     """When a member is dead if nothing more is heard of it; None when it is."""
-    return look.until(_heard(look, told), look.seen.limits.silence_s)
+    pod, lasts = look.pod(told.member.id), _lasts(look, told)
+    held = look.unheard and pod is not None and pod.node_lost is None
+    return look.until(_heard(look, told), max(lasts, look.seen.limits.held_s) if held else lasts)
+
+
+def _lasts(look: Look, told: Told) -> float:
+    """For how long a member may say nothing: it says so itself, as members of large worlds renew their Leases less often."""
+    return max(look.seen.limits.silence_s, told.lasts)
+
+
+def _missed(look: Look) -> bool:
+    """Whether most workers are missed, and one of them for so long that it would be taken for dead if it were alone."""
+    return any(look.until(_heard(look, each), _lasts(look, each)) is None for each in look.unheard)
 
 
 def _heard(look: Look, told: Told | None) -> float:
     """When a member was heard of last, or could have been. What comes from the future, as our clock went back, says nothing."""
-    late = told is None or told.beat > look.now + look.seen.limits.silence_s
+    late = told is None or told.beat > look.now + _lasts(look, told)
     return look.seen.since if late or told is None else max(told.beat, look.seen.since)
 
 
@@ -947,6 +1042,7 @@ RULES: tuple[Callable[[Look], None], ...] = (
     resumed,
     too_late,
     world_decided,
+    unheard_workers,
     surplus_workers,
     missing_workers,
 )

@@ -44,6 +44,10 @@ class Silent:
     worker: int
     node: str
     since: float
+    generation: int = 0
+    """Of the world that it was missed in; 0 for none."""
+    echo: bool = False
+    """Whether the failure that it shows is counted already."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def read(status: Mapping[str, Any]) -> Memory:
         closed=_sound(lambda: (told["closed"]["reason"], told["closed"]["code"]), None) if told.get("closed") else None,
         judged=judged.get("generation", 0),
         judged_pods=tuple(judged.get("pods") or ()),
-        silent=_all(lambda each: Silent(each["uid"], each["worker"], each["node"], each["since"]), judged.get("silent")),
+        silent=_all(_silent, judged.get("silent")),
         blames=_all(
             lambda each: Blame(Record(each["time"], each["committedStep"], each.get("failedStep")), each.get("node", "")),
             status.get("failures"),
@@ -227,7 +231,10 @@ def write(
         "judged": {
             "generation": memory.judged,
             "pods": list(memory.judged_pods),
-            "silent": [{**dataclasses.asdict(each), "since": _ms(each.since)} for each in memory.silent] or None,
+            "silent": [
+                {**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in memory.silent
+            ]
+            or None,
             "elected": memory.elected or None,
         },
         "failures": [
@@ -306,6 +313,11 @@ def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> fl
     return max(begun, default=None)
 
 
+def why(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
+    """The reason of a condition; empty when there is none of this type."""
+    return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
+
+
 def text(when: float) -> str:
     """A time as Kubernetes writes it, whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -344,6 +356,11 @@ def _world(fields: Mapping[str, Any]) -> World:
 
 def _call(fields: Mapping[str, Any]) -> Call:
     return Call(fields["generation"], fields["reason"], fields["planned"], fields["at"], tuple(fields.get("leaving") or ()))
+
+
+def _silent(fields: Mapping[str, Any]) -> Silent:
+    generation, echo = int(fields.get("generation", 0)), bool(fields.get("echo"))
+    return Silent(fields["uid"], fields["worker"], fields["node"], fields["since"], generation, echo)
 
 
 def _sound(read: Callable[[], T], otherwise: T) -> T:

@@ -38,7 +38,12 @@ LEAVING = (
 
 
 HEARD = "heard"
-"""Key of a Lease under which a cache says when, by its own clock, the Lease was renewed last: clocks of nodes differ."""
+"""Key under which a cache says when, by its own clock, it heard that a Lease was renewed last, or that a node answers no more:
+other machines have other clocks."""
+
+
+LONGEST_S = 600.0
+"""No Lease is good for longer, whatever its worker says."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class Limits:
 
     silence_s: float = LEASE_S
     """A member whose Lease was renewed no more for so long is dead."""
+    held_s: float = 300.0
+    """When most workers fall silent at once though their nodes are well, none is dead before: see decision 17. As long as
+    Kubernetes itself tolerates a node that it cannot reach, and several times what a kubelet takes to end an agent that hangs."""
     lost_s: float = 30.0
     """A pod whose node has not answered for so long is lost, and deleted whatever its node says."""
 
@@ -77,6 +85,12 @@ class Pod:
         return podwords.born(self.document)
 
     @property
+    def made_for(self) -> int:
+        """The first world that it may be in."""
+        said = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
+        return int(said) if said.isdecimal() else 0
+
+    @property
     def leaves(self) -> bool:
         """Whether it is being deleted."""
         return podwords.leaves(self.document)
@@ -84,9 +98,11 @@ class Pod:
     @property
     def lingers(self) -> bool:
         """Whether its worker has ended, and other containers of it run on: those that a template or a webhook has added."""
+        if self.document["spec"].get("restartPolicy") != "Never":
+            return False
         worker = podwords.container(self.document)
         ended = worker.get("name") == contract.Pod.CONTAINER and "terminated" in (worker.get("state") or {})
-        return ended and self.document["spec"].get("restartPolicy") == "Never" and not podwords.over(self.document)
+        return ended and not podwords.over(self.document)
 
     @property
     def over(self) -> bool:
@@ -148,6 +164,8 @@ class Told:
     """When, by the member's clock; 0 when it is not told."""
     decided: tuple[int, keys.Said] | None = None
     """What it has heard last of those who decide by an etcd, and the revision of that."""
+    lasts: float = LEASE_S
+    """For how many seconds its Lease says that it is good; at most LONGEST_S."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +247,8 @@ def observe(
     run = f"{job['metadata']['name']}-{uid[:8]}"
     all_ = seen_pods(pods, nodes)
     ours = tuple(pod for pod in all_ if _owned(pod.document, uid))
+    holders = {pod.index: pod.uid for pod in reversed(ours)}
+    name = job["metadata"]["name"]
     return Seen(
         document=job,
         job=read,
@@ -236,8 +256,8 @@ def observe(
         memory=known,
         run=run,
         pods=ours,
-        others=tuple(pod for pod in all_ if pod not in ours),
-        told={index: told for lease in leases for index, told in _told(lease, job["metadata"]["name"], run, ours)},
+        others=tuple(pod for pod in all_ if not _owned(pod.document, uid)),
+        told={index: told for lease in leases for index, told in _told(lease, name, run, holders)},
         now=now,
         since=since,
         found=found or Found(),
@@ -295,11 +315,16 @@ def _silent_since(node: Document) -> float | None:
     """Since when a node does not answer, None for one that does."""
     for condition in (node.get("status") or {}).get("conditions") or ():
         if condition["type"] == "Ready" and condition["status"] != "True":
-            return podwords.seconds(condition.get("lastTransitionTime"))
+            return node.get(HEARD) or podwords.seconds(condition.get("lastTransitionTime"))
     return None
 
 
-def _told(lease: Document, job: str, run: str, pods: Sequence[Pod]) -> list[tuple[int, Told]]:
+def answers(node: Document) -> bool:
+    """Whether a node does."""
+    return _silent_since(node) is None
+
+
+def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> list[tuple[int, Told]]:
     """What a Lease says; nothing when it is of an earlier pod of this name, or of another run. Its labels its author may choose;
     its name says whose it is."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
@@ -321,19 +346,24 @@ def _told(lease: Document, job: str, run: str, pods: Sequence[Pod]) -> list[tupl
         holder, said = fields.get("holderIdentity"), report.get("run")
         reached = progress.get("step"), progress.get("steps"), int(progress.get("committed") or 0)
         when = progress.get("generation"), float(progress.get("time") or 0.0)
+        lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.get("failure") or {}
         failure, echo = decider.reported(failed, index, member.generation, member.since) if failed else (None, False)
-        heard = json.loads(annotations.get(Annotation.DECIDED) or "{}") or {}
-        decided = _readable(keys.Said.loads(json.dumps(heard.get("said"))))
-        revision = int(heard.get("revision") or 0)
+        decided = _decided(annotations.get(Annotation.DECIDED, ""))
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or nobody's: it says nothing
         return []
     if said != run or meta["name"] != contract.worker_name(job, index):
         return []
-    pod = next((pod for pod in pods if pod.index == index), None)
-    if pod is not None and pod.uid != holder:
+    if holders.get(index, holder) != holder:
         return []
-    return [(index, Told(member, beat, failure, echo, *reached, *when, (revision, decided) if decided else None))]
+    return [(index, Told(member, beat, failure, echo, *reached, *when, decided, lasts))]
+
+
+def _decided(text: str) -> tuple[int, keys.Said] | None:
+    """What a member says that others have decided, and the revision of that."""
+    heard = json.loads(text) if text else None
+    said = _readable(keys.Said.loads(json.dumps(heard.get("said")))) if heard else None
+    return (int(heard.get("revision") or 0), said) if heard and said else None
 
 
 def _readable(said: keys.Said | None) -> keys.Said | None:

@@ -26,8 +26,8 @@ from outlast.controller import act, cache
 from outlast.controller.cache import Cache, Key, Looked, Urgency
 from outlast.controller.hands import Deposed, Hands
 from outlast.controller.leader import Leadership
-from outlast.controller.observe import HEARD
-from outlast.controller.plan import Plan
+from outlast.controller.observe import HEARD, answers
+from outlast.controller.plan import Document, Plan
 from outlast.controller.queues import Found, Sight
 from outlast.controller.telemetry import Telemetry
 from outlast.controller.together import Later, Threads
@@ -119,6 +119,8 @@ class Operator:
         """Why pods of a job could not be made when that was tried last."""
         self._listens: dict[Kind, threading.Thread] = {}
         """The watches of Kueue, by kind."""
+        self._unready: dict[str, float] = {}
+        """Since when nodes do not answer, as far as we have heard."""
         self._looking: dict[Key, float] = {}
         self._threads: list[threading.Thread] = []
 
@@ -212,10 +214,11 @@ class Operator:
                     **where,
                 ):
                     if change.type == "deleted":
+                        if kind == NODE:
+                            self._unready.pop(change.document["metadata"]["name"], None)
                         self.cache.remove(kind, change.document)
                     else:
-                        heard_at = {HEARD: self._clock()} if kind == LEASE else {}
-                        self.cache.put(kind, {**change.document, **heard_at})
+                        self.cache.put(kind, self._stamped(kind, change.document))
             except NotServed as error:
                 if kind in self._listens:
                     log.info("%s are watched no more: %s", kind.resource, error)
@@ -232,6 +235,18 @@ class Operator:
                 log.warning("%s cannot be watched: %s", kind.resource, error)
             failures += 1
             stop.wait(min(WATCH_S, self._pause(failures)))
+
+    def _stamped(self, kind: Kind, document: Document) -> Document:
+        """A document with when we heard of what silence is counted from."""
+        if kind == LEASE:
+            return {**document, HEARD: self._clock()}
+        if kind != NODE:
+            return document
+        name = document["metadata"]["name"]
+        if answers(document):
+            self._unready.pop(name, None)
+            return document
+        return {**document, HEARD: self._unready.setdefault(name, self._clock())}
 
     def _find(self, stop: kube.Stop) -> None:
         """Look now and then which other systems the cluster has."""

@@ -232,11 +232,11 @@ class Queue:
         priority = self.priority()
         return priority if isinstance(priority, str) else ""
 
-    def place(self, pod: Document, others: Sequence[Mapping[str, Any]]) -> Document | None:
-        """A new pod, with a Workload that has room beside those that are there; None while none has, or its nodes are unknown."""
-        room = self._room(others)
+    def place(self, pod: Document, room: dict[str, int]) -> Document | None:
+        """A new pod, with a Workload that has room, which it takes; None while none has, or its nodes are unknown."""
         for share in self.holding:
             if room[share.name] > 0 and kueue.flavors(share.document) <= self.sight.flavors.keys():
+                room[share.name] -= 1
                 return kueue.placed(pod, share.document, self.sight.flavors)
         return None
 
@@ -301,7 +301,7 @@ class Queue:
 
     def _surplus(self, wanted: int, pods: Sequence[Mapping[str, Any]], now: float) -> Todo:
         """What is admitted and no longer wanted is given back, the newest first, as far as no pods use it."""
-        surplus, room = self.admitted - wanted, self._room(pods)
+        surplus, room = self.admitted - wanted, self.room(pods)
         statuses, deletes = [], []
         for share in reversed(self.holding):
             back = min(surplus, room[share.name])
@@ -314,7 +314,7 @@ class Queue:
                 statuses.append(share.reduced(back, now))
         return Todo((), tuple(statuses), tuple(deletes))
 
-    def _room(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    def room(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """For how many more pods each Workload has quota. Pods that name none, of before there was a queue, take what is free."""
         room = {share.name: share.count for share in self.holding}
         nobodys = 0

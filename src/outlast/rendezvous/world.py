@@ -200,6 +200,7 @@ class _Situation:
     def __init__(self, state: State, wanted: Wanted, patience: Patience, now: float) -> None:
         self.members, self.world, self.wanted, self.patience, self.now = state.members, state.world, wanted, patience, now
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
+        self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
         """The pending call."""
         self.running = self.world is not None and self.called is None
@@ -221,7 +222,7 @@ class _Situation:
         self.unheard_until = self.until(state.since, patience.answer)
         self.unheard, self.lost = ([], absent) if self.unheard_until is None else (absent, [])
         self.training = [
-            m for m in self.members.values() if m.standing is Standing.TRAINING and (m.id in self.ranks or self.world is None)
+            m for m in self.members.values() if m.standing is Standing.TRAINING and (m.id in self.ranked or self.world is None)
         ]
         """Those whose unsaved steps a planned call protects."""
 
@@ -272,7 +273,8 @@ def generation_from_elsewhere(s: _Situation) -> Decision | None:
 
 
 def lost_workers(s: _Situation) -> Decision | None:
-    lost = [id for id in s.lost if s.called is None or id not in s.called.leaving]
+    leaving = frozenset(s.called.leaving if s.called is not None else ())
+    lost = [id for id in s.lost if id not in leaving]
     return s.drop(f"lost {_workers(lost)}") if lost else None
 
 
@@ -337,7 +339,8 @@ def world_ends(s: _Situation) -> Decision | None:
     done = s.those(Standing.DONE)
     if not s.running or not done:
         return None
-    others = [id for id in s.ranks if id not in done]
+    ended = frozenset(done)
+    others = [id for id in s.ranks if id not in ended]
     return Wait(f"{_workers(done)} {_are(done)} done; waiting for {_workers(others)} to finish")
 
 
@@ -403,7 +406,7 @@ def too_many_workers(s: _Situation) -> Decision | None:
 
 def newcomers(s: _Situation) -> Decision | None:
     """Growing costs a save and a restart: it is done once for all who come, and not soon after the last change."""
-    waiting = sorted(m.id for m in s.members.values() if m.standing is Standing.WAITING and m.id not in s.ranks)
+    waiting = sorted(m.id for m in s.members.values() if m.standing is Standing.WAITING and m.id not in s.ranked)
     available = len(s.ranks) + len(waiting)
     size = largest(s.wanted.sizes, min(s.target, available))
     if s.world is None or size <= len(s.ranks):

@@ -1,0 +1,183 @@
+"""What a look costs grows with the number of workers, and no faster: counted, not timed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from outlast.contract import Annotation, Label
+from outlast.controller import observe
+from outlast.controller.decide import decide
+from outlast.controller.observe import HEARD, Seen
+from outlast.rendezvous.world import World
+
+NOW = 1_767_225_600.0
+CREATED = "2025-12-31T00:00:00Z"
+FEW, MANY = 60, 240
+
+
+class Counted(int):
+    """A worker's index that counts what it is compared with: a search in a tuple is no call that a profiler sees."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+
+def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
+    """A job that trains with so many workers: the job, its pods, their Leases, the nodes."""
+    ids = range(workers)
+    told = {
+        "generation": 1, "address": "10.0.0.0:1", "reason": "training starts with all", "at": NOW - 600, "members": list(ids)
+    }  # fmt: skip
+    job = {
+        "apiVersion": "outlast.dev/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": "train", "namespace": "team", "uid": "0123456789", "generation": 1},
+        "spec": {"image": "i", "module": "m", "workers": {"replicas": workers, "min": 1, "max": workers}},
+        "status": {
+            "state": "Running",
+            "observedGeneration": 1,
+            "startTime": CREATED,
+            "rendezvous": {"run": "train-01234567", "world": told, "formed": True},
+        },
+    }
+    owner = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "train", "uid": "0123456789"}
+    pods, leases = [], []
+    for id in ids:
+        name = f"train-worker-{id}"
+        labels = {Label.JOB: "train", Label.WORKER: str(id), Label.GENERATION: "1"}
+        report = {
+            "run": "train-01234567", "standing": "training", "generation": 1, "since": NOW - 600, "address": "10.0.0.1:1",
+            "failed": False,
+        }  # fmt: skip
+        meta = {"name": name, "namespace": "team", "uid": f"pod-{id}", "labels": labels, "creationTimestamp": CREATED}
+        state = {"name": "worker", "ready": True, "state": {"running": {}}}
+        pods.append(
+            {
+                "metadata": {**meta, "ownerReferences": [owner]},
+                "spec": {"nodeName": f"node-{id % 8}", "containers": [{"name": "worker"}], "restartPolicy": "Never"},
+                "status": {"phase": "Running", "containerStatuses": [state]},
+            }
+        )
+        said = {Annotation.REPORT: json.dumps(report), Annotation.PROGRESS: json.dumps({"generation": 1, "step": 7})}
+        leases.append(
+            {
+                "metadata": {"name": name, "labels": labels, "annotations": said},
+                "spec": {"holderIdentity": f"pod-{id}"},
+                HEARD: NOW,
+            }
+        )
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    return job, pods, leases, {f"node-{n}": {"metadata": {"name": f"node-{n}"}, "spec": {}, "status": ready} for n in range(8)}
+
+
+Change = Callable[[Any, list[Any], list[Any], Any], object]
+
+
+def work(workers: int, change: Change, now: float) -> int:
+    """How many calls and comparisons a look takes."""
+    job, pods, leases, nodes = documents(workers)
+    change(job, pods, leases, nodes)
+    calls = 0
+
+    def profiled(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    Counted.compared = 0
+    before = sys.getprofile()
+    sys.setprofile(profiled)
+    try:
+        seen = observe.observe(job, pods, leases, nodes, now, NOW - 1000)
+        decide(counting(seen))
+    finally:
+        sys.setprofile(before)
+    return calls + Counted.compared
+
+
+def counting(seen: Seen) -> Seen:
+    """The same with indices that count."""
+    ids = {id: Counted(id) for id in range(1000)}
+    world = seen.memory.world
+    assert world is not None
+    formed = World(1, tuple(ids[id] for id in world.members), world.address, world.reason, world.at)
+    told = {
+        ids[id]: dataclasses.replace(each, member=dataclasses.replace(each.member, id=ids[id])) for id, each in seen.told.items()
+    }
+    pods = tuple(dataclasses.replace(pod, index=ids[pod.index]) for pod in seen.pods)
+    return dataclasses.replace(seen, memory=dataclasses.replace(seen.memory, world=formed), told=told, pods=pods)
+
+
+def nothing(*_: object) -> None: ...
+
+
+def half_fail(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    for pod in pods[::2]:
+        state = {"terminated": {"exitCode": 1, "finishedAt": "2026-01-01T00:00:00Z"}}
+        pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": state}]}
+
+
+def half_silent(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    for lease in leases[::2]:
+        lease[HEARD] = NOW - 100
+
+
+def half_gone(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    del pods[::2]
+
+
+def nodes_lost(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    for node in list(nodes.values())[::2]:
+        node["status"] = {"conditions": [{"type": "Ready", "status": "Unknown"}]}
+        node[HEARD] = NOW - 100
+    half_silent(job, pods, leases, nodes)
+
+
+def nodes_leave(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    for node in nodes.values():
+        node["spec"] = {"taints": [{"key": "karpenter.sh/disrupted"}]}
+
+
+def shrinks(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    job["spec"]["workers"]["replicas"] //= 2
+
+
+def suspended(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    job["spec"]["suspend"] = True
+    reported(leases[::2], standing="waiting")
+
+
+def half_done(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    reported(leases[::2], standing="done")
+
+
+def half_report_failures(job: Any, pods: list[Any], leases: list[Any], nodes: Any) -> None:
+    failure = {"rank": 0, "code": 1, "reason": "rank 0 failed", "time": NOW - 9, "echo": True, "step": 7}
+    reported(leases[::2], standing="waiting", failed=True, failure=failure)
+
+
+def reported(leases: list[Any], **fields: Any) -> None:
+    for lease in leases:
+        said = lease["metadata"]["annotations"]
+        said[Annotation.REPORT] = json.dumps({**json.loads(said[Annotation.REPORT]), **fields})
+
+
+SITUATIONS = (
+    nothing, half_fail, half_silent, half_gone, nodes_lost, nodes_leave, shrinks, suspended, half_done, half_report_failures,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_look_at_four_times_as_many_workers_takes_four_times_the_work(situation: Change) -> None:
+    work(FEW, situation, NOW)  # what is done once a process is done
+    few, many = work(FEW, situation, NOW), work(MANY, situation, NOW)
+    assert many < 4.5 * few, (few, many)

@@ -1,0 +1,149 @@
+"""Workers that fall silent, or fail, many at once: one cause is one failure, and a path is no worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import simulated
+from outlast.contract import Label
+from outlast.controller import memory
+from simulated import Cluster, trains
+
+MANY = 12
+HELD_S = 300
+
+
+def training(replicas: int, *, low: int = 1, **fields: Any) -> Cluster:
+    cluster = Cluster({"replicas": replicas, "min": low, "max": 24}, steps=10_000, **fields)
+    cluster.until(trains(replicas))
+    cluster.run(15)
+    return cluster
+
+
+def index(pod: dict[str, Any]) -> int:
+    return int(pod["metadata"]["labels"][Label.WORKER])
+
+
+def deleted(cluster: Cluster, before: int) -> list[str]:
+    return [write for write in cluster.writes[before:] if write.startswith("delete")]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_training_goes_on(workers: int) -> None:
+    cluster = training(workers)
+    before, step, generation = len(cluster.writes), cluster.step, cluster.status["generation"]
+    cluster.reached = False
+    notes = []
+    for _ in range(200):
+        cluster.pass_()
+        notes += cluster.look().notes
+    assert (deleted(cluster, before), cluster.status["restarts"]) == ([], 0)
+    assert [note.reason for note in notes] == ["Unheard"]
+    assert cluster.status["reason"] == (
+        f"most of the {workers} workers have said nothing for 30 s though their nodes are well: the path from them to the API "
+        "server is taken for broken, and nobody for dead before 300 s are over"
+    )
+    assert memory.why(cluster.status["conditions"], "Running") == "Unheard"
+    cluster.reached = True
+    cluster.run(30)
+    assert (cluster.status["generation"], cluster.status["state"]) == (generation, "Running")
+    assert memory.why(cluster.status["conditions"], "Running") == "Training"
+    assert cluster.step >= step + 230
+
+
+def test_a_world_that_stays_silent_is_made_anew_and_counts_once() -> None:
+    cluster = training(MANY)
+    before, began = len(cluster.writes), cluster.now
+    cluster.reached = False
+    cluster.run(HELD_S + 60)
+    assert len(deleted(cluster, before)) >= MANY
+    assert cluster.now - began < HELD_S + 90
+    cluster.reached = True
+    cluster.until(trains(MANY))
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 1)
+
+
+def test_eleven_workers_of_a_world_that_fall_silent_together_are_one_failure() -> None:
+    cluster = training(24)
+    generation = cluster.status["generation"]
+    for agent in list(cluster.agents.values())[:11]:
+        agent.frozen = True
+    cluster.until(lambda c: c.status["generation"] > generation and trains(24)(c))
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 1)
+
+
+def test_agents_that_all_hang_are_ended_by_their_kubelets_and_are_one_failure() -> None:
+    cluster = training(MANY)
+    generation, began = cluster.status["generation"], cluster.now
+    for agent in cluster.agents.values():
+        agent.frozen = True
+    cluster.until(lambda c: c.status["generation"] > generation and trains(MANY)(c))
+    assert cluster.now - began < 120
+    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 1)
+
+
+def planned(cluster: Cluster) -> None:
+    """A call is pending: training is to save first."""
+    cluster.change(replicas=MANY + 1)
+    cluster.until(lambda c: c.status["state"] == "Resizing")
+
+
+@pytest.mark.parametrize("meanwhile", [planned, lambda cluster: None])
+def test_twelve_pods_of_a_world_that_end_together_are_one_failure_whatever_was_planned(
+    meanwhile: Callable[[Cluster], object],
+) -> None:
+    cluster = training(MANY)
+    generation = cluster.status["generation"]
+    meanwhile(cluster)
+    for pod in [pod for pod in cluster.pods if pod["metadata"]["uid"] in cluster.agents and index(pod) < MANY]:
+        cluster.end(pod, 1)
+    cluster.until(lambda c: c.status["generation"] > generation and c.status["state"] == "Running")
+    assert cluster.status["restarts"] == 1
+
+
+def test_twelve_pods_that_fail_before_there_is_a_world_are_one_failure_and_count_again_when_they_fail_again() -> None:
+    cluster = Cluster({"replicas": MANY, "min": MANY, "max": 24})
+    for attempt in (1, 2):
+        cluster.until(lambda c: len(c.agents) == MANY)
+        for pod in list(cluster.pods)[: MANY // 2]:
+            cluster.end(pod, 1)
+        cluster.look()
+        for pod in [pod for pod in cluster.pods if pod["metadata"]["uid"] in cluster.agents]:
+            cluster.end(pod, 1)
+        cluster.run(2)
+        assert (cluster.status["state"], cluster.status["restarts"]) == ("Restarting", attempt)
+    cluster.until(trains(MANY))
+    cluster.end(cluster.pods[0], 1)
+    cluster.look()
+    assert cluster.status["restarts"] == 3, "in a world its end is its own"
+
+
+def test_a_worker_that_never_comes_back_from_its_failure_ends_the_job_by_the_budget() -> None:
+    cluster = training(3, low=3, restarts={"limit": 3})
+    cluster.every = 10**6
+
+    def fails_at_its_start(c: Cluster) -> bool:
+        agent = c.agent_of(1)
+        if agent is not None:
+            c.end(c.documents["Pod", "train-worker-1"], 1)
+        return c.status["state"] == "Failed"
+
+    cluster.until(fails_at_its_start, 600)
+    assert "restarts.limit (3 within" in cluster.status["reason"]
+
+
+@pytest.mark.parametrize("step", [-3600, 3600])
+def test_a_clock_that_is_set_while_training_saves_takes_nothing_from_its_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "SAVE_S", 20.0)
+    cluster = training(2)
+    cluster.change(replicas=3)
+    cluster.until(lambda c: c.status["state"] == "Resizing")
+    cluster.run(5)
+    cluster.jump(step)
+    cluster.until(trains(3))
+    cluster.run(10)
+    done = [step for _, step in cluster.done_steps]
+    assert len(done) == len(set(done)), "no step was done again"
