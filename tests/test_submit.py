@@ -55,12 +55,44 @@ def test_a_job_is_applied_and_the_same_again_changes_nothing(api: apiserver.ApiS
     assert code == 0
     assert "StatefulSet train created" in out
     assert out.endswith("look at train in namespace default with: outlast logs -f train\n")
-    assert kinds(api) == ["configmaps", "services", "statefulsets.apps"]
+    assert kinds(api) == ["configmaps", "secrets", "services", "statefulsets.apps"]
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert out.splitlines()[0] == "StatefulSet train runs this very file already"
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset", "--dry-run", "--set", "workers.replicas=1")
     assert "StatefulSet train would be changed" in out
     assert "-  replicas: 2\n  +  replicas: 1" in out
+
+
+def test_workers_that_meet_at_worker_0_are_given_a_key_that_stays_while_the_job_does(
+    api: apiserver.ApiServer, outlast: Outlast
+) -> None:
+    outlast("submit", "job.yaml", "--as", "statefulset")
+    secret = api.documents["secrets", "default", "train-rdzv"]
+    workload = api.documents["statefulsets.apps", "default", "train"]
+    assert len(secret["stringData"]["key"]) == 64
+    assert secret["metadata"]["ownerReferences"][0]["uid"] == workload["metadata"]["uid"]
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    source = {"secretKeyRef": {"name": "train-rdzv", "key": "key", "optional": True}}
+    assert {"name": "OUTLAST_RENDEZVOUS_KEY", "valueFrom": source} in container["env"]
+    _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset", "--set", "workers.replicas=1")
+    assert "Secret train-rdzv unchanged" in out
+    assert api.documents["secrets", "default", "train-rdzv"]["stringData"] == secret["stringData"]
+    outlast("cancel", "train", "-n", "default")
+    assert kinds(api) == []
+
+
+def test_who_may_make_no_secret_is_told_what_that_means(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    text = 'secrets is forbidden: User "eve" cannot create resource "secrets" in API group "" in the namespace "default"'
+    api.prescribe("POST .*/secrets", apiserver.status(403, "Forbidden", text))
+    code, out, err = outlast("submit", "job.yaml", "--as", "indexed-job")
+    assert (code, err) == (0, "")
+    assert "Secret train-rdzv may not be made by you: whoever knows the job file can speak to its workers" in out
+
+
+def test_one_pod_and_an_operated_job_need_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    for topology in ("job", "elasticjob"):
+        outlast("submit", "job.yaml", "--as", topology, "--name", topology, "--set", "workers={replicas: 1, min: 1, max: 1}")
+    assert "secrets" not in kinds(api)
 
 
 @pytest.mark.parametrize("topology", ["statefulset", "indexed-job"])

@@ -61,6 +61,8 @@ class Env:
     """Directory for the worker's own small files: progress, errors, world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """Endpoint of whoever decides the world, as given to `--rdzv-endpoint`."""
+    RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
+    """By which workers that meet at worker 0 know each other; default: a digest of OUTLAST_JOB_FILE."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
     """What all keys begin with in the etcd that OUTLAST_RENDEZVOUS names; default: the path of that endpoint, else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"

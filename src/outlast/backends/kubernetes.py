@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,8 +219,13 @@ class KubernetesBackend:
         workloads = [each["metadata"] for each in self._all(job.metadata.name)]
         alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
         beside: List[Document] = []
+        service = next((each for each in documents if kube.kind_of(each) is kube.SERVICE), None)
         for document in documents:
             kind, meta = kube.kind_of(document), document["metadata"]
+            if document is wanted and service and objects.keyed(wanted):
+                key, sentence = self._key(objects.key(service, secrets.token_hex(32)), alive)
+                beside += key
+                yield sentence
             title = f"{kind} {meta['name']}"
             old = self._there(kind, meta, alive)
             if old is not None and kind is kube.CLAIM:
@@ -232,6 +238,18 @@ class KubernetesBackend:
             elif kind in _KINDS:
                 for each in beside:
                     self._give(each, new)
+
+    def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[List[Document], str]:
+        """See that there is the Secret by which workers know each other; it stays as it is while a workload uses it."""
+        title = f"Secret {secret['metadata']['name']}"
+        try:
+            if (old := self._there(kube.SECRET, secret["metadata"], alive)) is not None:
+                ours = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
+                return [old] if ours else [], f"{title} unchanged"
+            return [self.cluster.create(secret)], f"{title} created"
+        except Forbidden:
+            remedy = "let somebody make it, with any text as its key `key`, before the job"
+            return [], f"{title} may not be made by you: whoever knows the job file can speak to its workers; {remedy}"
 
     def _again(self, there: Document, wanted: Document) -> str:
         """See that what was submitted before goes on, as many workers as there are to be by now; what was done."""
@@ -253,7 +271,7 @@ class KubernetesBackend:
         except (Absent, NotServed):
             return None
         owners = {owner["uid"] for owner in found["metadata"].get("ownerReferences") or ()}
-        if kind not in _MINOR or not owners or owners & alive:
+        if kind not in (*_MINOR, kube.SECRET) or not owners or owners & alive:
             return found
         try:
             self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])

@@ -34,7 +34,7 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
     for container in pod["spec"]["containers"]:
         if container["name"] == Pod.CONTAINER:
             container["command"] = ["outlast", "evaluation", "--", *args]
-            gone = (Env.WORKER, Env.RENDEZVOUS, Env.STAY)
+            gone = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
             container["env"] = [each for each in container["env"] if each["name"] not in gone] + [
                 {"name": Env.WORKER, "value": "0"}
             ]

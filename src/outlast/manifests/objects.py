@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 
 from outlast import units
-from outlast.contract import Pod
-from outlast.manifests import labels, places
+from outlast.contract import Env, Pod
+from outlast.manifests import labels, places, variables
 from outlast.manifests.request import Document, Request
 
 
@@ -51,6 +51,26 @@ def service(request: Request) -> Document:
             "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": "rendezvous"}],
         },
     }
+
+
+def key(service: Document, value: str) -> Document:
+    """The Secret by which workers that meet at worker 0 know each other; it goes by the name of the Service that leads there."""
+    meta = service["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {name: meta[name] for name in ("name", "namespace", "labels") if name in meta},
+        "immutable": True,
+        "stringData": {variables.KEY: value},
+    }
+
+
+def keyed(workload: Document) -> bool:
+    """Whether the pods of a workload ask for that Secret."""
+    spec = workload["spec"]
+    template = (spec.get("tasks") or [spec])[0].get("template") or {}
+    containers = template.get("spec", {}).get("containers", ())
+    return any(each.get("name") == Env.RENDEZVOUS_KEY for container in containers for each in container.get("env", ()))
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:

@@ -7,6 +7,8 @@ from outlast.contract import Env, Pod
 from outlast.manifests import places, resources
 from outlast.manifests.request import Document, Request
 
+KEY = "key"
+"""Of the Secret by which workers that meet at worker 0 know each other."""
 Source = dict[str, object]
 """Where the value of a variable comes from: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
 
@@ -19,6 +21,11 @@ def plain(value: str) -> Source:
 def of_field(path: str) -> Source:
     """A field of the pod itself (https://kubernetes.io/docs/concepts/workloads/pods/downward-api/)."""
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def at_worker_0(rendezvous: str) -> bool:
+    """Whether workers of several pods meet at one of them."""
+    return rendezvous.startswith("c10d://") and not rendezvous.startswith("c10d://localhost:")
 
 
 def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
@@ -39,6 +46,11 @@ def from_secrets(fields: spec.Spec) -> list[Document]:
 def literal(value: str) -> str:
     """A value that Kubernetes takes for what it is: `$$` means `$`, and `$(NAME)` a variable."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
+
+
+def of_secret(name: str, key: str) -> Source:
+    """A key of a Secret, if both are there when the container starts."""
+    return {"valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 
 def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
@@ -66,6 +78,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.CHECKPOINT_KEEP: plain(str(fields.checkpoint.keep)),
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
+        **({Env.RENDEZVOUS_KEY: of_secret(request.names.service, KEY)} if at_worker_0(rendezvous) else {}),
         **({Env.MEMBER: of_field("metadata.uid")} if request.carried else {}),
         **({Env.STAY: plain("1")} if stay else {}),
         **({Env.FRESH: plain("1")} if request.fresh else {}),

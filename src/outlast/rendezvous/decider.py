@@ -187,7 +187,8 @@ class Decider(abc.ABC):
         return max(called, self.known.world.generation if self.known.world else 0)
 
     def _call(self, call: world.Call) -> local.Called:
-        return local.Called(call.generation, call.reason, call.planned, call.at + self.patience.leave)
+        until = call.at + self.patience.leave
+        return local.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
 
     def _publish_call(self, call: world.Call) -> None:
         self.known = self.known.after(call)

@@ -2,6 +2,9 @@
 
 The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
 the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
+
+Only who knows the run's key is heard (`rendezvous.seal`), and nothing that one member says ends it: what cannot be read costs its
+sender the connection, and a decision that fails is tried again while training goes on.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +28,8 @@ from outlast.status import Failure, State
 TICK_S = 0.1
 LEAVE_S = 15.0
 """How long workers may take to hear that it is over."""
+BROKEN_S = 30.0
+"""How long decisions may fail before this worker is started again: then its successor learns anew what the others say."""
 
 Over = Callable[[State, str, int], None]
 
@@ -31,23 +38,38 @@ class Host(decider.Decider):
     """Decides for one run until it is over. `generation` is what the run has had already; `over` is told how it ends."""
 
     def __init__(
-        self, job: spec.Job, *, run: str, generation: int, ledger: Ledger, over: Over, broken: Callable[[str], None]
+        self,
+        job: spec.Job,
+        *,
+        run: str,
+        key: bytes,
+        generation: int,
+        ledger: Ledger,
+        over: Over,
+        broken: Callable[[str], None],
     ) -> None:
         super().__init__(decider.Terms.of(job.spec), Awake())
         self.known = decider.after(generation, self.clock())
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
         self._ledger, self._over, self._broken = ledger, over, broken
         self._committed = 0
-        self._server = local.Server(run=run, heard=self.heard, gone=self.gone, clock=self.clock)
+        self._server = local.Server(run=run, heard=self.heard, gone=self.gone, key=key, clock=self.clock)
         self._poke = asyncio.Event()
         self._all_heard = threading.Event()
         self._said = ""
+        self._fails_since: float | None = None
 
-    def start(self, port: int = contract.Pod.RENDEZVOUS_PORT) -> None:
-        """Listen on all addresses of this machine and decide in the background. Raises OutlastError when the port is taken."""
+    def start(self, endpoint: str) -> None:
+        """Listen and decide in the background: on all addresses of this machine, unless others are to find us at `localhost`.
+
+        Raises OutlastError when the port is taken.
+        """
+        host, _, number = endpoint.removeprefix(local.TCP).rpartition(":")
+        port, anywhere = int(number), host != "localhost" and socket.has_dualstack_ipv6()
         try:
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            sock = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=family is socket.AF_INET6)
+            family = socket.AF_INET6 if anywhere else socket.AF_INET
+            name = "127.0.0.1" if host == "localhost" else ""
+            sock = socket.create_server((name, port), family=family, backlog=1024, dualstack_ipv6=anywhere)
         except OSError as problem:
             raise OutlastError(f"the rendezvous cannot listen on port {port}: {problem.strerror}; free it") from problem
         threading.Thread(target=self._run, args=(sock,), name="outlast-host", daemon=True).start()
@@ -71,13 +93,26 @@ class Host(decider.Decider):
             self._poke.clear()
             self._server.drop_silent()
             if self.farewell is None:
-                self._look()
+                self._try_to_look()
             elif not left:
                 left = self.clock() + LEAVE_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poke.wait(), TICK_S)
         self._all_heard.set()
         await self._server.stop()
+
+    def _try_to_look(self) -> None:
+        """Decide; when that fails, once more with the next look. Raises what it failed by when it has for too long."""
+        try:
+            self._look()
+            self._fails_since = None
+        except Exception:
+            now = self.clock()
+            if self._fails_since is None:
+                self._fails_since = now
+                print(f"outlast | the rendezvous could not decide, and tries again:\n{traceback.format_exc()}", file=sys.stderr)
+            if now - self._fails_since > BROKEN_S:
+                raise
 
     def _look(self) -> None:
         """Pods that were asked for are expected; one more may come when somebody scales."""

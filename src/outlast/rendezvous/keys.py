@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
 from outlast import contract
 from outlast.etcd import KeyValue
-from outlast.rendezvous.local import Closed, Report
-from outlast.rendezvous.world import Call, Standing, World
+from outlast.rendezvous.local import Closed, Report, world_from
+from outlast.rendezvous.world import Call, World
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,10 @@ class Record:
         if said is None:
             return None
         try:
-            report = Report(**_known(Report, said["report"]))
             return cls(
                 **{
                     **said,
-                    "report": replace(report, standing=Standing(report.standing)),
+                    "report": Report.of(said["report"]),
                     "world": _world(said.get("world")),
                     "wanted": Wanted.of(said.get("wanted")),
                     "tokens": tuple(said.get("tokens", ())),
@@ -244,5 +243,5 @@ def _known(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
     return {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
 
 
-def _world(said: Mapping[str, Any] | None) -> World | None:
-    return World(**{**_known(World, said), "members": tuple(said["members"])}) if said else None
+def _world(said: object) -> World | None:
+    return world_from(said) if said else None

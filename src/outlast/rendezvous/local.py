@@ -5,8 +5,11 @@ One decides (`rendezvous.decider`), workers report. Both sides say everything th
 standing of a member, so a message that is late, doubled or sent to a decider that has just been restarted does no harm. A
 closed connection is a death at once; a silent one is a death after `SILENCE_S`.
 
-    member -> decider   {"report": Report}                        on every change, and every HEARTBEAT_S
+    member -> decider   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     decider -> member   {"called": Called} {"world": World} {"closed": Closed}
+
+A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.seal`), and whatever a peer sends
+costs that peer its connection at most. Of several processes of one index the one that came last is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `backends.launcher` and `rendezvous.host` (the
 server, asyncio).
@@ -15,28 +18,45 @@ server, asyncio).
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import re
+import secrets
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from outlast import contract
-from outlast.rendezvous.world import World
+from outlast.rendezvous import seal
+from outlast.rendezvous.world import Standing, World
 from outlast.runtime import shim
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
 """Arbitrary: long enough for a machine that swaps, short enough that nobody waits."""
 _RETRY_S = 0.2
-_LINE_BYTES = 1 << 20
-"""Longest line that the server reads; reports are far shorter."""
+_LINE_BYTES = 64 << 10
+"""Longest line of a report, which has some 12 KiB with a traceback and the tail of a log."""
+_WORD_BYTES = 4 << 20
+"""Longest line that a member reads, and how much may wait for one that does not: a world of 10,000 workers has 60 KiB."""
+_PROVE_S = 5.0
+"""How long whoever connects may take for the first report."""
+_STRANGERS, _BACKLOG = 512, 256
+"""How many may be connected that have not reported yet; one more, and the first of them is hung up on."""
+_COMPLAIN_S = 1.0
+"""How often it is said at most that somebody sends what makes no sense."""
+_BEFORE = 64
+"""How many processes of one index are remembered that another has taken the place of."""
+_ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
 TCP = "c10d://"
 
@@ -60,6 +80,40 @@ class Report:
     lines that it wrote; may be lacking. `echo` marks an error that only echoes another's death. `step` and `committed`: how far
     the training was, and what is saved; None for a plain script."""
 
+    @classmethod
+    def of(cls, said: object) -> Self:
+        """From its JSON form, whoever wrote it. Raises ValueError for what no member says; fields of newer versions are left out.
+
+        What is in `failure` is checked where it is used, see `decider.reported`.
+        """
+        if not isinstance(said, Mapping):
+            raise ValueError("it is no report")
+        fields = {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+        for name, value in fields.items():
+            if not _FITS[name](value):
+                raise ValueError(f"{name} of a report cannot be {value!r:.80}")
+        if lacking := {"run", "id", "standing"} - fields.keys():
+            raise ValueError(f"a report must say {', '.join(sorted(lacking))}")
+        if (failure := fields.get("failure")) and not _is_count(failure.get("committed", 0)):
+            fields["failure"] = {**failure, "committed": None}
+        return cls(**{**fields, "standing": Standing(fields["standing"])})
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "run": lambda value: isinstance(value, str),
+    "id": lambda value: _is_count(value) and value < contract.MOST_WORKERS,
+    "standing": lambda value: isinstance(value, str) and value in list(Standing),
+    "generation": _is_count,
+    "since": lambda value: isinstance(value, int | float) and math.isfinite(value),
+    "address": lambda value: isinstance(value, str) and _ADDRESS.fullmatch(value) is not None,
+    "failed": lambda value: isinstance(value, bool),
+    "failure": lambda value: value is None or isinstance(value, Mapping),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Called:
@@ -70,6 +124,8 @@ class Called:
     planned: bool
     deadline: float
     """A planned call turns into an unplanned one at this time, seconds since the epoch."""
+    leave_s: float | None = None
+    """Seconds until then, when this was sent: who hears it counts them by its own clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +143,17 @@ class Client:
     A lost connection is tried again for ever: a running world does not need the decider, and it may come back.
     """
 
-    def __init__(self, endpoint: str, *, run: str, id: int) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
+        """`key` is that of the run, see `seal.key`; none on a Unix socket."""
+        self._endpoint, self._key = endpoint, key
         self.id = id
+        self._process = secrets.token_hex(8)
         self._report = Report(run=run, id=id, standing="waiting", since=time.time())
         self._changed = threading.Condition()
         self._sock: socket.socket | None = None
+        self._seal = seal.Plain()
         self._over = False
+        self._complaint = ""
         self.called: Called | None = None
         self.world: World | None = None
         self.closed: Closed | None = None
@@ -115,16 +175,31 @@ class Client:
     def close(self) -> None:
         """Hang up; the launcher takes it as this member's end."""
         self._over = True
+        self._hang_up()
+
+    def _hang_up(self) -> None:
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def _send(self) -> None:
         with self._changed:
-            sock, line = self._sock, json.dumps({"report": dataclasses.asdict(self._report)}).encode() + b"\n"
-            if sock is not None:
-                with contextlib.suppress(OSError):  # the reader notices, reconnects and reports again
-                    sock.sendall(line)
+            if self._sock is None:
+                return
+            try:
+                self._sock.sendall(self._seal.sealed(self._line()))
+            except OSError:  # perhaps in the middle of the line: the reader notices, connects and reports again
+                self._hang_up()
+
+    def _line(self) -> bytes:
+        """Our report. Who decides reads no line that is too long: how something failed matters more than what it wrote."""
+        said = {"report": dataclasses.asdict(self._report), "process": self._process}
+        line = json.dumps(said).encode()
+        if len(line) > _LINE_BYTES // 2 and self._report.failure:
+            short = {name: value for name, value in self._report.failure.items() if name not in ("traceback", "log_tail")}
+            short["reason"] = str(short.get("reason", ""))[:1000]
+            line = json.dumps({**said, "report": dataclasses.asdict(dataclasses.replace(self._report, failure=short))}).encode()
+        return line
 
     def _run(self) -> None:
         while not self._over:
@@ -133,49 +208,102 @@ class Client:
             except OSError:
                 time.sleep(_RETRY_S)
                 continue
-            sock.settimeout(HEARTBEAT_S)
-            self._sock = sock
-            self._send()
-            self._read(sock)
-            with self._changed:
-                self._sock = None
-            sock.close()
+            with sock:
+                try:
+                    sock.settimeout(SILENCE_S)
+                    lines = _Lines(sock)
+                    sealed = self._greet(sock, lines)
+                    sock.settimeout(HEARTBEAT_S)
+                    with self._changed:
+                        self._sock, self._seal = sock, sealed
+                    self._send()
+                    self._read(lines, sealed)
+                except OSError:
+                    pass
+                except (ValueError, KeyError, TypeError, RecursionError) as problem:
+                    self._complain(f"who decides at {self._endpoint} cannot be understood: {problem}")
+                with self._changed:
+                    self._sock = None
             time.sleep(_RETRY_S)
 
-    def _read(self, sock: socket.socket) -> None:
-        buffer = b""
+    def _greet(self, sock: socket.socket, lines: _Lines) -> seal.Plain:
+        if not self._key:
+            return seal.Plain()
+        mine = seal.nonce()
+        theirs = seal.greeted(lines.next(seal.LONGEST_NONCE))
+        sock.sendall(seal.greeting(mine))
+        return seal.Seal(self._key, "member", ours=mine, theirs=theirs)
+
+    def _read(self, lines: _Lines, sealed: seal.Plain) -> None:
         beat = time.monotonic()
         while not self._over:
             if time.monotonic() - beat >= HEARTBEAT_S:
                 self._send()
                 beat = time.monotonic()
             try:
-                data = sock.recv(65536)
+                line = lines.next(_WORD_BYTES)
             except TimeoutError:
                 continue
-            except OSError:
-                return
-            if not data:
-                return
-            buffer += data
-            *lines, buffer = buffer.split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
+            self._hear(json.loads(sealed.opened(line)))
+
+    def _complain(self, sentence: str) -> None:
+        if sentence != self._complaint:
+            print(f"outlast | {sentence}; trying again", flush=True)
+        self._complaint = sentence
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         with self._changed:
             if "called" in message:
-                self.called = Called(**message["called"])
+                called = Called(**_known(Called, message["called"]))
+                if called.leave_s is not None:
+                    called = dataclasses.replace(called, deadline=time.time() + called.leave_s)
+                self.called = called
             if "world" in message:
                 self.world = world_from(message["world"])
             if "closed" in message:
-                self.closed = Closed(**message["closed"])
+                self.closed = Closed(**_known(Closed, message["closed"]))
             self._changed.notify_all()
 
 
-def world_from(fields: Mapping[str, Any]) -> World:
-    """A world from its JSON form."""
-    return World(fields["generation"], tuple(fields["members"]), fields["address"], fields["reason"], fields.get("at", 0.0))
+class _Lines:
+    """What comes from a socket, line by line."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._buffer = sock, b""
+
+    def next(self, longest: int) -> bytes:
+        """The next line. Raises OSError at the end, TimeoutError when none is complete in the socket's time, and ValueError."""
+        while b"\n" not in self._buffer:
+            if len(self._buffer) > longest:
+                raise ValueError(f"a line has more than {longest} bytes")
+            data = self._sock.recv(65536)
+            if not data:
+                raise ConnectionError("the other side hung up")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
+def _known(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what newer versions add."""
+    return {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+
+
+def world_from(said: object) -> World:
+    """A world from its JSON form, whoever wrote it. Raises ValueError for what is none."""
+    if not isinstance(said, Mapping):
+        raise ValueError("it is no world")
+    members, generation, at = said.get("members"), said.get("generation"), said.get("at", 0.0)
+    fits = (
+        _is_count(generation),
+        isinstance(members, list | tuple) and 0 < len(set(members)) == len(members) and all(map(_FITS["id"], members)),
+        bool(said.get("address")) and _FITS["address"](said["address"]),
+        isinstance(said.get("reason"), str),
+        _FITS["since"](at),
+    )
+    if not all(fits):
+        raise ValueError(f"{said!r:.200} is no world")
+    return World(said["generation"], tuple(said["members"]), said["address"], said["reason"], at)
 
 
 def connect(endpoint: str) -> socket.socket:
@@ -199,21 +327,30 @@ class Server:
         run: str,
         heard: Callable[[Report], None],
         gone: Callable[[int], None],
+        key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is what silence is measured by: one that stands still when nobody listens here, see `clock.Awake`."""
-        self._run = run
-        self._clock = clock
+        """`key` is that of the run: who does not know it is no member; none on a Unix socket. `clock` is what silence is measured
+        by: one that stands still when nobody listens here, see `clock.Awake`."""
+        self._run, self._key, self._clock = run, key, clock
         self._heard = heard
         self._gone = gone
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._seals: dict[asyncio.StreamWriter, seal.Plain] = {}
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not reported yet, in the order in which they came."""
+        self._process: dict[int, str] = {}
+        """Of each index the process that came last."""
+        self._before: dict[int, collections.deque[str]] = {}
+        """Those before it."""
         self._beats: dict[int, float] = {}
+        self._complained_at = -math.inf
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
         """Listen on a path, replacing what a dead launcher left there, or on a TCP socket that is listening already."""
         if isinstance(where, socket.socket):
-            self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES)
+            self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES, backlog=_BACKLOG)
             return
         sock = listening(where)
         sock.setblocking(False)
@@ -223,14 +360,22 @@ class Server:
         """Close the door and all connections."""
         if self._server is not None:
             self._server.close()
-        for writer in self._writers.values():
+        for writer in [*self._writers.values(), *self._strangers]:
             writer.close()
 
     def send(self, id: int, kind: str, content: object) -> None:
         """Say something to a member that is connected; one that is not hears it when it reports again."""
         writer = self._writers.get(id)
-        if writer is not None and dataclasses.is_dataclass(content) and not isinstance(content, type):
-            writer.write(json.dumps({kind: dataclasses.asdict(content)}).encode() + b"\n")
+        if writer is not None:
+            self._say(writer, kind, content)
+
+    def _say(self, writer: asyncio.StreamWriter, kind: str, content: object) -> None:
+        if not dataclasses.is_dataclass(content) or isinstance(content, type):
+            return
+        if writer.transport.get_write_buffer_size() > _WORD_BYTES:
+            writer.transport.abort()  # it reports and does not listen
+            return
+        writer.write(self._seals[writer].sealed(json.dumps({kind: dataclasses.asdict(content)}).encode()))
 
     def drop_silent(self) -> list[int]:
         """Hang up on members that have been silent for too long (a stopped process keeps its connection); who they were."""
@@ -243,31 +388,78 @@ class Server:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         id: int | None = None
+        self._strangers[writer] = None
+        if len(self._strangers) > _STRANGERS:
+            next(iter(self._strangers)).transport.abort()
         try:
-            while line := await reader.readline():
-                try:
-                    report = Report(**json.loads(line)["report"])
-                except (ValueError, KeyError, TypeError) as problem:
-                    print(f"rendezvous: a report that makes no sense: {problem!r}", file=sys.stderr, flush=True)
-                    return
+            async with asyncio.timeout(_PROVE_S):
+                sealed = self._seals[writer] = await self._greet(reader, writer)
+                line = await reader.readline()
+            while line.endswith(b"\n"):
+                said = json.loads(sealed.opened(line))
+                report = Report.of(said["report"])
+                self._strangers.pop(writer, None)
                 if report.run != self._run:  # left over from an earlier run of the same name
-                    closed = Closed(f"run {report.run} is over", contract.Exit.FAILED)
-                    writer.write(json.dumps({"closed": dataclasses.asdict(closed)}).encode() + b"\n")
-                    await writer.drain()
+                    self._say(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
-                if id is None:
-                    id = report.id
-                    self._writers[id] = writer
+                if id is None and not self._come(report.id, str(said.get("process", ""))[:64], writer):
+                    reason = f"another process is worker {report.id} of run {self._run} now, in the place of this one"
+                    self._say(writer, "closed", Closed(reason, contract.Exit.INTERRUPTED))
+                    return
+                id = report.id if id is None else id
+                if report.id != id:
+                    raise ValueError(f"worker {id} speaks for worker {report.id}")
+                if self._writers.get(id) is not writer:
+                    return
                 self._beats[id] = self._clock()
                 self._heard(report)
-        except OSError:  # it died in the middle of a word
+                line = await reader.readline()
+        except (ValueError, KeyError, TypeError, RecursionError) as problem:
+            self._complain(writer, f"a report that makes no sense: {problem}")
+        except (OSError, TimeoutError):  # it died in the middle of a word, or said nothing
             pass
+        except Exception:  # what one says must not end what all depend on
+            self._complain(writer, f"a report of worker {id} was too much:\n{traceback.format_exc()}")
         finally:
+            self._strangers.pop(writer, None)
+            self._seals.pop(writer, None)
             if id is not None and self._writers.get(id) is writer:
                 del self._writers[id]
                 self._beats.pop(id, None)
                 self._gone(id)
             writer.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> seal.Plain:
+        if not self._key:
+            return seal.Plain()
+        mine = seal.nonce()
+        writer.write(seal.greeting(mine))
+        return seal.Seal(self._key, "decider", ours=mine, theirs=seal.greeted(await reader.readline()))
+
+    def _come(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
+        """Take a connection for that of a member; whether it is of the process that came last."""
+        before = self._before.setdefault(id, collections.deque(maxlen=_BEFORE))
+        if process in before:
+            return False
+        other, last = self._writers.get(id), self._process.get(id)
+        self._writers[id], self._process[id] = writer, process
+        if last is not None and last != process:
+            before.append(last)
+            if other is not None:
+                self._gone(id)
+        if other is not None:
+            other.transport.abort()
+        return True
+
+    def _complain(self, writer: asyncio.StreamWriter, sentence: str) -> None:
+        """Say what is wrong, but not as often as somebody wants to have it said."""
+        now = time.monotonic()
+        if now - self._complained_at < _COMPLAIN_S:
+            return
+        self._complained_at = now
+        peer = writer.get_extra_info("peername")
+        who = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "a process of this machine"
+        print(f"outlast | rendezvous: {who} sent {sentence}", file=sys.stderr, flush=True)
 
 
 def listening(path: Path) -> socket.socket:

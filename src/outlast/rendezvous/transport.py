@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outlast import contract
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.rendezvous import local
+from outlast.rendezvous import local, seal
 from outlast.rendezvous.world import World
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ class Client(Protocol):
 
 def client(endpoint: str, *, run: str, id: int, state: Path, processes: int) -> Client:
     """A client for an endpoint. What it does not say comes from the worker's environment. Raises OutlastError."""
-    if endpoint.startswith((local.SCHEME, local.TCP)):
+    if endpoint.startswith(local.SCHEME):
         return local.Client(endpoint, run=run, id=id)
+    if endpoint.startswith(local.TCP):
+        return local.Client(endpoint, run=run, id=id, key=seal.key(os.environ))
     floor = int(os.environ.get(Env.GENERATION, "0"))
     if endpoint.startswith(contract.ETCD):
         from outlast import etcd as servers

@@ -276,7 +276,7 @@ class Agent:
 
     def _decide(self) -> None:
         """Be the one who decides, see `rendezvous.host`."""
-        from outlast.rendezvous import host
+        from outlast.rendezvous import host, seal
         from outlast.runtime import ownership
 
         run = self.environ[contract.Env.RUN]
@@ -288,8 +288,16 @@ class Agent:
             self._kill_training()
 
         ledger = Ledger(self.output / contract.LEDGER, "decider")
-        self._host = host.Host(self.job, run=run, generation=generation, ledger=ledger, over=self._record, broken=broken)
-        self._host.start(int(self.environ[contract.Env.RENDEZVOUS].rpartition(":")[2]))
+        self._host = host.Host(
+            self.job,
+            run=run,
+            key=seal.key(self.environ),
+            generation=generation,
+            ledger=ledger,
+            over=self._record,
+            broken=broken,
+        )
+        self._host.start(self.environ[contract.Env.RENDEZVOUS])
 
     def _stand(self) -> None:
         """Run for election as the one who decides, see `rendezvous.elected`."""

@@ -1,0 +1,286 @@
+"""Worker 0, which decides where there is neither an operator nor an etcd: what members, and strangers, can make it do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ports
+from outlast import contract, spec
+from outlast.rendezvous import host, local, seal, world
+from outlast.rendezvous.world import Standing
+from outlast.runtime.ledger import Ledger
+
+KEY = b"the key of the run"
+JOB = spec.parse("""
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: train}
+spec: {module: outlast.recipes.smoke, workers: {replicas: 2, min: 1, max: 2}}
+""")
+
+
+class Stranger:
+    """Somebody who reaches the port: it says what it likes, sealed with the key that it has."""
+
+    def __init__(self, endpoint: str, key: bytes = KEY) -> None:
+        self.sock = local.connect(endpoint)
+        self.sock.settimeout(10)
+        self.lines = local._Lines(self.sock)
+        theirs, mine = seal.greeted(self.lines.next(1000)), seal.nonce()
+        self.seal = seal.Seal(key, "member", ours=mine, theirs=theirs)
+        self.sock.sendall(seal.greeting(mine))
+
+    def say(self, said: Any) -> None:
+        self.sock.sendall(self.seal.sealed(json.dumps(said).encode()))
+
+    def report(self, id: Any, standing: str = "waiting", **fields: Any) -> None:
+        report = {"run": "run", "id": id, "standing": standing, "address": "127.0.0.1:1", **fields}
+        self.say({"report": report, "process": fields.pop("process", "p")})
+
+    def hears(self) -> Any:
+        return json.loads(self.seal.opened(self.lines.next(1 << 20)))
+
+    def is_hung_up_on(self) -> bool:
+        try:
+            while True:
+                self.lines.next(1 << 20)
+        except ConnectionError:
+            return True
+
+
+class Run:
+    """A host that decides, and what it has come to."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.endpoint = f"c10d://localhost:{ports.free()}"
+        self.ended: list[tuple[str, str, int]] = []
+        self.broken: list[str] = []
+        over = lambda state, reason, code: self.ended.append((str(state), reason, code))  # noqa: E731
+        ledger = Ledger(tmp_path / "ledger", "decider")
+        self.host = host.Host(JOB, run="run", key=KEY, generation=0, ledger=ledger, over=over, broken=self.broken.append)
+        self.host.start(self.endpoint)
+        self.clients: list[local.Client] = []
+        self.strangers: list[Stranger] = []
+
+    def stranger(self, key: bytes = KEY) -> Stranger:
+        self.strangers.append(Stranger(self.endpoint, key))
+        return self.strangers[-1]
+
+    def client(self, id: int, key: bytes = KEY) -> local.Client:
+        client = local.Client(self.endpoint, run="run", id=id, key=key)
+        self.clients.append(client)
+        client.report("waiting", address=f"127.0.0.1:{1000 + id}")
+        return client
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    for client in made.clients:
+        client.close()
+    for stranger in made.strangers:
+        stranger.sock.close()
+    made.host.farewell = local.Closed("", 0)
+    made.host.wait()
+
+
+def until(what: Callable[[], object], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_strangers_can_neither_join_nor_end_the_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    for id in (0, 1):
+        stranger = run.stranger(key=b"another")
+        stranger.report(id)
+        assert stranger.is_hung_up_on()
+    assert run.host.reports == {}
+    members = [run.client(id) for id in (0, 1)]
+    until(lambda: all(member.world for member in members))
+    for id in (0, 1):
+        run.stranger(key=b"another").report(id, "done", generation=1)
+    members[0].report("training", generation=1)
+    until(lambda: run.host.reports[0].standing == "training")
+    assert (run.ended, run.broken) == ([], [])
+    assert "sent a report that makes no sense: it is not sealed with the key of the run" in capfd.readouterr().err
+
+
+def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = local.Client(f"c10d://localhost:{listener.getsockname()[1]}", run="run", id=0, key=KEY)
+        client.report("waiting")
+        with listener.accept()[0] as connection:
+            connection.settimeout(10)
+            connection.sendall(seal.greeting(seal.nonce()))
+            lines = local._Lines(connection)
+            theirs = seal.greeted(lines.next(1000))
+            false = seal.Seal(b"another", "decider", ours=seal.nonce(), theirs=theirs)
+            connection.sendall(false.sealed(json.dumps({"closed": {"reason": "go home", "code": 0}}).encode()))
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    lines.next(1 << 20)
+        client.close()
+        assert client.closed is None
+    assert "cannot be understood: it is not sealed with the key of the run; trying again" in capfd.readouterr().out
+
+
+def test_a_sealed_line_is_of_its_place_its_side_and_its_connection() -> None:
+    a, b = seal.nonce(), seal.nonce()
+    member = lambda ours=a: seal.Seal(KEY, "member", ours=ours, theirs=b)  # noqa: E731
+    decider = lambda: seal.Seal(KEY, "decider", ours=b, theirs=a)  # noqa: E731
+    line = member().sealed(b"{}")
+    hears = decider()
+    assert hears.opened(line) == b"{}"
+    for forged in (line, member(seal.nonce()).sealed(b"{}"), line.replace(b"{}", b"[]"), decider().sealed(b"{}"), b"{}\n", b"\n"):
+        with pytest.raises(seal.Forged):
+            decider().opened(forged) if forged is not line else hears.opened(forged)
+
+
+NONSENSE: list[Any] = [
+    {},
+    [],
+    {"report": None},
+    *(
+        {"report": {"run": "run", "id": 1, "standing": "waiting", **fields}}
+        for fields in (
+            {"id": "x"},
+            {"id": -1},
+            {"id": True},
+            {"id": 10**9},
+            {"standing": "gone"},
+            {"standing": ["waiting"]},
+            {"generation": "2"},
+            {"generation": 10**400},
+            {"since": float("nan")},
+            {"address": "no port"},
+            {"address": 7},
+            {"failed": "yes"},
+            {"failure": "it failed"},
+            {"run": None},
+        )
+    ),
+]
+
+
+def test_nothing_that_a_member_says_ends_the_rendezvous(run: Run) -> None:
+    members = [run.client(id) for id in (0, 1)]
+    until(lambda: all(member.world for member in members))
+    for said in NONSENSE:
+        odd = run.stranger()
+        odd.say(said)
+        assert odd.is_hung_up_on()
+    for line in (b"x" * (80 << 10), b'{"report":' * 10_000):
+        odd = run.stranger()
+        odd.sock.sendall(odd.seal.sealed(line))
+        with contextlib.suppress(OSError):
+            assert odd.is_hung_up_on()
+    assert set(run.host.reports) == {0, 1}
+    assert (run.ended, run.broken) == ([], [])
+    for failure in ({"committed": "far", "code": [], "step": {}}, {"time": "now", "reason": 7}):
+        members[1].report("waiting", generation=run.host.generation(), failed=True, failure=failure)
+        generation = run.host.generation()
+        until(lambda generation=generation: run.host.known.world.generation > generation)  # type: ignore[union-attr]
+    assert run.host.restarts > 0
+    assert (run.ended, run.broken) == ([], [])
+
+
+def test_a_member_speaks_for_itself_alone(run: Run) -> None:
+    stranger = run.stranger()
+    stranger.report(0)
+    stranger.report(1)
+    assert stranger.is_hung_up_on()
+    assert 1 not in run.host.reports
+
+
+def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_PROVE_S", 0.5)
+    monkeypatch.setattr(local, "_STRANGERS", 8)
+    idle = [socket.create_connection(("127.0.0.1", int(run.endpoint.rpartition(":")[2]))) for _ in range(30)]
+    member = run.client(0)
+    until(lambda: 0 in run.host.reports)
+    until(lambda: not run.host._server._strangers)
+    assert member.closed is None
+    for each in idle:
+        each.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            while each.recv(1000):
+                pass
+        each.close()
+
+
+def test_of_two_processes_of_one_index_the_later_is_the_member_and_the_other_leaves(run: Run) -> None:
+    first = run.client(1)
+    until(lambda: 1 in run.host.reports)
+    second = run.client(1)
+    until(lambda: first.closed)
+    assert first.closed == local.Closed("another process is worker 1 of run run now, in the place of this one", 75)
+    assert second.closed is None
+    other = run.client(0)
+    until(lambda: other.world and second.world)
+
+
+def test_a_connection_that_breaks_is_made_again_by_the_same_member(run: Run) -> None:
+    client = run.client(0)
+    until(lambda: 0 in run.host.reports)
+    client._hang_up()
+    run.client(1)
+    until(lambda: client.world)
+    assert client.closed is None
+
+
+def test_decisions_that_fail_are_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    decide, fails = world.decide, [True, True]
+
+    def failing(*arguments: Any) -> world.Decision:
+        if fails:
+            fails.pop()
+            raise TypeError("a mistake")
+        return decide(*arguments)
+
+    monkeypatch.setattr(world, "decide", failing)
+    members = [run.client(id) for id in (0, 1)]
+    until(lambda: all(member.world for member in members))
+    assert run.broken == []
+    assert "the rendezvous could not decide, and tries again" in capfd.readouterr().err
+
+
+def test_a_report_with_too_much_in_it_is_cut_and_its_failure_counts() -> None:
+    client = local.Client("c10d://nowhere:1", run="run", id=0)
+    failure = {"code": 1, "reason": "r" * 9000, "traceback": "\0" * 30_000, "log_tail": "x"}
+    client._report = local.Report("run", 0, "waiting", failed=True, failure=failure)
+    said = json.loads(client._line())
+    assert local.Report.of(said["report"]).failure == {"code": 1, "reason": "r" * 1000}
+
+
+def test_the_time_for_a_planned_call_is_counted_by_the_clock_of_who_hears_it() -> None:
+    client = local.Client("c10d://nowhere:1", run="run", id=0)
+    client._hear({"called": asdict(local.Called(2, "more come", True, 17.0, leave_s=100.0))})
+    assert client.called
+    assert 99 < client.called.deadline - time.time() <= 100
+
+
+def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("a")
+    by_file = seal.key({contract.Env.JOB_FILE: str(file)})
+    file.write_text("b")
+    assert by_file != seal.key({contract.Env.JOB_FILE: str(file)})
+    assert seal.key({contract.Env.JOB_FILE: str(file), contract.Env.RENDEZVOUS_KEY: "k"}) == b"k"
+    assert len(by_file) == 32
+
+
+def test_reports_that_make_sense_are_read() -> None:
+    report = local.Report("run", 3, Standing.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3})
+    assert local.Report.of(json.loads(json.dumps({**asdict(report), "newer": 1}))) == report
