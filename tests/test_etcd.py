@@ -11,9 +11,11 @@ import os
 import shutil
 import signal
 import socket
+import ssl
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -445,6 +447,49 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path)
             client.range("x")
     finally:
         server.stop()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def _reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _take_the_request_and_hang_up(connection: ssl.SSLSocket) -> None:
+    connection.recv(65536)
+    connection.close()
+
+
+@pytest.mark.parametrize("end", [_hang_up, _reset, _take_the_request_and_hang_up])
+@pytest.mark.parametrize("login", [{}, {"user": "u", "password": "p"}])
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_however_an_etcd_refuses_who_shows_no_certificate_the_way_out_is_said(
+    certificates: Path, end: Callable[[ssl.SSLSocket], None], login: dict[str, str], version: ssl.TLSVersion
+) -> None:
+    """Servers say it with an alert in the handshake or after it, or lose the alert and only hang up."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    context.maximum_version = version
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = listener.accept()[0]
+                    with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
+                        end(secured)
+
+        thread = threading.Thread(target=refuse, daemon=True)
+        thread.start()
+        client = etcd.Etcd(etcd.address(f"etcds://127.0.0.1:{port}", {"cacert": str(certificates / "ca.pem"), **login}, {}))
+        with contextlib.closing(client), pytest.raises(EtcdAway, match="if it wants to see a certificate, say cert and key"):
+            client.range("x")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
 
 
 def test_tls_to_a_plain_etcd_says_so(shared_etcd: Server) -> None:

@@ -299,8 +299,7 @@ class Etcd:
                 if kept:
                     kept = False
                     continue
-                hint = "" if self._spoken else self._hint(where)
-                raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}{hint}") from problem
+                raise self._silent(where, problem) from problem
             if answer.status == 200:
                 self._spoken = True
                 with contextlib.suppress(ValueError):
@@ -332,7 +331,8 @@ class Etcd:
         except OSError as problem:
             connection.close()
             self._certificates(where, problem)
-            hint = "; if it speaks no TLS, write etcd://" if self.address.tls and "SSL" in str(problem) else ""
+            met = self.address.tls and not isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
+            hint = f"; if it speaks no TLS, write {SCHEME}{_shown(*where)}{self._hint(where)}" if met else ""
             raise EtcdAway(f"{self._named(where)} cannot be reached: {_why(problem)}{hint}") from problem
         self.local = connection.sock.getsockname()[0]
         if self.address.user and not self._token:
@@ -346,7 +346,7 @@ class Etcd:
             except (OSError, http.client.HTTPException) as problem:
                 connection.close()
                 self._certificates(where, problem)
-                raise EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}") from problem
+                raise self._silent(where, problem) from problem
             if answer.status == 200:
                 self._token = json.loads(text)["token"]
             elif b"authentication is not enabled" not in text:
@@ -426,10 +426,18 @@ class Etcd:
         if "CERTIFICATE" in str(problem):
             raise _Useless(f"{self._named(where)} wants to see a certificate: {_why(problem)}; say cert and key") from problem
 
+    def _silent(self, where: tuple[str, int], problem: Exception) -> EtcdAway:
+        """A connection was made, and it has ended without an answer. A certificate that is missing, or not accepted, looks like
+        that as well: with TLS 1.3 the server judges it after the handshake, and its alert is lost when it hangs up at once."""
+        hint = "" if self._spoken else self._hint(where)
+        return EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}{hint}")
+
     def _hint(self, where: tuple[str, int]) -> str:
         if not self.address.tls:
             return f"; if it speaks TLS, write {SECURE}{_shown(*where)}"
-        return "" if self.address.cert else "; if it wants to see a certificate, say cert and key"
+        if self.address.cert:
+            return f"; if it does not accept {self.address.cert}, give it one that its authority has signed"
+        return "; if it wants to see a certificate, say cert and key"
 
     def _hang_up(self) -> None:
         if self._connection is not None:
