@@ -1,5 +1,5 @@
 """Random schedules against the rendezvous by etcd: members and deciders die, are cut off, hear late and twice, have clocks of
-their own; answers are lost; etcd goes away, comes back, and forgets everything.
+their own, which step; machines sleep; answers are lost; etcd goes away, comes back, and forgets everything.
 
 What is recorded: every world that any decider has ever written. No two of one generation, generations only grow, and what is
 written is written by who was elected. Once nothing more happens, everybody who can trains in one world.
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from outlast import restarts
+from outlast.clock import Clock
 from outlast.errors import EtcdError, Superseded
 from outlast.etcd import KeyValue
 from outlast.rendezvous import decider, elected, keys, world
@@ -41,8 +42,8 @@ class Node:
     def __init__(self, simulation: Simulation, number: int) -> None:
         rng = simulation.rng
         self.link, self.rng = Link(simulation.etcd, rng), rng
-        self.skew = rng.uniform(-1e4, 1e4)
-        self.clock = lambda: 1e6 + simulation.etcd.now + self.skew
+        self.skew, self.slept = rng.uniform(-1e4, 1e4), 0.0
+        self.clock = Clock(lambda: 1e6 + simulation.etcd.now + self.skew, lambda: simulation.etcd.now - self.slept)
         self.number = number
         sizes = simulation.sizes
         terms = f"{sizes[0]}:{sizes[1]}"
@@ -164,7 +165,9 @@ class Simulation:
     def harm(self) -> None:
         rng, calm = self.rng, self.etcd.now < self.calm_until
         node = rng.choice(self.nodes) if self.nodes else None
-        match rng.choice(["die", "start", "cut", "heal", "away", "back", "lose", "loss", "fail", "freeze", "skew", "leave"]):
+        match rng.choice(
+            ["die", "start", "cut", "heal", "away", "back", "lose", "loss", "fail", "freeze", "sleep", "step", "leave"]
+        ):
             case "die" if node and not calm:
                 self.nodes.remove(node)
             case "start" if len(self.nodes) < self.sizes[1] + 1:
@@ -190,8 +193,13 @@ class Simulation:
                 node.say(Standing.WAITING, failed=True, failure={**failure, "step": None, "committed": None})
             case "freeze" if node and not calm:
                 node.next += rng.uniform(1, 20)
-            case "skew" if node:
-                node.skew += rng.uniform(-500, 500)
+            case "sleep" if node and not calm:
+                for each in rng.sample(self.nodes, rng.randint(1, len(self.nodes))):
+                    for_s = rng.uniform(1, 20)
+                    each.next += for_s
+                    each.slept += for_s
+            case "step" if node:
+                node.skew += rng.choice([-3600.0, 3600.0, rng.uniform(-500, 500)])
             case "leave" if node and not calm:
                 with_problems(node.member.leave)
                 with_problems(node.candidate.resign)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract, restarts
 from outlast.chance import CHANCE
+from outlast.clock import Clock
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous import decider, keys, local, world
@@ -67,7 +67,8 @@ class Office:
     operated: bool = False
     """Whether an operator looks after the pods: members pass on what it wants, and it judges what pods have come to."""
     ttl: int = 5
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
+    """A steady one. While this machine sleeps it stands still: leases that end meanwhile are found ended, and made again."""
     chance: Callable[[], float] = CHANCE.random
     word: Callable[[], str] = lambda: secrets.token_hex(4)
 

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -288,6 +289,7 @@ class Running:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listener = Listener(self.etcd, lambda: self._candidate.prefix, self._listed, self._happened)
         self._close_by: float | None = None
+        self._complained = False
         self._thread = threading.Thread(target=self._run, name="outlast-candidate", daemon=True)
 
     @property
@@ -332,6 +334,10 @@ class Running:
                     line.broken(problem)
                 self.etcd.interrupt()
                 pause_s = pause(failures, LONGEST_PAUSE_S)
+            except Exception:
+                failures += 1
+                self._mistaken()
+                pause_s = LONGEST_PAUSE_S
             if prefix != self._candidate.prefix or time.monotonic() - listed >= LIST_S:
                 prefix, listed = self._candidate.prefix, time.monotonic()
                 self._listener.again()
@@ -348,8 +354,20 @@ class Running:
             heard = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
             while True:
                 if heard:
-                    heard()
+                    try:
+                        heard()
+                    except Exception:
+                        self._mistaken()
                 heard = self._inbox.get_nowait()
+
+    def _mistaken(self) -> None:
+        """What is there, or this program, is not as it should be. Another may decide; so may we, later: nothing one writes may
+        end all who could."""
+        if not self._complained:
+            print(f"outlast | this worker could not decide, and lets another try:\n{traceback.format_exc()}", flush=True)
+        self._complained = True
+        with contextlib.suppress(EtcdError):
+            self._candidate.resign()
 
 
 # For people who look

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
 from outlast import contract
 from outlast.etcd import KeyValue
-from outlast.rendezvous.local import Closed, Report, world_from
+from outlast.rendezvous.local import Closed, Report, is_count, is_number, world_from
 from outlast.rendezvous.world import Call, World
 
 
@@ -82,11 +82,10 @@ class Wanted:
     @classmethod
     def of(cls, said: object) -> Self | None:
         """From its JSON form; None if it is not there, or makes no sense here."""
-        try:
-            fields = _known(cls, said) if isinstance(said, Mapping) else {}
-            return cls(**{**fields, "sizes": tuple(fields["sizes"]), "expected": tuple(fields["expected"])})
-        except (KeyError, TypeError):
+        fields = _fitting(cls, said, number=is_count, replicas=is_count, sizes=_counts, expected=_counts)
+        if fields is None or not fields["sizes"] or min(fields["sizes"]) < 1:
             return None
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -113,21 +112,16 @@ class Record:
     @classmethod
     def loads(cls, text: str) -> Self | None:
         """None for what makes no sense here: another program, or a version that is too different."""
-        said = _read(cls, text)
+        said = _fitting(
+            cls, _read(text), token=_text, terms=_text, born=_text, tokens=_texts, report=_any, world=_any, wanted=_any
+        )
         if said is None:
             return None
         try:
-            return cls(
-                **{
-                    **said,
-                    "report": Report.of(said["report"]),
-                    "world": _world(said.get("world")),
-                    "wanted": Wanted.of(said.get("wanted")),
-                    "tokens": tuple(said.get("tokens", ())),
-                }
-            )
-        except (KeyError, TypeError, ValueError, AttributeError):
+            report, world = Report.of(said["report"]), _world(said.get("world"))
+        except ValueError:
             return None
+        return cls(**{**said, "report": report, "world": world, "wanted": Wanted.of(said.get("wanted"))})
 
 
 @dataclass(frozen=True)
@@ -148,11 +142,8 @@ class Leader:
     @classmethod
     def loads(cls, text: str) -> Self | None:
         """None for what makes no sense here."""
-        said = _read(cls, text)
-        try:
-            return None if said is None else cls(**said)
-        except TypeError:
-            return None
+        said = _fitting(cls, _read(text), token=_text, host=_text, id=lambda id: id is None or is_count(id), word=_text)
+        return None if said is None else cls(**said)
 
 
 @dataclass(frozen=True)
@@ -192,24 +183,32 @@ class Said:
     @classmethod
     def loads(cls, text: str) -> Self | None:
         """None for what makes no sense here."""
-        said = _read(cls, text)
+        fits: dict[str, Callable[[Any], bool]] = dict.fromkeys(("by", "born", "before", "terms", "why"), _text)
+        fits |= dict.fromkeys(("floor", "judged", "restarts"), is_count) | {
+            "leave_s": is_number,
+            "tokens": _texts,
+            "done": _counts,
+        }
+        fits |= {"failures": _failures, "failure": lambda each: each is None or isinstance(each, Mapping)}
+        said = _fitting(cls, _read(text), **fits, world=_any, called=_any, closed=_any)
         if said is None:
             return None
         try:
-            called, closed = said.get("called"), said.get("closed")
-            return cls(
-                **{
-                    **said,
-                    "world": _world(said.get("world")),
-                    "called": Call(**{**_known(Call, called), "leaving": tuple(called["leaving"])}) if called else None,
-                    "closed": Closed(**_known(Closed, closed)) if closed else None,
-                    "tokens": tuple(said.get("tokens", ())),
-                    "done": tuple(said.get("done", ())),
-                    "failures": tuple((each[0], each[1], each[2]) for each in said.get("failures", ())),
-                }
-            )
-        except (KeyError, TypeError, AttributeError, IndexError):
+            world = _world(said.get("world"))
+        except ValueError:
             return None
+        parts: dict[str, Any] = {}
+        if said.get("called"):
+            call = {"generation": is_count, "reason": _text, "planned": _flag, "at": is_number, "leaving": _counts}
+            if (called := _fitting(Call, said["called"], **call)) is None:
+                return None
+            parts["called"] = Call(**called)
+        if said.get("closed"):
+            if (closed := _fitting(Closed, said["closed"], reason=_text, code=is_count)) is None:
+                return None
+            parts["closed"] = Closed(**closed)
+        failures = tuple((each[0], each[1], each[2]) for each in said.get("failures", ()))
+        return cls(**{**said, "called": None, "closed": None, **parts, "world": world, "failures": failures})
 
     @property
     def generation(self) -> int:
@@ -230,17 +229,54 @@ def asked(terms: str) -> str:
     return terms if least != most else least
 
 
-def _read(cls: type, text: str) -> dict[str, Any] | None:
+def _read(text: str) -> object:
     try:
-        said = json.loads(text)
-    except ValueError:
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
-    return _known(cls, said) if isinstance(said, dict) else None
 
 
-def _known(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what newer versions add."""
-    return {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+def _fitting(cls: type, said: object, **fits: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """The fields of a class, without what newer versions add, its lists as tuples; None when one does not fit, or is lacking."""
+    if not isinstance(said, Mapping):
+        return None
+    found = {}
+    for each in dataclasses.fields(cls):
+        if each.name in said:
+            value = said[each.name]
+            if not fits[each.name](value):
+                return None
+            found[each.name] = tuple(value) if isinstance(value, list) else value
+        elif each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING:
+            return None
+    return found
+
+
+def _any(value: object) -> bool:
+    return True
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
+def _failures(value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    shaped = (isinstance(each, list) and len(each) == 3 and is_number(each[0]) and is_count(each[1]) for each in value)
+    return all(shaped) and all(each[2] is None or is_count(each[2]) for each in value)
 
 
 def _world(said: object) -> World | None:

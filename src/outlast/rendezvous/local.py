@@ -94,21 +94,27 @@ class Report:
                 raise ValueError(f"{name} of a report cannot be {value!r:.80}")
         if lacking := {"run", "id", "standing"} - fields.keys():
             raise ValueError(f"a report must say {', '.join(sorted(lacking))}")
-        if (failure := fields.get("failure")) and not _is_count(failure.get("committed", 0)):
+        if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
         return cls(**{**fields, "standing": Standing(fields["standing"])})
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether a value from JSON is a number of something: no truth, no fraction, none that is absurd."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
+
+
+def is_number(value: object) -> bool:
+    """Whether a value from JSON is a number to calculate with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "run": lambda value: isinstance(value, str),
-    "id": lambda value: _is_count(value) and value < contract.MOST_WORKERS,
+    "id": lambda value: is_count(value) and value < contract.MOST_WORKERS,
     "standing": lambda value: isinstance(value, str) and value in list(Standing),
-    "generation": _is_count,
-    "since": lambda value: isinstance(value, int | float) and math.isfinite(value),
+    "generation": is_count,
+    "since": is_number,
     "address": lambda value: isinstance(value, str) and _ADDRESS.fullmatch(value) is not None,
     "failed": lambda value: isinstance(value, bool),
     "failure": lambda value: value is None or isinstance(value, Mapping),
@@ -295,11 +301,11 @@ def world_from(said: object) -> World:
         raise ValueError("it is no world")
     members, generation, at = said.get("members"), said.get("generation"), said.get("at", 0.0)
     fits = (
-        _is_count(generation),
+        is_count(generation),
         isinstance(members, list | tuple) and 0 < len(set(members)) == len(members) and all(map(_FITS["id"], members)),
         bool(said.get("address")) and _FITS["address"](said["address"]),
         isinstance(said.get("reason"), str),
-        _FITS["since"](at),
+        is_number(at),
     )
     if not all(fits):
         raise ValueError(f"{said!r:.200} is no world")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from outlast import contract
 from outlast.chance import CHANCE
+from outlast.clock import Clock
 from outlast.errors import Superseded
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous import keys
@@ -38,7 +39,8 @@ class Store(Protocol):
 class Membership:
     """One member. `id` is None where it is to be given a free one; `most` is how many there may be then.
 
-    `floor` is the newest generation that the output knows of: the next one is to be beyond it.
+    `floor` is the newest generation that the output knows of: the next one is to be beyond it. `clock` is steady, `wall` is the
+    time that other processes of this machine go by.
     """
 
     def __init__(
@@ -53,17 +55,18 @@ class Membership:
         terms: str = "",
         most: int = 1,
         floor: int = 0,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
+        wall: Callable[[], float] = time.time,
         choose: Callable[[Sequence[int]], int] = CHANCE.choice,
     ) -> None:
         self._store, self._keys, self._ttl = store, of, ttl
         self._run, self._token, self._terms, self._most = run, token, terms, most
         self._fixed = id is not None
         self._floor = floor
-        self._clock, self._choose = clock, choose
+        self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if id is None else id
         """-1 until one is found."""
-        self.report = Report(run=run, id=self.id, standing=Standing.WAITING, since=clock())
+        self.report = Report(run=run, id=self.id, standing=Standing.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
         """The newest that we may be in."""
@@ -245,6 +248,6 @@ class Membership:
             mark = (call.generation, call.planned, call.reason)
             if mark != self._call:  # our time for it begins when we hear of it: the decider's clock is not ours
                 self._call = mark
-                self.called = Called(call.generation, call.reason, call.planned, self._clock() + said.leave_s)
+                self.called = Called(call.generation, call.reason, call.planned, self._wall() + said.leave_s, said.leave_s)
         elif world:  # there was a call, whether or not we have heard it
-            self.called = Called(world.generation, world.reason, False, self._clock())
+            self.called = Called(world.generation, world.reason, False, self._wall())
