@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from outlast.contract import Annotation, Label
-from outlast.controller import observe
+from outlast.controller import deciders, observe
+from outlast.controller.cache import Looked
 from outlast.controller.decide import decide
-from outlast.controller.observe import HEARD, Seen
+from outlast.controller.observe import HEARD, Limits, Seen
+from outlast.controller.plan import Plan
+from outlast.controller.queues import Found
+from outlast.kinds import ELASTIC_JOB
 from outlast.rendezvous.world import World
 
 NOW = 1_767_225_600.0
@@ -181,3 +185,37 @@ def test_a_look_at_four_times_as_many_workers_takes_four_times_the_work(situatio
     work(FEW, situation, NOW)  # what is done once a process is done
     few, many = work(FEW, situation, NOW), work(MANY, situation, NOW)
     assert many < 4.5 * few, (few, many)
+
+
+def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself() -> None:
+    job, pods, leases, nodes = documents(2)
+    for lease in leases:
+        lease["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
+    status = decide(observe.observe(job, pods, leases, nodes, NOW, NOW - 1000)).status
+    assert status is not None
+    job["status"] = status
+    for lease in leases:
+        lease[HEARD] = NOW + 10
+    assert decide(observe.observe(job, pods, leases, nodes, NOW + 10, NOW - 1000)) == Plan(look_again=NOW + 30)
+
+
+@pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 30), (10_000, 2, 100), (1, 4000, 48)])
+def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers: int, pause_s: float) -> None:
+    job, pods, leases, nodes = documents(workers)
+    leases[0]["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
+    for lease in leases:
+        lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
+
+    def look(now: float) -> Plan:
+        return deciders.of(Limits())[ELASTIC_JOB](Looked(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, Found())
+
+    job["status"] = look(NOW).status
+    assert look(NOW + 1) == Plan(look_again=NOW + pause_s)
+
+
+def test_members_of_a_large_world_renew_less_often_and_are_missed_later() -> None:
+    job, pods, leases, nodes = documents(2)
+    leases[0]["spec"]["leaseDurationSeconds"] = 150
+    leases[0][HEARD] = leases[1][HEARD] = NOW - 60
+    plan = decide(observe.observe(job, pods, leases, nodes, NOW, NOW - 1000))
+    assert [deletion.name for deletion in plan.deletes] == ["train-worker-1"]

@@ -187,9 +187,11 @@ def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
     known.told.clear()
     known.cache.put(LEASE, a_lease(102, "t1"))
     assert (known.told, known.cache.look(TRAIN, NOW).leases[0]["spec"]) == ([], {"renewTime": "t1"})
-    known.cache.put(LEASE, a_lease(103, "t1", progress="q"))
+    known.cache.put(LEASE, a_lease(103, "t1", progress='{"generation": 1, "step": 7}'))
+    assert known.told == [("train", "later")], "the first step of a world"
+    known.cache.put(LEASE, a_lease(104, "t1", progress='{"generation": 1, "step": 900}'))
     assert known.told == [("train", "later")]
-    known.cache.put(LEASE, a_lease(104, "t1", report="s", progress="q"))
+    known.cache.put(LEASE, a_lease(105, "t1", report="s", progress='{"generation": 1, "step": 901}'))
     assert known.told == [("train", "later"), ("train", "now")]
 
 

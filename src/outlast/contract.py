@@ -169,6 +169,9 @@ LEASE_S = 30.0
 """A member whose Lease has not been renewed for so long is taken for dead."""
 RENEW_S = 10.0
 """How often a member renews its Lease."""
+RENEWALS_PER_S = 200
+"""The most that the members of one job write to their Leases, in a second: those of many workers are renewed less often, and last
+longer. Kubernetes is tested with 500 of its nodes' own."""
 OPERATOR = "outlast-operator"
 """The operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"

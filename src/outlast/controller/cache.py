@@ -48,6 +48,8 @@ class Looked:
     """From when on everything has been listened to without a break; now, while a watch is lost."""
     refused: str = ""
     """Why its pods could not be made when that was tried last: a sentence."""
+    jobs: int = 1
+    """How many there are of its kind."""
 
 
 class _Held(NamedTuple):
@@ -252,7 +254,8 @@ class Cache:
             needed = [self._shelves[kind] for kind in self._needed]
             since = max(shelf.since if shelf.listening else now for shelf in needed)
             pods, leases = self._shelves[POD].of(place), self._shelves[LEASE].of(place)
-            return Looked(_read(job) if job else None, pods, leases, self._nodes, since)
+            jobs = len(self._shelves[key.kind].held)
+            return Looked(_read(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
 
     def listening(self, kinds: Iterable[Kind] | None = None) -> bool:
         """Whether all watches stand: while one does not, nothing is known of what happens."""
@@ -350,18 +353,28 @@ def _held(kind: Kind, document: Document) -> _Held:
         meta["uid"],
         version,
         hash(_means(kind, document, body)),
-        hash((meta.get("annotations") or {}).get(Annotation.PROGRESS)) if kind == LEASE else 0,
+        hash(_trains((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
         (meta.get("labels") or {}).get(Label.JOB, ""),
         (document.get("spec") or {}).get("nodeName", "") if kind == POD else "",
     )
 
 
+def _trains(progress: str | None) -> tuple[Any, bool]:
+    """In which world a member makes steps, and whether it has made one: the first is told soon."""
+    try:
+        said = json.loads(progress or "{}")
+        return said.get("generation"), said.get("step") is not None
+    except (ValueError, AttributeError):  # somebody else wrote there
+        return None, False
+
+
 def _means(kind: Kind, document: Document, body: bytes) -> bytes:
-    """What has to be looked at at once when it is another. A Lease is renewed all the time, and reports progress; of a node,
-    taints, readiness and being there are what jobs are looked at for."""
+    """What has to be looked at at once when it is another. A Lease is renewed all the time, and reports progress, which is looked
+    at every so often anyway; of a node, taints, readiness and being there are what jobs are looked at for."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
-        report = (meta.get("annotations") or {}).get(Annotation.REPORT)
+        said = meta.get("annotations") or {}
+        report = [said.get(Annotation.REPORT), said.get(Annotation.DECIDED)]
         return _written([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
         ready = [(c["type"], c["status"]) for c in (document.get("status") or {}).get("conditions") or () if c["type"] == "Ready"]

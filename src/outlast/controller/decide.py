@@ -34,8 +34,10 @@ SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
 CAUSE_S = 1.5
 """How long the echoes of a failure wait for its cause: kubelets tell within about a second how a container ended."""
-PROGRESS_S = 30.0
-"""How often steps are written while nothing else is, but for the first step of a world."""
+TOLD_BYTES_PER_S = 5e6
+"""The most that the API server sends to the agents of one job to tell how far training is: each gets the whole status."""
+BYTES_PER_WORKER = 15
+"""How much longer a status is by each."""
 ARRIVE_S = 2.0
 """Workers come one after another: who is still waited for is written when nobody has come for so long."""
 MEASURE_S = 5.0
@@ -979,17 +981,21 @@ def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Pl
 
 
 def _tell_progress(look: Look) -> None:
-    """How far training is: with everything else that is written, at the first step of a world, else every PROGRESS_S."""
+    """How far training is: with everything else that is written, at the first step of a world, else now and then. That steps are
+    heard of is no reason to look, so there is a look when they are due."""
     known, mark = look.memory.progress, _mark(look)
+    pause_s = max(look.seen.limits.progress_s, len(look.seen.pods) ** 2 * BYTES_PER_WORKER / TOLD_BYTES_PER_S)
+    due = look.until(known.time, pause_s)
+    if mark is not None:
+        look.again(due or look.now + pause_s)
     step, committed = look.step, look.committed
     steps = next((told.steps for told in look.seen.told.values() if told.steps is not None), known.steps)
     if (step, steps, committed) == (known.step, known.steps, known.committed):
         return
-    due = look.until(known.time, PROGRESS_S)
     first = mark is not None and known.mark is None
     anew = dataclasses.replace(look.memory, progress=look.seen.memory.progress) != look.seen.memory
     if due is not None and not first and not anew:
-        return look.again(due)
+        return
     committed_at = look.now if committed > known.committed else known.committed_at
     rate, mark = _rate(known, mark)
     look.know(progress=memory.Progress(step, steps, committed, committed_at, rate, float(int(look.now)), mark))

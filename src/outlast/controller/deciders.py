@@ -13,11 +13,16 @@ from outlast.controller.plan import Plan
 from outlast.controller.queues import Found
 from outlast.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 
+WRITES_PER_S = 100
+"""The most statuses that are written in a second to tell how far training is."""
+
 
 def elastic_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
     """What is to be done about an ElasticJob of ours."""
     assert looked.job is not None, "it is asked about jobs that are there"
     documents = (looked.job, looked.pods, looked.leases, looked.nodes)
+    if (pause_s := looked.jobs / WRITES_PER_S) > limits.progress_s:
+        limits = dataclasses.replace(limits, progress_s=pause_s)
     return decide.decide(observe.observe(*documents, now, looked.since, found, limits, looked.refused))
 
 

@@ -55,6 +55,8 @@ class Limits:
     held_s: float = 300.0
     """When most workers fall silent at once though their nodes are well, none is dead before: see decision 17. As long as
     Kubernetes itself tolerates a node that it cannot reach, and several times what a kubelet takes to end an agent that hangs."""
+    progress_s: float = 30.0
+    """How often steps are written while nothing else is, but for the first step of a world."""
     lost_s: float = 30.0
     """A pod whose node has not answered for so long is lost, and deleted whatever its node says."""
 

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -59,6 +60,8 @@ class Client:
         """How many times the report has changed, and which of these the API server has."""
         self._owner: dict[str, Any] | None = None
         """A reference to the ElasticJob, once it has been seen; nothing is reported before."""
+        self._workers = 1
+        """How many the job has."""
         self._before = 0
         """The generation that was there before us: we are in none of its world, even if that names us."""
         self._version = ""
@@ -169,6 +172,7 @@ class Client:
             print(f"outlast | what the operator says makes no sense: {problem}; is it of another version?", flush=True)
             run, world, called, closed = self._of, None, None, None
         with self._changed:
+            self._workers = int(((document.get("spec") or {}).get("workers") or {}).get("replicas") or 1)
             if self._owner is None:
                 reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
                 self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
@@ -229,7 +233,7 @@ class Client:
                     line.broken(problem)
                 with self._changed:
                     self._reachable = failures == 1 and isinstance(problem, Unauthorized)
-                    pause_s = pause(failures, LONGEST_PAUSE_S if self._taken != self._written else RENEW_S)
+                    pause_s = pause(failures, LONGEST_PAUSE_S if self._taken != self._written else self._every_s())
                     self._changed.notify_all()
                     self._changed.wait_for(lambda: self._stop.is_set() or self.gone, pause_s)
                 continue
@@ -239,7 +243,7 @@ class Client:
                     self._watching.set()  # it may wait, or for a server that is no more
                 failures, self._taken, self._reachable = 0, number, True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self.gone, RENEW_S)
+                self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self.gone, self._every_s())
 
     def _renew(self, cluster: kube.Cluster, lease: dict[str, Any]) -> None:
         """Write the Lease: the first time whoever had it, then only if nobody else has written there. Raises Superseded."""
@@ -256,6 +260,10 @@ class Client:
                 if holder != self._member:
                     raise Superseded(f"pod {holder} is worker {self.id} now, in the place of this one") from None
                 self._version = there["metadata"]["resourceVersion"]  # it was we who wrote it, and the answer was lost
+
+    def _every_s(self) -> float:
+        """How often the Lease is renewed."""
+        return max(RENEW_S, self._workers / contract.RENEWALS_PER_S)
 
     def _lease(self) -> dict[str, Any]:
         report = self._report if self._report.generation else dataclasses.replace(self._report, generation=self._floor)
@@ -279,7 +287,7 @@ class Client:
             },
             "spec": {
                 "holderIdentity": self._member,
-                "leaseDurationSeconds": int(contract.LEASE_S),
+                "leaseDurationSeconds": math.ceil(max(contract.LEASE_S, 3 * self._every_s())),
                 "renewTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             },
         }
