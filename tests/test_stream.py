@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from outlast.errors import OutlastError
 from outlast.training import Batch, Stream
@@ -140,25 +140,34 @@ def test_a_world_larger_than_the_batch_is_refused():
 
 
 @given(
-    worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=6),
+    worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9), st.integers(4, 40)), min_size=1, max_size=6),
     samples=st.integers(20, 120),
+    epochs=st.integers(1, 3),
     prefetch=st.sampled_from([0, 3]),
+    old=st.booleans(),
 )
-def test_resizing_at_any_step_loses_and_repeats_nothing(worlds: list[tuple[int, int]], samples: int, prefetch: int):
-    state = a_stream(samples, 8, epochs=2).state_dict()
+def test_changing_world_and_batch_at_any_step_hands_out_every_sample_once_an_epoch(
+    worlds: list[tuple[int, int, int]], samples: int, epochs: int, prefetch: int, old: bool
+):
+    state = a_stream(samples, 8, epochs=epochs).state_dict()
     seen: list[tuple[int, int]] = []
-    for ranks, steps in [*worlds, (2, 10**6)]:
-        streams = [a_stream(samples, 8, epochs=2, prefetch=prefetch) for _ in range(ranks)]
+    total = 0
+    for ranks, steps, batch in [*worlds, (2, 10**6, 8)]:
+        streams = [a_stream(samples, batch, epochs=epochs, prefetch=prefetch) for _ in range(ranks)]
         for stream in streams:
-            stream.load_state_dict(state)
+            stream.load_state_dict({k: v for k, v in state.items() if k not in (("batch", "total_steps") if old else ())})
+        totals = {stream.total_steps for stream in streams}
         for done, batches in enumerate(of_all_ranks(streams), start=1):
             seen += [(b.epoch, i) for b in batches for i in b.indices.tolist()]
             states = [stream.state_dict() for stream in streams]
             assert all(other == states[0] for other in states)
             state = states[0]
+            totals |= {stream.total_steps for stream in streams}
             if done >= steps:
                 break
-    assert sorted(seen) == [(epoch, i) for epoch in range(2) for i in range(samples)]
+        [total] = totals  # the same from the first step with this batch to the last
+    assert sorted(seen) == [(epoch, i) for epoch in range(epochs) for i in range(samples)]
+    assert state["step"] == total == state["total_steps"]
 
 
 def test_the_position_counts_batches_handed_out_and_not_those_read_ahead():
@@ -178,7 +187,7 @@ def test_a_resumed_stream_goes_on_with_the_very_next_batch():
         for batch in first:
             if batch.step + 1 == at:
                 break
-        second = a_stream(95, 10, epochs=3, seed=99)
+        second = a_stream(95, 10, epochs=3, seed=4)
         second.load_state_dict(first.state_dict())
         assert len(second) == 30 - at
         assert [b.indices.tolist() for b in second] == undisturbed[at:]
@@ -195,6 +204,37 @@ def test_a_stream_over_other_data_does_not_resume():
         a_stream(90).load_state_dict(a_stream(100).state_dict())
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"seed": 1},
+            "saved with seed=0 and now has seed=1: in another order some samples of epoch 1 would come twice.*use seed=0",
+        ),
+        ({"shuffle": False}, "saved with shuffle=True and now has shuffle=False.*use shuffle=True or start a new run"),
+    ],
+)
+def test_a_stream_in_another_order_does_not_resume(change: dict[str, Any], sentence: str):
+    with pytest.raises(OutlastError, match=sentence):
+        a_stream(**change).load_state_dict(a_stream().state_dict())
+
+
+def test_another_batch_changes_the_steps_to_come_and_not_the_epochs():
+    first = a_stream(100, 10, epochs=4)
+    for batch in first:
+        if batch.step + 1 == 15:  # 1.5 epochs
+            break
+    wider = a_stream(100, 25, epochs=4)
+    wider.load_state_dict(first.state_dict())
+    assert (wider.total_steps, len(wider), wider.saved_with) == (15 + 2 + 2 * 4, 10, (10, 40))
+    rest = list(wider)
+    assert [(b.epoch, b.size) for b in rest[:3]] == [(1, 25), (1, 25), (2, 25)]
+    assert (wider.step, wider.total_steps, len(wider)) == (25, 25, 0)
+    over = a_stream(100, 25, epochs=1)
+    over.load_state_dict(wider.state_dict())
+    assert (over.total_steps, list(over)) == (25, []), "what was asked for is done already"
+
+
 def test_an_order_of_another_version_does_not_resume():
     with pytest.raises(OutlastError, match="order 0, this Outlast knows 1"):
         a_stream().load_state_dict({**a_stream().state_dict(), "version": 0})
@@ -207,7 +247,7 @@ def test_arrays_of_every_kind_come_as_tensors(tmp_path: Path):
     x = np.arange(40, dtype=np.uint8).reshape(10, 4)
     mapped = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.uint8, shape=x.shape)
     mapped[:] = x
-    for dataset in ((x,), [mapped], {"x": x}, torch.from_numpy(x), np.load(tmp_path / "x.npy", mmap_mode="r")):
+    for dataset in ((x,), (mapped,), {"x": x}, torch.from_numpy(x), np.load(tmp_path / "x.npy", mmap_mode="r")):
         batch = next(iter(Stream(dataset, 4, shuffle=False)))
         ((data, share),) = batch.split()
         rows = data["x"] if isinstance(data, dict) else data[0] if isinstance(data, tuple) else data
@@ -296,5 +336,40 @@ def test_datasets_that_cannot_be_cut_are_refused():
         Stream((np.arange(3), np.arange(4)), 2)
     with pytest.raises(OutlastError, match="the dataset is empty"):
         Stream((np.arange(0),), 2)
-    with pytest.raises(OutlastError, match=r"batch \(0\) and microbatch \(None\) must be 1 or more"):
+    with pytest.raises(OutlastError, match=r"batch \(0\) and microbatch \(None\) must be whole numbers of 1 or more"):
         a_stream(batch=0)
+    with pytest.raises(OutlastError, match=r"batch \(12.5\) and"):
+        a_stream(batch=12.5)  # type: ignore[arg-type]
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+X, Y = np.zeros((6, 2)), np.zeros(6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sentence"),
+    [
+        ([X, Y], r"is a list of 2 arrays.*use a tuple for columns: Stream\(\(x, y\), ...\), or torch.stack\(list\) for samples"),
+        ((X, [0] * 6), r"a tuple of columns, and \[1\] is a list of 6; make it a numpy array or a tensor: torch.tensor\(...\)"),
+        ({"x": X, "y": "cats"}, r"a dict of columns, and \['y'\] is 'cats'"),
+        ((X, np.array(3)), r"column \[1\] of the dataset is a single number"),
+        (DataLoader(TensorDataset(torch.zeros(3))), "a DataLoader; a Stream makes the batches.*itself: give it loader.dataset"),
+        (Endless(), "is an Endless, an IterableDataset, which cannot go on at a position; give the Stream arrays"),
+        (iter([1, 2]), "is a list_iterator; give the Stream a tuple of arrays, or a dataset with __getitem__ and __len__"),
+        ("data/train", "is 'data/train'; read it first, and give the Stream a tuple of arrays"),
+        (12, "is 12; give the Stream"),
+    ],
+)  # fmt: skip
+def test_what_is_no_dataset_is_refused_with_what_to_do(dataset: Any, sentence: str):
+    with pytest.raises(OutlastError, match=sentence):
+        Stream(dataset, 2)
+
+
+def test_a_batch_that_is_unpacked_says_how_to_split_it():
+    with pytest.raises(OutlastError, match=r"write `for \(x, y\), share in batch.split\(net\):`"):
+        for _, _ in a_stream():
+            pass

@@ -15,17 +15,20 @@ import contextlib
 import dataclasses
 import hashlib
 import math
+import numbers
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from outlast.errors import OutlastError
 
@@ -88,6 +91,12 @@ class Batch:
     pieces: tuple[tuple[Any, float], ...]
     """Micro-batches and their shares; see `split`."""
 
+    def __iter__(self) -> NoReturn:
+        raise OutlastError(
+            "a Batch cannot be unpacked: it holds this rank's micro-batches and their shares; "
+            "write `for (x, y), share in batch.split(net):` and multiply the mean loss by share"
+        )
+
     def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
         """This rank's micro-batches with their shares of the global batch: multiply the mean loss by the share before `backward`.
 
@@ -141,14 +150,15 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple, list or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one
+    `dataset` is a tuple or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one
     such array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads
     `prefetch` batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random
     numbers they draw are a function of (seed, epoch, index), so augmentation resumes exactly too.
 
     `batch` is the number of samples in one optimizer step over all ranks; the last one of an epoch may be smaller. `microbatch`
     cuts it into pieces of that many samples that are the same for every world size, dealt to the ranks; without it each rank's
-    share is one piece. The stream ends after `steps`, or after `epochs` when `steps` is None.
+    share is one piece. The stream ends after `steps`, or after `epochs` when `steps` is None: then each sample is handed out
+    exactly `epochs` times, also when a resumed run has another `batch`.
 
     Its position counts the batches handed out, not those read ahead: in the loop's body, the current batch counts as consumed.
     """
@@ -170,8 +180,8 @@ class Stream:
         self._source, self.samples = _source(dataset)
         if self.samples == 0:
             raise OutlastError("the dataset is empty; a stream needs at least one sample")
-        if batch < 1 or (microbatch is not None and microbatch < 1):
-            raise OutlastError(f"batch ({batch}) and microbatch ({microbatch}) must be 1 or more")
+        if not all(number is None or (isinstance(number, numbers.Integral) and number >= 1) for number in (batch, microbatch)):
+            raise OutlastError(f"batch ({batch}) and microbatch ({microbatch}) must be whole numbers of 1 or more")
         self.batch = batch
         self.microbatch = microbatch
         self.seed = seed
@@ -180,6 +190,16 @@ class Stream:
         """The epoch of the next batch; of the current one while it lasts."""
         self.step = 0
         """Batches handed out since the beginning."""
+        self.saved_with: tuple[int, int] | None = None
+        """Batch and total steps of the run that saved what `load_state_dict` restored; None when that is not known."""
+        self.reading = 0
+        """Loops over the stream that have begun and not ended."""
+        self.saves = 0
+        """How often `state_dict` has been asked for."""
+        self.undealt = ""
+        """Why the ranks of the process group may not each have a share of their own; empty if they may."""
+        self.sample = ""
+        """What a micro-batch is, as read last: `a Tensor of shape (16, 3)`."""
         self._start = 0
         self._epochs, self._steps = epochs, steps
         self._prefetch, self._workers = prefetch, workers
@@ -192,17 +212,35 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole stream."""
-        return self._steps if self._steps is not None else self._epochs * self.steps_per_epoch
+        """Optimizer steps of the whole stream: those done, and those still to come with the batch of now.
+
+        After a resume with another `batch`, this is another number than before it, and `step` counts steps of both sizes.
+        """
+        if self._steps is not None:
+            return self._steps
+        epoch, start = self._next
+        if epoch >= self._epochs:
+            return self.step
+        return self.step - (-(self.samples - start) // self.batch) + (self._epochs - epoch - 1) * self.steps_per_epoch
+
+    @property
+    def _next(self) -> tuple[int, int]:
+        """Epoch and position of the next batch."""
+        return (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank."""
-        epoch, start = (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
+        self.saves += 1
+        epoch, start = self._next
         order = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
-        return {"version": _VERSION, **order, "epoch": epoch, "position": start, "step": self.step}
+        steps = {"step": self.step, "batch": self.batch, "total_steps": self.total_steps}
+        return {"version": _VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, in its order (its seed), whatever the world size then and now."""
+        """Go on where `state` was taken, whatever the world size and the batch then and now.
+
+        Raises OutlastError when the order of samples is another one now: other data, another seed.
+        """
         if state["version"] != _VERSION:
             raise OutlastError(
                 f"the stream was saved in order {state['version']}, this Outlast knows {_VERSION}; use the one that saved it"
@@ -212,14 +250,22 @@ class Stream:
                 f"the stream was saved over {state['samples']} samples, the dataset now has {self.samples}; "
                 "resume with the same data or start a new run"
             )
-        self.seed, self.shuffle = state["seed"], state["shuffle"]
+        for name, ours in (("seed", self.seed), ("shuffle", self.shuffle)):
+            if state[name] != ours:
+                raise OutlastError(
+                    f"the stream was saved with {name}={state[name]} and now has {name}={ours}: in another order some samples of "
+                    f"epoch {state['epoch'] + 1} would come twice and others never; use {name}={state[name]} or start a new run"
+                )
         self.epoch, self._start, self.step = state["epoch"], state["position"], state["step"]
+        self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def __len__(self) -> int:
         """Batches still to come."""
         return max(0, self.total_steps - self.step)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.undealt:
+            raise OutlastError(self.undealt)
         world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         return self.batches(*world)
 
@@ -230,9 +276,16 @@ class Stream:
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)
-        for plan, pieces in self._read(plans):
-            self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
-            yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces)
+        self.reading += 1
+        _read_now.add(self)
+        try:
+            for plan, pieces in self._read(plans):
+                self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
+                if not self.sample:
+                    self.sample = kind(pieces[0][0])
+                yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces)
+        finally:
+            self.reading -= 1
 
     def _check(self, ranks: int) -> None:
         pieces = -(-self.batch // (self.microbatch or 1))
@@ -248,8 +301,7 @@ class Stream:
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
         """What this rank reads, from the current position to the end."""
-        state = self.state_dict()
-        epoch, start = state["epoch"], state["position"]
+        epoch, start = self._next
         for step in range(self.step, self.total_steps):
             size = min(self.batch, self.samples - start)
             ends = start + size == self.samples
@@ -360,17 +412,69 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 def _source(dataset: Any) -> tuple[_Samples | _Arrays, int]:
     array = np.ndarray | torch.Tensor
-    parts: Sequence[Any]
+    parts: dict[Any, Any] = {}
     if isinstance(dataset, Mapping):
-        parts = list(dataset.values())
-    else:
-        parts = dataset if isinstance(dataset, tuple | list) else [dataset]
-    if not parts or not all(isinstance(part, array) for part in parts):
-        return _Samples(dataset), len(dataset)
-    lengths = {len(part) for part in parts}
+        parts = dict(dataset)
+    elif isinstance(dataset, tuple):
+        parts = dict(enumerate(dataset))
+    elif isinstance(dataset, array):
+        parts = {0: dataset}
+    elif isinstance(dataset, list) and dataset and all(isinstance(part, array) for part in dataset):
+        raise OutlastError(
+            f"the dataset is a list of {len(dataset)} arrays, which may be meant as columns or as samples; "
+            "use a tuple for columns: Stream((x, y), ...), or torch.stack(list) for samples"
+        )
+    if not parts:
+        return _Samples(dataset), _length(dataset)
+    for place, part in parts.items():
+        if not isinstance(part, array):
+            raise OutlastError(
+                f"the dataset is a {type(dataset).__name__} of columns, and [{place!r}] is {kind(part)}; "
+                "make it a numpy array or a tensor: torch.tensor(...)"
+            )
+        if not part.ndim:
+            raise OutlastError(f"column [{place!r}] of the dataset is a single number; its first dimension must be the samples")
+    lengths = {len(part) for part in parts.values()}
     if len(lengths) > 1:
         raise OutlastError(f"the arrays of the dataset have {sorted(lengths)} samples; they must have the same number")
     return _Arrays(dataset), lengths.pop()
+
+
+def _length(dataset: Any) -> int:
+    """Samples of a map-style dataset. Raises OutlastError for what is none."""
+    what = f"the dataset is {kind(dataset)}"
+    if isinstance(dataset, DataLoader):
+        raise OutlastError(f"{what}; a Stream makes the batches and their order itself: give it loader.dataset")
+    if isinstance(dataset, IterableDataset):
+        raise OutlastError(
+            f"{what}, an IterableDataset, which cannot go on at a position; "
+            "give the Stream arrays or a dataset with __getitem__ and __len__"
+        )
+    if isinstance(dataset, str | bytes | Path) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        remedy = "read it first, and" if isinstance(dataset, str | bytes | Path) else ""
+        raise OutlastError(
+            f"{what}; {remedy} give the Stream a tuple of arrays, or a dataset with __getitem__ and __len__".replace(";  ", "; ")
+        )
+    return len(dataset)
+
+
+def kind(value: Any) -> str:
+    """What a value is, for a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
+    if isinstance(value, str | bytes | int | float | Path):
+        return repr(value)[:60]
+    name = type(value).__name__
+    article = "an" if name[:1].lower() in "aeiou" else "a"
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"{article} {name} of shape {tuple(value.shape)}"
+    return f"{article} {name} of {len(value)}" if isinstance(value, tuple | list | dict) else f"{article} {name}"
+
+
+_read_now: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def being_read() -> list[Stream]:
+    """The streams of this process that a loop is in the middle of."""
+    return [stream for stream in _read_now if stream.reading]
 
 
 class _Seeded(Dataset[Any]):
