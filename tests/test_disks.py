@@ -447,9 +447,13 @@ def counted() -> None:
 
 @pytest.mark.parametrize("names", ["", "aa"])
 def test_one_disk_costs_no_collective(tmp_path: Path, names: str):
-    """Of these in a save, one is torch's own; the first makes the group of the thread that saves."""
-    save = {"all_gather_object": 1, "broadcast_object_list": 2}
-    for generation, resume in [(1, {"all_gather_object": 1}), (2, {"all_gather_object": 2})]:
+    """Each call begins with one all-reduce, by which the ranks agree that they are in it.
+
+    Of the others in a save, one is torch's own; the first makes the group of the thread that saves.
+    """
+    save = {"all_reduce": 1, "all_gather_object": 1, "broadcast_object_list": 2}
+    for generation, found in [(1, 1), (2, 2)]:
+        resume = {"all_reduce": 1, "all_gather_object": found}
         end = worlds.ended(worlds.started(counted, tmp_path, 2, generation=generation, disks=names), tmp_path)
         assert end.codes == [0, 0], end.errors
         for rank in range(2):

@@ -3,8 +3,9 @@
     python -m outlast.runtime.rank SCRIPT.py [ARG ...]
     python -m outlast.runtime.rank -m MODULE [ARG ...]
 
-The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, and on an
-exception a small file with its traceback, so that `outlast status` can show the first error of the first failing rank.
+The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, a thread that
+notices when ranks wait for each other for ever (`runtime.stall`), and on an exception a small file with its traceback, so that
+`outlast status` can show the first error of the first failing rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import TracebackType
 
 from outlast import contract, files
 from outlast.errors import NoRoom, OutlastError, Superseded
-from outlast.runtime import progress
+from outlast.runtime import progress, stall
 
 
 def main(argv: list[str]) -> None:
@@ -28,6 +29,8 @@ def main(argv: list[str]) -> None:
     state = os.environ.get(contract.Env.STATE)
     if state:
         _enter(Path(state))
+    stall.on_end(lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED))
+    stall.watch().start()
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from outlast.errors import OutlastError
 
@@ -44,11 +45,13 @@ def check(state: State) -> None:
     """Raise OutlastError when a name of the state cannot be a key, or a thing in it cannot be saved."""
     known = {parameter for thing in state.values() if isinstance(thing, torch.nn.Module) for parameter in thing.parameters()}
     for name, thing in state.items():
-        if not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
+        if not isinstance(name, str) or not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
             raise OutlastError(f"{name!r} cannot name a thing to save; use a plain word that is no attribute of torch.nn.Module")
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            kind = type(thing).__name__
-            raise OutlastError(f"{name!r} is a {kind} without state_dict and load_state_dict; wrap it in a thing that has them")
+            instead = "wrap it in a thing that has them"
+            if isinstance(thing, DataLoader):
+                instead = "read its dataset with a Stream, which goes on where it was: Stream(loader.dataset, batch=...)"
+            raise OutlastError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict; {instead}")
         if isinstance(thing, torch.optim.Optimizer) and not known.issuperset(_parameters(thing)):
             raise OutlastError(f"optimizer {name!r} holds a parameter of none of the modules; name the module it belongs to, too")
 

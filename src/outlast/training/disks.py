@@ -22,6 +22,8 @@ from typing import IO, Any, Self
 import torch
 import torch.distributed as dist
 
+from outlast.runtime import stall
+
 BLOCK = 8 << 20
 """Bytes sent at a time."""
 _MARK = ".disk-"
@@ -64,7 +66,8 @@ class Disks:
         order = list(dict.fromkeys(said))
         disks = cls([order.index(maker) for maker in said], rank, group)
         if disks.several:
-            disks.leaders, disks.savers = (dist.new_group(disks.leading, backend="gloo") for _ in range(2))
+            own = stall.watch().own
+            disks.leaders, disks.savers = (own(dist.new_group(disks.leading, backend="gloo")) for _ in range(2))
         return disks
 
     @property

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast import checkpoints, contract
 from outlast.errors import OutlastError, Superseded
+from outlast.runtime import stall
 from outlast.training import metrics
 from outlast.training.checkpoint import Flat
 from outlast.training.disks import Disks, Part
@@ -126,7 +127,7 @@ class Saver:
     def begin(self, step: int, flat: Flat) -> None:
         """Copy `flat` and start saving it; the previous save must have ended (`wait`). A collective."""
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = stall.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
         copy = self._copies.of(flat)
         self._thread = threading.Thread(target=self._save, args=(step, copy), name="outlast-save", daemon=True)

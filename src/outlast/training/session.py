@@ -39,14 +39,18 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast import checkpoints, contract
 from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
+from outlast.runtime import stall
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.progress import Progress, Writer
-from outlast.training import checkpoint, metrics, newest, saver
+from outlast.training import checkpoint, metrics, mistakes, newest, saver
+from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
 from outlast.units import Every
 
 log = logging.getLogger("outlast")
 
+_OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_ledger", "_copy")
+"""Attributes that a session has from `__enter__` on."""
 _LAST_SAVE_S = 10.0
 """How long a process that dies of an exception waits for the save in flight; arbitrary."""
 
@@ -90,15 +94,25 @@ class Session:
         self._directory = self.output / contract.CHECKPOINTS
         self._state: Mapping[str, Any] = {}
         self._step = self._committed = self._last_saved_step = 0
+        self._resumed = 0
+        self._moved: tuple[int, int] | None = None
         self._last_save = time.monotonic()
-        self._leaving = False
+        self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
         self._lock = threading.Lock()
         self._record = Progress(self.generation, self.rank, "open")
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _OPENED and not self.__dict__.get("_closed", True):
+            raise OutlastError("the session is not open yet; write `with session.open(...) as run:` and use run inside")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
     def __enter__(self) -> Self:
         env = os.environ
+        if dist.is_initialized():
+            raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
+        stall.watch().start()
         self._report()
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
@@ -114,7 +128,8 @@ class Session:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
-        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+        self._group: dist.ProcessGroup | None = stall.watch().own(dist.new_group(backend="gloo"))
+        self._calls = Calls(self._group)
         with self._writing():
             self._disks = Disks.find(self._directory, self._group)
         self._take_over(Env.GENERATION in env)
@@ -157,9 +172,12 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
+            self._calls.leave()
             self._settle(self._saver.wait())
             self._report(phase="done")
         else:
+            if error is not None and (hint := mistakes.hint(error, self._state)):
+                error.add_note(hint)
             self._saver.wait(_LAST_SAVE_S)  # the others' threads go on saving although their steps wait for ours
         if kind is None or self._leaving:
             # A group that nobody refers to joins its threads. One of those could otherwise let go of a tensor while the
@@ -167,13 +185,41 @@ class Session:
             # why nothing here goes over the default group, which every DDP module refers to.
             self._saver.close()
             self._disks.close()
+            self._calls.close()
             self._group = None
             dist.destroy_process_group()
         if not self._saver.busy:
             self._ledger.close()
             if self._progress:
                 self._progress.close()
+        self._closed = True
 
+    def _meet(self, call: str, *numbers: float) -> list[float]:
+        """Add up `numbers` over the ranks, which must all be in this call. A collective."""
+        if self._closed:
+            raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
+        return self._calls.meet(call, self._position(), numbers)
+
+    def _position(self) -> int:
+        """Batches that the streams of the state have handed out."""
+        return sum(stream.step for stream in mistakes.streams_of(self._state))
+
+    def _advanced(self, call: str, step: int) -> None:
+        """Raise OutlastError when the script's `step` does not count the steps."""
+        if step < self._resumed:
+            raise OutlastError(
+                f"{call}: resume() returned step {self._resumed}, and this is step {step}; "
+                "go on from there: step = run.resume(...), and step += 1 in the loop"
+            )
+        position = self._position()
+        if self._moved is not None and self._moved[0] == step and self._moved[1] != position:
+            raise OutlastError(
+                f"{call}: step is still {step} although the stream has gone on from batch {self._moved[1]} to {position}, "
+                "so this would not be saved; write step += 1 after optimizer.step()"
+            )
+        self._moved = step, position
+
+    @public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """`DistributedDataParallel(model, **options)` that adds up gradients in the same order in every generation.
 
@@ -186,6 +232,7 @@ class Session:
             raise OutlastError(
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
+        self._meet("run.ddp()")
         net = DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None, **options)
         if options.get("find_unused_parameters"):
             return net  # which keeps DDP from laying them out anew
@@ -202,6 +249,7 @@ class Session:
             parameter.grad = None
         return net
 
+    @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
         """Restore the newest valid checkpoint of this run into `state` and return its step, or 0 when there is none.
 
@@ -209,10 +257,13 @@ class Session:
         same. Damaged checkpoints are reported and skipped. Where workers share no disk, one valid copy is enough, and all get
         it. Raises OutlastError when the state does not fit, NoRoom when a disk cannot take the copy. A collective.
         """
+        mistakes.check_mapping(state)
         checkpoint.check(state)
+        self._meet(f"run.resume({', '.join(state)})")
         self._state = dict(state)
-        steps = next((thing.total_steps for thing in state.values() if hasattr(thing, "total_steps")), None)
-        self._report(phase="restore", steps=steps)
+        mistakes.deal(state)
+        made = mistakes.lengths(state)
+        self._report(phase="restore", steps=self._steps())
         if self.rank == 0:
             self._ledger.write("restoring", generation=self.generation)
         share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -221,16 +272,23 @@ class Session:
             step = chosen.step if chosen else 0
             if chosen is None or not checkpoint.restore(chosen.path, state, self.rank):
                 _seed(self.seed, self.rank, step)
+        if (change := mistakes.changed(state, made)) and self.rank == 0:
+            log.warning("outlast: %s", change)
         if self.rank == 0:
             self._ledger.write("restored", generation=self.generation, step=step, path=str(chosen.path) if chosen else None)
         if not self._disks.several and self.rank == 0:
             metrics.forget_after(self._copy.path, step)
         elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
-        self._step = self._committed = self._last_saved_step = step
+        self._step = self._committed = self._last_saved_step = self._resumed = step
+        self._moved = None
         self._last_save = time.monotonic()
-        self._report(phase="first step", step=step, committed=step)
+        self._report(phase="first step", step=step, committed=step, steps=self._steps())
         return step
+
+    def _steps(self) -> int | None:
+        """Steps of the whole run, when something in the state knows."""
+        return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _found(self, kind: str, **fields: Any) -> None:
         """Pass on what was found on the disks, on rank 0: `damaged` checkpoints, and those that were `copied` to other disks."""
@@ -238,22 +296,24 @@ class Session:
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
 
+    @public("values = run.gather(value)")
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value (anything that can be pickled), in rank order. A collective."""
+        self._meet("run.gather()")
         return self._disks.gather(value)
 
+    @public("run.log(step, loss=loss)")
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
         """Say that `step` has ended, with numbers for `metrics.jsonl`, which rank 0 writes; returns them as floats.
 
         With `reduce` they are averaged over the ranks, which makes this a collective: a sum of `loss * share` becomes the mean
         loss over the global batch.
         """
-        self._step = step
-        numbers = {name: float(value) for name, value in values.items()}
+        self._step = step = mistakes.whole(step)
+        numbers = {name: mistakes.number(name, value) for name, value in values.items()}
         if reduce and numbers:
-            total = torch.tensor(list(numbers.values()), dtype=torch.float64)
-            dist.all_reduce(total, group=self._group)
-            numbers = dict(zip(numbers, (total / self.world_size).tolist(), strict=True))
+            total = self._meet(f"run.log({step}, reduce=True, {', '.join(numbers)})", *numbers.values())
+            numbers = {name: each / self.world_size for name, each in zip(numbers, total, strict=True)}
         problem = {}
         if self.rank == 0:
             self._ledger.step(self.generation, step)
@@ -266,25 +326,27 @@ class Session:
         self._report(phase="train", step=step, **problem)
         return numbers
 
+    @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
         """Whether to save and leave, the same answer on every rank. A collective, to be called once per step."""
         asked = self._notice is not None and self._notice.exists()
         limit = self._every.duration
         late = self.rank == 0 and limit is not None and time.monotonic() - self._last_save >= limit.total_seconds()
-        votes = torch.tensor([asked, late, self._saver.busy], dtype=torch.uint8)
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
-        asked, late, busy = (bool(vote) for vote in votes)
+        asked, late, busy = (votes > 0 for votes in self._meet("run.interrupted()", asked, late, self._saver.busy))
         self._leaving = self._leaving or asked
         self._votes = late, busy
         if not busy:
             self._settle(self._saver.wait())
         return self._leaving
 
+    @public("run.due(step)")
     def due(self, step: int) -> bool:
         """Whether it is time for a checkpoint, the same answer on every rank. Never while the previous one is being saved.
 
         Goes by what `interrupted` learnt, and calls it when this step has not.
         """
+        step = mistakes.whole(step)
+        self._advanced(f"run.due({step})", step)
         if self._votes is None:
             self.interrupted()
         assert self._votes is not None
@@ -293,20 +355,27 @@ class Session:
             late = step // self._every.steps > self._last_saved_step // self._every.steps
         return late and not busy
 
+    @public("run.save(step); it saves what resume() was given")
     def save(self, step: int) -> None:
         """Save the state given to `resume`, as after `step`. Returns once it is copied; a thread does the rest. A collective.
 
         When the session is to leave (`interrupted`), waits until the checkpoint is committed and raises SystemExit(75). A save
         that fails, because the disk is full for instance, is reported, and training goes on.
         """
+        step = mistakes.whole(step)
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
+        self._advanced(f"run.save({step})", step)
+        self._meet(f"run.save({step})")
         begun = time.monotonic()
         if self.rank == 0:
             self._ledger.write("saving", step=step)
         self._settle(self._saver.wait())
         if self._committed != step:
-            self._saver.begin(step, checkpoint.capture(self._state, self.rank, self.world_size))
+            asked = mistakes.asked()
+            captured = checkpoint.capture(self._state, self.rank, self.world_size)
+            mistakes.check_read(self._state, asked)
+            self._saver.begin(step, captured)
         self._last_save, self._last_saved_step = time.monotonic(), step
         if self._leaving:
             self._report(phase="save")

@@ -1,0 +1,132 @@
+"""The calls that all ranks of a session make together, and the sentence when they do not.
+
+Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a number made of the call's name,
+its step and the position of the stream, so ranks that are in different calls find out at once, instead of waiting for each other
+or mixing up their numbers. What a call has to add up anyway (votes, losses) travels in the same message: agreeing costs nothing.
+A rank that is in no call of the session at all is `runtime.stall`'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from outlast.errors import OutlastError
+from outlast.runtime import stall
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_ROOM = 14
+"""Numbers that fit into the message of an agreement; arbitrary. Up to some hundred bytes its time does not depend on its size."""
+_BITS = 20
+"""Of a call's number: the squares of 8,192 of them still add up exactly in a double."""
+_SAME = "every rank must make the same calls in the same order"
+REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
+
+
+def public(example: str) -> Callable[[Method], Method]:
+    """A method that scripts call; arguments that do not fit end in a sentence with an `example`."""
+
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def called(*args: Any, **options: Any) -> Any:
+            try:
+                return method(*args, **options)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # from within the method
+                raise OutlastError(f"{error} ({place()}); write {example}") from None
+            finally:
+                stall.watch().call = ""
+
+        return cast(Method, called)
+
+    return decorated
+
+
+def place() -> str:
+    """Where the script has called us: `train.py:20`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("outlast.training"):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+class Calls:
+    """The calls of one session, all over `group`."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._message = torch.zeros(2 + _ROOM, dtype=torch.float64)
+        self._numbers = self._message.numpy()
+        self._store = stall.store() if self._ranks > 1 else None
+
+    def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
+        """Add up `numbers` over all ranks, which must all be in this call, at this position of their streams.
+
+        Raises OutlastError on all ranks when they are not. A collective.
+        """
+        if self._ranks == 1:
+            return list(numbers)
+        watch = stall.watch()
+        watch.calls += 1
+        watch.call = f"{call} ({place()})"
+        key = zlib.crc32(f"{call} {position}".encode()) & ((1 << _BITS) - 1)
+        first, rest = numbers[:_ROOM], numbers[_ROOM:]
+        self._numbers[:] = 0
+        self._numbers[: 2 + len(first)] = key, key * key, *first
+        try:
+            dist.all_reduce(self._message, group=self._group)
+        except RuntimeError as error:
+            if sentence := self._who_left(watch.call):
+                raise OutlastError(sentence) from error
+            raise
+        keys, squares, *sums = self._numbers.tolist()
+        if int(keys) ** 2 != self._ranks * int(squares):  # Cauchy and Schwarz: equal only when all keys are
+            found: list[Any] = [None] * self._ranks
+            dist.all_gather_object(found, (watch.call, position), group=self._group)
+            raise OutlastError(differing(found))
+        if rest:
+            more = torch.tensor(rest, dtype=torch.float64)
+            dist.all_reduce(more, group=self._group)
+            return [*sums[: len(first)], *more.tolist()]
+        return [float(number) for number in sums[: len(first)]]
+
+    def leave(self) -> None:
+        """Let the others know that this rank has come to the end of the session."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # whoever holds the store has left already
+                self._store.set(f"outlast/left/{self._rank}", place())
+
+    def close(self) -> None:
+        """Let go of the group."""
+        self._group = self._store = None
+
+    def _who_left(self, call: str) -> str:
+        """The sentence about ranks that have left the session while we are in a call; empty if none has."""
+        try:
+            if self._store is None:
+                return ""
+            for rank in range(self._ranks):
+                if rank != self._rank and self._store.check([f"outlast/left/{rank}"]):
+                    where = self._store.get(f"outlast/left/{rank}").decode()
+                    return f"rank {self._rank} is in {call}, rank {rank} has left the session ({where}); {_SAME}"
+        except RuntimeError:
+            pass  # the store is gone: all that can be said is that the connection is, too
+        return ""
+
+
+def differing(found: Sequence[tuple[str, int]]) -> str:
+    """The sentence about ranks that are in different calls: (call, position of the stream) of each."""
+    positions = {position for _, position in found}
+    said = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in found]
+    return f"{stall.listed(said, 'in')}; {REMEDY}"

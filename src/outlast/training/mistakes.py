@@ -1,0 +1,158 @@
+"""What is wrong with a training script, in sentences.
+
+Each looks at what a script has given a session and raises OutlastError when the run would otherwise be silently wrong: train on
+other samples than it seems to, or save less. `Session` asks at the calls where it can be known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from outlast.errors import OutlastError
+from outlast.training import stream as streams
+from outlast.training.calls import place
+from outlast.training.stream import Stream
+
+State = Mapping[str, Any]
+
+_LENGTHS = ("total_steps", "T_max", "total_iters")
+"""What torch's schedules call the number of steps that they are for."""
+
+
+def whole(step: Any) -> int:
+    """A step that a script has given."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise OutlastError(
+            f"step ({streams.kind(step)}) must be a whole number, the optimizer steps done ({place()}); "
+            "count it: step = run.resume(...), and step += 1 in the loop"
+        ) from None
+
+
+def number(name: str, value: Any) -> float:
+    """A value that a script logs."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise OutlastError(
+            f"{name} ({streams.kind(value)}) must be a single number to be logged ({place()}); reduce it first, e.g. value.mean()"
+        ) from None
+
+
+def check_mapping(state: Any) -> None:
+    """Of what a script gives `resume`."""
+    if not isinstance(state, Mapping):
+        raise OutlastError(
+            f"resume() got {streams.kind(state)} and needs names for what it restores ({place()}); "
+            'write run.resume({"model": net, "optimizer": optimizer, "stream": stream})'
+        )
+
+
+def deal(state: State) -> None:
+    """Tell the streams of a state when ranks may not each have a share of their own, because of the layout of a model."""
+    problem = next((said for name, thing in state.items() if (said := _undealt(name, thing))), "")
+    for stream in streams_of(state):
+        stream.undealt = problem
+
+
+def _undealt(name: str, thing: Any) -> str:
+    if not isinstance(thing, torch.nn.Module):
+        return ""
+    ranks = dist.get_world_size()
+    groups = [part.process_group.size() for part in thing.modules() if isinstance(part, DistributedDataParallel)]
+    sharded: set[int] = set()
+    for part in thing.modules():
+        if isinstance(part, FSDPModule):
+            state: Any = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, in older torch
+                if group is not None:
+                    groups.append(group.mesh_info.mesh.size())
+                    sharded.update(id(parameter) for parameter in part.parameters())
+    groups += [1 for each in thing.parameters() if isinstance(each, DTensor) and id(each) not in sharded]
+    least = min(groups, default=ranks)
+    if least == ranks:
+        return ""
+    return (
+        f"module {name!r} is data-parallel over {least} of {ranks} ranks, and a Stream gives each rank samples of its own: "
+        "those that share one copy of the model would train on different ones; use fully_shard or run.ddp over all ranks, or "
+        "deal by hand: `for batch in stream.batches(rank, ranks)`, counted among the copies of the model"
+    )
+
+
+def streams_of(state: State) -> list[Stream]:
+    """The streams that a state names."""
+    return [thing for thing in state.values() if isinstance(thing, Stream)]
+
+
+def lengths(state: State) -> dict[str, dict[str, int]]:
+    """For how many steps the schedules of a state are, by name."""
+    return {
+        name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
+        for name, thing in state.items()
+        if isinstance(thing, LRScheduler)
+    }
+
+
+def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
+    """What another batch changes for a run that has been resumed, as a sentence; empty if it has the same batch.
+
+    `made` are the `lengths` before the resume. Raises OutlastError when a schedule was saved for the steps of another batch.
+    """
+    said = ""
+    for stream in streams_of(state):
+        if stream.saved_with is None or stream.saved_with[0] == stream.batch:
+            continue
+        (batch, before), after = stream.saved_with, stream.total_steps
+        said = (
+            f"batch is {stream.batch} from step {stream.step} on, it was {batch}; the run has {after} steps instead of {before}"
+        )
+        saved = lengths(state)
+        for name in made:
+            if before != after and saved[name] != made[name]:
+                kind = type(state[name]).__name__
+                raise OutlastError(
+                    f"{said}, and {name!r} ({kind}) was saved for the old number; go on with batch {batch}, or take {name!r} out "
+                    f"of resume() and make it afterwards: {kind}(..., last_epoch=step - 1) with stream.total_steps"
+                )
+    return said
+
+
+def check_read(state: State, asked: Mapping[Stream, int]) -> None:
+    """Raise OutlastError when a stream that is being read is not saved; `asked` is how often each had been asked before."""
+    for stream in streams.being_read():
+        if stream not in streams_of(state) and stream.saves == asked.get(stream, 0):
+            raise OutlastError(
+                f"a Stream that is being read (batch {stream.step} of {stream.total_steps}) is not among what resume() was given "
+                f"({', '.join(state)}), so its samples would come again after a restart ({place()}); "
+                'add it: run.resume({..., "stream": stream})'
+            )
+
+
+def asked() -> dict[Stream, int]:
+    """How often each stream that is being read has been asked for its position."""
+    return {stream: stream.saves for stream in streams.being_read()}
+
+
+def hint(error: BaseException, state: State) -> str:
+    """What probably was meant by a script that ends with this error; empty if we do not know."""
+    said = str(error)
+    if isinstance(error, ValueError | TypeError) and "unpack" in said:
+        sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")
+        if sample:
+            return (
+                f"outlast: batch.split() gives (data, share) pairs, and data here is {sample}: unpack just that, "
+                "e.g. `for data, share in batch.split(net):`, or return pairs from the dataset"
+            )
+    if isinstance(error, ValueError) and "initialize the default process group twice" in said:
+        return "outlast: session.open() has joined the process group already; remove init_process_group() from the script"
+    return ""
