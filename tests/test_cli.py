@@ -196,7 +196,7 @@ def test_the_chaos_schedule_is_checked_and_handed_on(
     code, _, err = outlast(backend, "run", job_file, "--chaos", schedule)
     assert code == 2
     assert err.splitlines() == [
-        f"Error: {schedule}: entry 2: no such chaos: 'explode'; there are kill-process, kill-worker, stop, slow, term",
+        f"Error: {schedule}: entry 2: no such chaos: 'explode'; there are kill-process, kill-worker, stop, slow, term, evict",
         f"{schedule}: entry 3: say when: `at: 20s` or `step: 40`",
         f"{schedule}: entry 4: worker is 'x'; expected the index of a worker, or random",
     ]

@@ -27,6 +27,7 @@ _DONE = {
     "patch": "changed",
     "update": "replaced",
     "delete": "deleted",
+    "evict": "evicted",
 }
 _CANNOT = re.compile(
     r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)"(?: in API group "(?P<group>[^"]*)")?'
@@ -85,6 +86,8 @@ def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
         return Refused(f"{undone}: {message.partition('): ')[2] or message}")
     if status >= 500 and asked.verb in ("log", "exec", "portforward"):  # the server only hands these on
         return Unanswered(f"{undone}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
+    if status == 429 and asked.verb == "evict":
+        return Refused(f"{undone} now: {message}")
     if status == 429 or status >= 500:
         return Unanswered(f"{undone}: the API server {asked.server} is not well (HTTP {status}: {message}); try again later")
     return Refused(f"{undone}: {_refused(message, details)}")

@@ -1,6 +1,7 @@
 """Harm done on purpose: which, to whom, when.
 
-`outlast chaos` strikes once or every so often; `outlast run --chaos FILE` carries out a schedule, a YAML list such as
+`outlast chaos` strikes once or every so often; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a YAML
+list such as
 
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}
@@ -14,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import units
+from outlast import patience, units
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ ACTIONS = {
     "stop": "SIGSTOP one training process, so that it hangs",
     "slow": "stop and continue one training process for a while, so that it is slow",
     "term": "SIGTERM a worker, as a machine that goes away does",
+    "evict": "evict a worker's pod, as the drain of its node does; on this machine the same as term",
 }
-"""What can be done to a worker."""
+"""What can be done to a worker. In a cluster kill-worker deletes its pod without grace, and term with it."""
+SLOW = (20, 0.4, 0.1)
+"""What `slow` does: how often it stops a process, for how many seconds, and for how many it lets it run."""
 
-_LOOK = timedelta(milliseconds=50)
-"""How often a schedule looks at the clock and at the step."""
+_LOOK_S = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,23 +139,38 @@ def seed(strikes: Sequence[Strike]) -> random.Random:
     return random.Random(repr(strikes))
 
 
-def play(backend: Backend, name: str, strikes: Sequence[Strike], rng: random.Random) -> Iterator[str]:
+def play(
+    backend: Backend,
+    name: str,
+    strikes: Sequence[Strike],
+    rng: random.Random,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+) -> Iterator[str]:
     """Carry out a schedule, each entry once when it is due; yields what was done.
 
-    Ends with the schedule, or when the run ends, leaves or is replaced.
+    Ends with the schedule, or when the run ends, leaves or is replaced. `say` is told that a cluster does not answer.
     """
     left = list(strikes)
     run = backend.status(name).run
-    while left and (status := _status(backend, name, run)) is not None:
+    while left and (status := _status(backend, name, run, say)) is not None:
         elapsed = timedelta(seconds=time.time() - status.submitted)
         for strike in [strike for strike in left if strike.due(elapsed, status.step)]:
             left.remove(strike)
             yield _attempt(backend, name, strike.do, strike.worker, rng)
-        time.sleep(_LOOK.total_seconds())
+        time.sleep(_pause_s(backend))
 
 
 def repeat(
-    backend: Backend, name: str, action: str, *, worker: int | None, every: timedelta, times: int | None, rng: random.Random
+    backend: Backend,
+    name: str,
+    action: str,
+    *,
+    worker: int | None,
+    every: timedelta,
+    times: int | None,
+    rng: random.Random,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
     """Do the same harm again and again, first now; yields what was done.
 
@@ -161,21 +179,26 @@ def repeat(
     done = 0
     run = backend.status(name).run
     due = time.monotonic()
-    while (times is None or done < times) and _status(backend, name, run) is not None:
+    while (times is None or done < times) and _status(backend, name, run, say) is not None:
         if time.monotonic() < due:
-            time.sleep(min(_LOOK.total_seconds(), max(0.0, due - time.monotonic())))
+            time.sleep(min(_pause_s(backend), max(0.0, due - time.monotonic())))
             continue
         yield _attempt(backend, name, action, worker, rng)
         done += 1
         due = time.monotonic() + every.total_seconds()
 
 
-def _status(backend: Backend, name: str, run: str) -> JobStatus | None:
+def _pause_s(backend: Backend) -> float:
+    """Between two looks at the clock and at the step: of this machine often, of a cluster as often as it is worth it."""
+    return _LOOK_S if backend.look_s < 1 else backend.look_s
+
+
+def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
     """Where the run stands; None when it has ended or left, or the name has gone to another one: that is not ours to harm."""
     from outlast.status import State
 
     try:
-        status = backend.status(name)
+        status = patience.while_away(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
         return None
     over = status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or status.run != run

@@ -365,6 +365,13 @@ class Cluster:
             options["preconditions"] = {"uid": uid}
         return self._document("delete", "DELETE", kind, name, namespace=namespace, body=options)
 
+    def evict(self, pod: str, *, namespace: str | None = None, uid: str | None = None) -> None:
+        """Have a pod go as the drain of its node does. Raises Refused when a PodDisruptionBudget keeps it."""
+        name = {"name": pod, "namespace": namespace or self.namespace}
+        options = {"deleteOptions": {"preconditions": {"uid": uid}}} if uid else {}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": name, **options}
+        self._document("evict", "POST", POD, pod, namespace=namespace, subresource="eviction", body=body, tries=1)
+
     # changes
 
     def watch(

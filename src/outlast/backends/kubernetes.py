@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast import chaos as schedules
 from outlast import kube, patience
-from outlast.backends import LogLine, observed, podlogs, pods, stored
+from outlast.backends import LogLine, harm, observed, podlogs, pods, stored
 from outlast.chance import CHANCE
 from outlast.contract import Label, Pod
 from outlast.errors import (
@@ -199,7 +200,7 @@ class KubernetesBackend:
         Raises AlreadyRunning when the job runs from another file.
         """
         if chaos is not None:
-            raise OutlastError("a schedule of harm is for `outlast run`; in a cluster use `outlast chaos` on the job")
+            raise OutlastError(f"`outlast submit` carries out no schedule of harm; submit, then: outlast chaos NAME {chaos}")
         for _ in self.apply(job, source=source, fresh=fresh):
             pass
         found = self._all(job.metadata.name)[0]
@@ -392,17 +393,14 @@ class KubernetesBackend:
         self._remove(name, grace_s=0)
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Do harm to a worker's pod: delete it at once (`kill-worker`) or in good order (`interrupt`)."""
-        graces = {"kill-worker": 0, "interrupt": None}
-        if action not in graces:
-            raise OutlastError(f"{action} cannot be done to a pod from here; in a cluster there are {', '.join(graces)}")
-        running = [pod for pod in self.pods(name) if pods.running(pod) and worker in (None, pods.index(pod))]
+        """Do harm to a worker's pod; `harm` says how."""
+        schedules.check(action)
+        if worker is not None:
+            return harm.strike(self.cluster, self.pod(name, worker), action, rng)
+        running = [pod for pod in self.pods(name) if pods.running(pod) and not pods.leaves(pod)]
         if not running:
-            raise NotFound(f"{name} has no running worker{'' if worker is None else f' {worker}'}; wait until it runs")
-        pod = rng.choice(running)
-        meta = pod["metadata"]
-        self.cluster.delete(kube.POD, meta["name"], grace_s=graces[action], uid=meta["uid"])
-        return f"{'deleted' if graces[action] is None else 'killed'} pod {meta['name']} of worker {pods.index(pod)}"
+            raise NotFound(f"{name} has no running worker; wait until it runs")
+        return harm.strike(self.cluster, rng.choice(running), action, rng)
 
     def evaluate(self, name: str, args: Sequence[str]) -> int:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""

@@ -36,9 +36,6 @@ _STARTING_S = 10.0
 """How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
 _LEAVING_S = 90.0
 """How long a launcher that has written the end may take to leave: it reads the whole ledger once more, for the goodput."""
-SLOW_S = (0.4, 0.1)
-"""`slow`: stopped and running in turns of these lengths."""
-SLOW_TURNS = 20
 
 
 class LocalBackend:
@@ -312,8 +309,9 @@ class LocalBackend:
         chaos.check(action)
         status, places = self.status(name), self._known(name)
         target = _target(status, worker, rng, needs_process=action in ("kill-process", "stop", "slow"))
-        number = {"kill-process": signal.SIGKILL, "kill-worker": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-        if action in ("kill-worker", "term"):
+        number = {"kill-process": signal.SIGKILL, "kill-worker": signal.SIGKILL, "stop": signal.SIGSTOP}
+        number |= {"term": signal.SIGTERM, "evict": signal.SIGTERM}
+        if action in ("kill-worker", "term", "evict"):
             pid, whom = target.pid, f"worker {target.index}"
         else:
             rank = rng.choice(target.ranks)
@@ -332,8 +330,8 @@ class LocalBackend:
                 os.kill(pid, number[action])
         except ProcessLookupError:
             raise gone from None
-        verb = {"kill-process": "killed", "kill-worker": "killed", "term": "terminated", "stop": "stopped", "slow": "slowed down"}
-        return f"{verb[action]} {whom} (pid {pid}) at step {status.step}"
+        verb = {"term": "terminated", "evict": "terminated", "stop": "stopped", "slow": "slowed down"}
+        return f"{verb.get(action, 'killed')} {whom} (pid {pid}) at step {status.step}"
 
     # Evaluation
 
@@ -430,21 +428,24 @@ class _Tail:
 
 
 def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_process: bool) -> WorkerStatus:
-    alive = [w for w in status.workers if w.pid and (w.ranks or not needs_process)]
-    if worker is not None:
-        alive = [w for w in alive if w.index == worker]
+    found = [w for w in status.workers if worker in (None, w.index)]
+    if worker is not None and not found:
+        there = ", ".join(str(w.index) for w in status.workers)
+        raise NotFound(f"{status.name} has no worker {worker}; {f'there are {there}' if there else 'no worker runs now'}")
+    alive = [w for w in found if w.pid and (w.ranks or not needs_process)]
     if not alive:
-        whom = "no worker" if worker is None else f"worker {worker}"
-        raise OutlastError(
-            f"{whom} {'has a training process' if needs_process else 'runs'} now (job {status.name} is {status.state})"
-        )
+        if worker is None:
+            lack = f"no worker {'has a training process' if needs_process else 'runs'}"
+        else:
+            lack = f"worker {worker} {'has no training process' if needs_process else 'does not run'}"
+        raise OutlastError(f"{lack} now ({status.name} is {status.state}); wait until it trains")
     return rng.choice(alive)
 
 
 def _slow(pid: int) -> None:
-    stopped_s, running_s = SLOW_S
+    turns, stopped_s, running_s = chaos.SLOW
     try:
-        for _ in range(SLOW_TURNS):
+        for _ in range(turns):
             os.kill(pid, signal.SIGSTOP)
             time.sleep(stopped_s)
             os.kill(pid, signal.SIGCONT)

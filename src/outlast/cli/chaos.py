@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from outlast import chaos as harm
 from outlast.chance import CHANCE
-from outlast.cli import which
+from outlast.cli import terminal, which
+from outlast.cli.which import ContextOption, NamespaceOption
 
 
 def chaos(
@@ -21,6 +23,9 @@ def chaos(
     every: Annotated[str | None, typer.Option(metavar="TIME", help="Again and again, so often, until the job ends.")] = None,
     times: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --every: so many times.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed harms the same workers again.")] = None,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="In a cluster: do not ask.")] = False,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Harm a running job, to see that it outlasts it.
 
@@ -31,27 +36,49 @@ def chaos(
       stop          SIGSTOP one training process, so that it hangs
       slow          stop and continue one training process for a while
       term          SIGTERM a worker, as a machine that goes away does
+      evict         as the drain of its node does
+
+    In a cluster kill-worker deletes the worker's pod without grace, term deletes it, and evict asks for its eviction, which a
+    PodDisruptionBudget may refuse; processes are harmed by a program that is run in the pod.
+
+    In place of an action a FILE (.yaml) names a schedule, as for outlast run --chaos.
 
     \b
     Examples:
       outlast chaos kill-worker
       outlast chaos cifar10 kill-process --worker 1
       outlast chaos cifar10 kill-worker --random --every 15s --seed 7
+      outlast chaos cifar10 evict -n team-a
+      outlast chaos cifar10 chaos.yaml -n team-a --yes
     """
-    place = which.backend(ctx)
     if worker is not None and random_:
         raise typer.BadParameter("--worker and --random exclude each other")
     if times is not None and every is None:
         raise typer.BadParameter("--times needs --every")
-    action = harm.check(words[-1])
+    action = words[-1]
+    strikes = harm.load(Path(action)) if action.endswith((".yaml", ".yml")) else None
+    if strikes is None:
+        harm.check(action)
+    elif worker is not None or random_ or every is not None:
+        raise typer.BadParameter(f"{action} says itself whom and when to harm; leave out --worker, --random and --every")
+    place = which.place(ctx, which.first(words), namespace, context)
     name, _ = which.and_last(place, words, "ACTION")
-    if seed is None:
-        seed = CHANCE.randrange(10_000)
-    rng = random.Random(seed)
-    if every is None:
+    if (there := which.in_cluster(place)) is not None and not yes:
+        where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
+        terminal.confirm(f"{action} harms {name} in namespace {where}", "it may be harmed")
+    rng = random.Random(seed := CHANCE.randrange(10_000) if seed is None else seed)
+    if strikes is not None:
+        said = harm.play(place, name, strikes, harm.seed(strikes), say=_say)
+    elif every is None:
         print(place.chaos(name, action, worker=worker, rng=rng))
         return
-    if worker is None:
-        print(f"the seed is {seed}", file=sys.stderr)
-    for sentence in harm.repeat(place, name, action, worker=worker, every=harm.every(every), times=times, rng=rng):
+    else:
+        if worker is None:
+            print(f"the seed is {seed}", file=sys.stderr)
+        said = harm.repeat(place, name, action, worker=worker, every=harm.every(every), times=times, rng=rng, say=_say)
+    for sentence in said:
         print(sentence, flush=True)
+
+
+def _say(sentence: str) -> None:
+    print(f"outlast | {sentence}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from outlast.cli import terminal
 from outlast.cli.which import ContextOption
 from outlast.contract import OPERATOR_NAMESPACE
 from outlast.errors import OutlastError
@@ -135,7 +136,4 @@ def _confirm(jobs: list[str], where: str) -> None:
     """Ask whether these jobs may be deleted. Raises OutlastError when not, or when nobody can be asked."""
     named = ", ".join(jobs[:5]) + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "")
     what = f"{len(jobs)} ElasticJob{'s' * (len(jobs) > 1)} of {where} would be deleted with --crds ({named})"
-    if not sys.stdin.isatty():
-        raise OutlastError(f"{what}; add --yes if they may be")
-    if input(f"{what}. Type yes to go on: ").strip() != "yes":
-        raise OutlastError("nothing was changed")
+    terminal.confirm(what, "they may be")

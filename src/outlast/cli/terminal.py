@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from outlast.errors import OutlastError
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -147,6 +149,14 @@ def prefix(worker: int, *, colour: bool) -> str:
     """`worker-0 | `, what stands before each line of a worker."""
     text = f"worker-{worker} | "
     return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
+
+
+def confirm(what: str, may: str) -> None:
+    """Ask whether this may be done. Raises OutlastError when not, or when nobody can be asked."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise OutlastError(f"{what}; add --yes if {may}")
+    if input(f"{safe(what)}. Type yes to go on: ").strip() != "yes":
+        raise OutlastError("nothing was changed")
 
 
 def _raw(stream: TextIO) -> TextIO:

@@ -1,0 +1,48 @@
+"""Harm to a worker's pod, for `outlast chaos`: `chaos.ACTIONS` as a cluster does them.
+
+Pods are deleted or evicted; training processes are harmed by a program (`inpod`) that is run in the pod's container, whatever its
+image, as long as that has Python. Raises what the cluster says: `Forbidden` names the right that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from outlast import chaos, kube
+from outlast.backends import inpod, pods
+from outlast.errors import NotFound, OutlastError
+
+_NOBODY = 3
+"""Exit code of `inpod` without a training process."""
+_START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
+
+
+def strike(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.Random) -> str:
+    """Do it to the worker of this pod; the sentence that says what was done."""
+    meta, worker = pod["metadata"], f"worker {pods.index(pod)}"
+    name, namespace = meta["name"], meta["namespace"]
+    match chaos.check(action):
+        case "kill-worker":
+            cluster.delete(kube.POD, name, namespace=namespace, grace_s=0, uid=meta["uid"])
+            return f"killed {worker}: deleted pod {name} without grace"
+        case "term":
+            cluster.delete(kube.POD, name, namespace=namespace, uid=meta["uid"])
+            return f"terminated {worker}: deleted pod {name}"
+        case "evict":
+            cluster.evict(name, namespace=namespace, uid=meta["uid"])
+            return f"evicted {worker}: pod {name}"
+    turns, stopped_s, running_s = chaos.SLOW
+    arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
+    program = Path(inpod.__file__).read_bytes()
+    command = ["sh", "-c", _START, "sh", *arguments]
+    ended = cluster.exec_(name, command, namespace=namespace, container=pods.name(pod), stdin=program)
+    if ended.code == _NOBODY:
+        raise NotFound(f"{worker} has no training process now; wait until it trains")
+    if ended.code:
+        said = ended.error.decode(errors="replace").strip().splitlines()
+        raise OutlastError(f"{action} failed in pod {name}: {said[-1] if said else f'exit code {ended.code}'}")
+    struck = json.loads(ended.output)
+    verb = {"kill-process": "killed", "stop": "stopped", "slow": "slowed down"}[action]
+    return f"{verb} rank {struck['rank']} on {worker} (pid {struck['pid']} in pod {name})"

@@ -1,0 +1,73 @@
+"""Harms one training process of the pod in which it runs: `backends.harm` sends this text there, for the pod's own Python.
+
+    python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
+
+Standard library only, Python 3.9 or newer: images of users have no Outlast, or another version of it. Prints which
+rank and pid it was; exit code 3 when there is no training process.
+"""
+
+import glob
+import json
+import os
+import signal
+import sys
+import time
+
+SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signal.SIGSTOP}
+
+
+def reported(state: str) -> dict[int, int]:
+    """Pids by rank, as the processes of an Outlast worker write them for their agent."""
+    found = {}
+    for path in glob.glob(os.path.join(state, "progress-*.json")):
+        try:
+            with open(path) as file:
+                record = json.load(file)
+            os.kill(record["pid"], 0)
+            found[record["rank"]] = record["pid"]
+        except (OSError, ValueError, KeyError):  # it writes this moment, or has ended
+            continue
+    return found
+
+
+def launched(proc: str = "/proc") -> dict[int, int]:
+    """Pids by rank of what plain torchrun has started: those with a rank whose parents have none (readers of data have it)."""
+    ranks, parents = {}, {}
+    for entry in filter(str.isdecimal, os.listdir(proc)):
+        try:
+            with open(f"{proc}/{entry}/environ", "rb") as file:
+                environ = dict(part.partition(b"=")[::2] for part in file.read().split(b"\0"))
+            with open(f"{proc}/{entry}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        if environ.get(b"RANK", b"").isdigit() and b"LOCAL_RANK" in environ:
+            ranks[int(entry)], parents[int(entry)] = int(environ[b"RANK"]), parent
+    return {rank: pid for pid, rank in ranks.items() if parents[pid] not in ranks}
+
+
+def main(action: str, pick: float, turns: int, stopped_s: float, running_s: float) -> int:
+    """Do it."""
+    state = os.environ.get("OUTLAST_WORKER_STATE")
+    found = reported(state) if state else launched()
+    if not found:
+        return 3
+    rank = sorted(found)[int(pick * len(found))]
+    pid = found[rank]
+    print(json.dumps({"rank": rank, "pid": pid}), flush=True)
+    os.kill(pid, SIGNALS[action])
+    if action != "slow":
+        return 0
+    try:
+        for _ in range(turns):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(stopped_s)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(running_s)
+    except ProcessLookupError:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5])))

@@ -1,0 +1,222 @@
+"""`outlast chaos`: in a cluster pods are deleted and evicted, processes are harmed by a program that runs in their pod."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import apiserver
+from outlast import chaos, cli, kube
+from outlast.backends import harm, inpod, kubernetes, local
+from outlast.errors import Forbidden, NotFound, OutlastError, Refused
+from outlast.status import JobStatus, State, WorkerStatus
+
+Document = dict[str, Any]
+LABELS = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
+
+
+class Pod(kube.Cluster):
+    """The part of a cluster that runs commands in a pod: this machine is the pod."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self.environ = {"PATH": os.environ["PATH"], **environ}
+
+    def exec_(self, pod: str, command: Sequence[str], **how: Any) -> kube.Ended:  # type: ignore[override]
+        done = subprocess.run(command, input=how["stdin"], env=self.environ, capture_output=True, check=False)
+        return kube.Ended(done.returncode, done.stdout, done.stderr)
+
+
+def a_pod(name: str = "train-1", index: int = 1) -> Document:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": "n",
+            "uid": f"uid-{name}",
+            "labels": {**LABELS, "outlast.dev/worker": str(index)},
+        },
+        "spec": {"containers": [{"name": "worker"}]},
+        "status": {"phase": "Running", "containerStatuses": [{"name": "worker", "state": {"running": {}}}]},
+    }
+
+
+@contextlib.contextmanager
+def a_process() -> Iterator[psutil.Process]:
+    """One that does nothing."""
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_reports_to_its_agent_is_harmed(tmp_path: Path) -> None:
+    pod = Pod({"OUTLAST_WORKER_STATE": str(tmp_path)})
+    with a_process() as one, a_process() as two:
+        for local_rank, process in enumerate((one, two)):
+            record = json.dumps({"rank": 2 + local_rank, "pid": process.pid})
+            (tmp_path / f"progress-{local_rank}.json").write_text(record.ljust(512))
+        (tmp_path / "progress-2.json").write_text(json.dumps({"rank": 4, "pid": 2**22 + 1}))  # of one that is gone
+        said = harm.strike(pod, a_pod(), "stop", random.Random(0))
+        assert said == f"stopped rank 3 on worker 1 (pid {two.pid} in pod train-1)"
+        assert (one.status(), two.status()) == (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED)
+        two.resume()
+        harm.strike(pod, a_pod(), "kill-process", random.Random(0))
+        assert two.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_slow_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "SLOW", (3, 0.02, 0.01))
+    with a_process() as process:
+        (tmp_path / "progress-0.json").write_text(json.dumps({"rank": 7, "pid": process.pid}))
+        said = harm.strike(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))
+        assert said == f"slowed down rank 7 on worker 1 (pid {process.pid} in pod train-1)"
+        assert process.status() == psutil.STATUS_SLEEPING
+
+
+def test_ranks_of_plain_torchrun_are_known_by_their_variables(tmp_path: Path) -> None:
+    """Never looked for in the real /proc here: there may be others that train on this machine."""
+    found = {1: (0, {}), 7: (1, {}), 8: (7, {"RANK": "2", "LOCAL_RANK": "0"}), 9: (7, {"RANK": "3", "LOCAL_RANK": "1"})}
+    found[20] = (9, {"RANK": "3", "LOCAL_RANK": "1"})  # it reads data for rank 3
+    for pid, (parent, environ) in found.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} 1 1")
+        (tmp_path / str(pid) / "environ").write_bytes(b"".join(f"{k}={v}\0".encode() for k, v in environ.items()))
+    (tmp_path / "30").mkdir()
+    (tmp_path / "self").mkdir()
+    assert inpod.launched(str(tmp_path)) == {2: 8, 3: 9}
+
+
+def test_what_cannot_be_harmed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    pod = Pod({"PATH": str(tmp_path)})
+    with pytest.raises(OutlastError, match="stop failed in pod train-1: it has no Python"):
+        harm.strike(pod, a_pod(), "stop", random.Random(0))
+    monkeypatch.setattr(pod, "exec_", lambda *_, **__: kube.Ended(3, b"", b""))
+    with pytest.raises(NotFound, match="worker 1 has no training process now; wait until it trains"):
+        harm.strike(pod, a_pod(), "kill-process", random.Random(0))
+
+
+def test_on_this_machine_a_worker_that_cannot_be_harmed_is_named() -> None:
+    def refused(worker: int | None, *workers: WorkerStatus) -> str:
+        status = JobStatus(name="exact", run="r", state=State.RESTARTING, workers=list(workers))
+        with pytest.raises(OutlastError) as problem:
+            local._target(status, worker, random.Random(0), needs_process=True)
+        return str(problem.value)
+
+    starts = WorkerStatus(index=0, pid=7)
+    assert refused(7, starts, WorkerStatus(index=1)) == "exact has no worker 7; there are 0, 1"
+    assert refused(7) == "exact has no worker 7; no worker runs now"
+    assert refused(0, starts) == "worker 0 has no training process now (exact is Restarting); wait until it trains"
+    assert refused(None, starts) == "no worker has a training process now (exact is Restarting); wait until it trains"
+
+
+# Requests
+
+Team = tuple[apiserver.ApiServer, kubernetes.KubernetesBackend]
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    api = apiserver.ApiServer()
+    spec = {"parallelism": 2, "template": {"spec": {"containers": []}}}
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        cluster = kube.connect(namespace="n")
+        api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
+        meta = {"name": "train", "namespace": "n", "labels": LABELS}
+        api.put({"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec})
+        for index in range(2):
+            api.put(a_pod(f"train-{index}", index))
+        yield api, kubernetes.KubernetesBackend(cluster)
+        cluster.close()
+
+
+def asked(api: apiserver.ApiServer, verb: str) -> list[str]:
+    return [path.split("?")[0].split("/pods/")[1] for path in api.asked if path.startswith(verb) and "/pods/" in path]
+
+
+def test_pods_are_deleted_and_evicted(team: Team) -> None:
+    api, place = team
+    said = place.chaos("train", "kill-worker", worker=0, rng=random.Random(0))
+    assert said == "killed worker 0: deleted pod train-0 without grace"
+    assert place.chaos("train", "term", worker=1, rng=random.Random(0)) == "terminated worker 1: deleted pod train-1"
+    assert asked(api, "DELETE") == ["train-0", "train-1"]
+    with pytest.raises(NotFound, match="train has no running worker; wait until it runs"):
+        place.chaos("train", "term", worker=None, rng=random.Random(0))
+    api.put(a_pod())
+    api.prescribe("POST .*/pods/train-1/eviction", (201, {"kind": "Status", "status": "Success"}))
+    assert place.chaos("train", "evict", worker=None, rng=random.Random(0)) == "evicted worker 1: pod train-1"
+
+
+def test_a_refusal_says_what_refuses(team: Team) -> None:
+    api, place = team
+    budget = "Cannot evict pod as it would violate the pod's disruption budget."
+    api.prescribe("POST .*/eviction", apiserver.status(429, "TooManyRequests", budget))
+    with pytest.raises(Refused, match=r"Pod train-1 in namespace n cannot be evicted now: Cannot evict pod as it would violate"):
+        place.chaos("train", "evict", worker=1, rng=random.Random(0))
+    assert len(asked(api, "POST")) == 1, "it is not tried again and again"
+    text = 'pods "train-1" is forbidden: User "ada" cannot create resource "pods/eviction" in API group "" in the namespace "n"'
+    api.prescribe("POST .*/eviction", apiserver.status(403, "Forbidden", text))
+    with pytest.raises(Forbidden, match=r"ada may not create pods/eviction in namespace n; ask who runs the cluster for a role"):
+        place.chaos("train", "evict", worker=1, rng=random.Random(0))
+    with pytest.raises(NotFound, match="train has no worker 7; there are 0, 1"):
+        place.chaos("train", "term", worker=7, rng=random.Random(0))
+
+
+def test_harm_in_a_cluster_is_confirmed(team: Team, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    api, place = team
+
+    def run(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["chaos", *words], backend=place)
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out + err
+
+    assert run("train", "term", "--worker", "0") == (
+        2,
+        "Error: term harms train in namespace n of here; add --yes if it may be harmed\n",
+    )
+    monkeypatch.setattr(sys, "stdin", tty := io.StringIO("no\n"))
+    monkeypatch.setattr(tty, "isatty", lambda: True)
+    assert run("train", "term")[1].endswith("Error: nothing was changed\n")
+    assert not asked(api, "DELETE")
+    assert run("train", "term", "--worker", "0", "--yes") == (0, "terminated worker 0: deleted pod train-0\n")
+
+
+def test_a_schedule_is_carried_out_on_pods(
+    team: Team, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, place = team
+    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.02)
+    schedule = tmp_path / "chaos.yaml"
+    schedule.write_text("- {at: 1s, do: kill-worker, worker: 1}\n- {step: 40, do: term, worker: 0}\n")
+
+    def trains() -> None:
+        api.until(lambda: asked(api, "DELETE") == ["train-1"])
+        time.sleep(0.1)
+        assert asked(api, "DELETE") == ["train-1"]
+        api.metrics["train-0"] = "outlast_step 41\n"
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    with pytest.raises(SystemExit):
+        cli.main(["chaos", "train", str(schedule), "--yes"], backend=place)
+    thread.join()
+    said = ["killed worker 1: deleted pod train-1 without grace", "terminated worker 0: deleted pod train-0"]
+    assert capsys.readouterr().out.splitlines() == said
