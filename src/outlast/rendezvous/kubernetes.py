@@ -118,9 +118,9 @@ class Client:
             if thread.ident:
                 thread.join(LAST_S)
 
-    def _run(self, target: Callable[[_Connection], None]) -> None:
+    def _run(self, target: Callable[[Connection], None]) -> None:
         try:
-            with contextlib.closing(_Connection(self._namespace)) as connection:
+            with contextlib.closing(Connection(self._namespace)) as connection:
                 target(connection)
         except Exception as bug:  # nobody would ever speak for this worker, or listen, again
             self._leave(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
@@ -128,7 +128,7 @@ class Client:
 
     # What the operator says
 
-    def _listen(self, connection: _Connection) -> None:
+    def _listen(self, connection: Connection) -> None:
         line, failures = Line("this worker does not hear the operator", "this worker hears the operator again"), 0
         while not self._stop.is_set():
             with self._changed:
@@ -212,7 +212,7 @@ class Client:
 
     # What this member says
 
-    def _tell(self, connection: _Connection) -> None:
+    def _tell(self, connection: Connection) -> None:
         line, failures = Line("the operator does not hear this worker", "the operator hears this worker again"), 0
         with self._changed:
             self._changed.wait_for(lambda: self._owner is not None or self._stop.is_set() or self.gone)
@@ -308,7 +308,7 @@ class Client:
         }
 
 
-class _Connection:
+class Connection:
     """A thread's own client of the API server: nobody else uses it, so it can be closed as soon as its login has expired.
 
     The token of a pod's account is replaced where it lies before it expires; a new login reads it there.
