@@ -247,8 +247,10 @@ def test_a_refusal_is_said_and_tried_again(operator: Operator, member, capfd: py
         '"coordination.k8s.io" in the namespace "default"'
     )
     operator.api.prescribe("PATCH", *[apiserver.status(403, "Forbidden", text)] * 2)
-    member().report("waiting")
+    client = member()
+    client.report("waiting")
     until(operator.lease)
+    client.close()  # it says that it is heard again
     said = "the operator does not hear this worker; it goes on as it was and tries again: w may not patch leases.coordination"
     assert capfd.readouterr().out.count(said) == 1
 
