@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +20,9 @@ from outlast.kinds import KINDS
 
 Document = dict[str, Any]
 NOW = "2026-01-01T00:00:00Z"
+DEEP, FAT = "@deep@", "@fat@"
+"""Stand in a document for what would be a burden to this server as well: a list nested 1,100 levels deep, and one of 1.3 MiB."""
+_MEANT = {f'"{DEEP}"'.encode(): b"[" * 1100 + b"]" * 1100, f'"{FAT}"'.encode(): b"[" + b"{}," * 450_000 + b"{}]"}
 
 
 def status(code: int, reason: str, message: str, **details: Any) -> tuple[int, Document]:
@@ -224,8 +227,9 @@ class ApiServer:
         with self.lock:
             found = [d for k, d in self.documents.items() if k[0] == resource and namespace in ("", k[1]) and _selected(d, query)]
             begin = int(query.get("continue", "0"))
-            part = found[begin : begin + self.page]
-            more = {"continue": str(begin + self.page)} if begin + self.page < len(found) else {}
+            end = begin + min(self.page, int(query.get("limit", self.page)))
+            part = found[begin:end]
+            more = {"continue": str(end)} if end < len(found) else {}
             send(handler, 200, {"metadata": {"resourceVersion": str(self.version), **more}, "items": part})
 
     def watch(self, handler: BaseHTTPRequestHandler, resource: str, namespace: str, query: dict[str, str]) -> None:
@@ -247,7 +251,7 @@ class ApiServer:
         try:
             handler.wfile.flush()
             while (line := watcher.news.get()) is not None:
-                handler.wfile.write(line)
+                handler.wfile.write(_written(line))
                 handler.wfile.flush()
         except OSError:  # who watched has gone
             pass
@@ -262,14 +266,23 @@ class ApiServer:
 
 
 def send(handler: BaseHTTPRequestHandler, code: int, body: Any, **headers: str) -> None:
-    content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+    content = body.encode() if isinstance(body, str) else _written(json.dumps(body).encode())
     handler.send_response(code)
     handler.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
     handler.send_header("Content-Length", str(len(content)))
     for name, value in headers.items():
         handler.send_header(name.replace("_", "-"), value)
     handler.end_headers()
-    handler.wfile.write(content)
+    try:
+        handler.wfile.write(content)
+    except OSError:  # who asked wants no more of it
+        handler.close_connection = True
+
+
+def _written(content: bytes) -> bytes:
+    for name, meant in _MEANT.items():
+        content = content.replace(name, meant)
+    return content
 
 
 def _plain(code: int, body: Any) -> Callable[[BaseHTTPRequestHandler], bool]:
@@ -320,6 +333,10 @@ def serving(api: ApiServer) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # else what is written in two parts waits 40 ms for an acknowledgement
+
+        def handle(self) -> None:
+            with suppress(ConnectionResetError):  # while the next request is waited for
+                super().handle()
 
         def _any(self) -> None:
             api.answer(self)

@@ -242,6 +242,15 @@ def test_long_lists_come_in_pages(api: apiserver.ApiServer, cluster: kube.Cluste
     assert len([path for path in api.asked if "/pods" in path]) == 6
 
 
+def test_pages_that_are_too_long_are_asked_for_with_fewer_documents(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    for n in range(9):
+        api.put(a_pod(f"p{n}", fat=apiserver.FAT))
+    assert len(cluster.list_(kube.POD)) == 9
+    limits = [int(path.partition("limit=")[2].partition("&")[0]) for path in api.asked]
+    assert limits[:5] == [500, 125, 31, 7, 1]
+    assert max(limits[4:]) == 2, "4 of these take more than a quarter of what a page may"
+
+
 def test_a_list_that_grows_too_old_between_pages_is_begun_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     api.page = 3
     for number in range(5):
@@ -440,10 +449,6 @@ def test_who_asks_a_port_sees_that_the_pod_ends_the_connection(cluster: kube.Clu
     assert not reads.is_alive()
 
 
-def without_spec(document: kube.Document) -> kube.Document:
-    return {name: value for name, value in document.items() if name != "spec"}
-
-
 class Watched:
     """What a watch says, in a thread of its own."""
 
@@ -459,8 +464,7 @@ class Watched:
 
     def _run(self, cluster: kube.Cluster) -> None:
         try:
-            for change in cluster.watch(kube.POD, stop=self.stop, listening=self.versions.append, trim=without_spec):
-                assert "spec" not in change.document
+            for change in cluster.watch(kube.POD, stop=self.stop, listening=self.versions.append):
                 with self._more:
                     self.said.append((change.type, change.document["metadata"]["name"]))
                     self._more.notify_all()
@@ -518,9 +522,25 @@ def test_a_watch_that_is_too_old_lists_anew_and_tells_what_vanished(api: apiserv
         api.put(a_pod("fresh"))
         api.oldest = api.version
         api.watchers = watchers
-    watched.wait(*known, ("deleted", "gone"), ("modified", "changed"), ("added", "fresh"))
+    watched.wait(*known, ("modified", "changed"), ("added", "fresh"), ("deleted", "gone"))
     watched.end()
     assert watched.error is None
+
+
+def test_what_has_the_name_of_what_vanished_is_told_after_that(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.put(a_pod("same"))
+    watched = Watched(cluster)
+    watched.wait(("added", "same"))
+    api.until(lambda: api.watchers)
+    with api.lock:
+        api.cut(forget=True)
+        watchers, api.watchers = api.watchers, []
+        api.remove("pods", "same")
+        api.put(a_pod("same"))
+        api.oldest = api.version
+        api.watchers = watchers
+    watched.wait(("added", "same"), ("deleted", "same"), ("added", "same"))
+    watched.end()
 
 
 def test_a_410_in_the_stream_lists_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

@@ -203,5 +203,14 @@ def test_what_an_operator_has_written_is_believed() -> None:
     found = observed.status(Seen("train", workload, [running(0)], allowed=(1, 4)))
     assert (found.state, found.reason, found.step, found.restarts, found.run) == (State.RESIZING, "grows to 3", 7, 2, "r")
     assert (found.replicas, found.min, found.max, len(found.workers)) == (2, 1, 4, 1)
-    del workload["status"]
-    assert said(workload=workload)[1] == "no operator has taken it up yet; is one installed? (outlast install)"
+
+
+def test_an_operator_is_missed_only_when_it_has_had_the_time_to_take_up_a_job() -> None:
+    meta = {"name": "train", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    workload = {"kind": "ElasticJob", "metadata": meta, "spec": {"workers": {"replicas": 2}}}
+
+    def reason(after_s: float) -> str:
+        return observed.status(Seen("train", workload, now=1_767_225_600.0 + after_s)).reason
+
+    assert reason(1) == "it was submitted a moment ago, and its operator is to take it up"
+    assert reason(16) == "no operator has taken it up yet; is one installed? (outlast install)"

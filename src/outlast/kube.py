@@ -18,12 +18,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import quote
 
-from outlast import answers, kubeconfig
+from outlast import answers, kubeconfig, wire
 from outlast.answers import Asked
 from outlast.chance import CHANCE
 from outlast.errors import Absent, ClusterError, Forbidden, NoCluster, NotServed, Refused, Unanswered, Unauthorized
@@ -40,6 +40,8 @@ MANAGER = "outlast"
 """Who we are, in `managedFields`."""
 _PAGE = 500
 """Documents a request of `list_`, as kubectl asks for."""
+_PAGE_BYTES = 8 * 2**20
+"""A page that is longer is asked for anew with a quarter of the documents: some have a MiB each."""
 _SERVERS = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
 """Metadata that the API server writes."""
 _CONNECT_S = 10.0
@@ -281,7 +283,14 @@ class Cluster:
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:
         """All documents of a kind that the selectors find, in one namespace or `everywhere`."""
-        return self._listed(kind, namespace=namespace, everywhere=everywhere, labels=labels, fields=fields)[0]
+        for attempt in (1, 2):
+            pages = self._pages(kind, namespace=namespace, everywhere=everywhere, labels=labels, fields=fields)
+            try:
+                return [document for page, _ in pages for document in page]
+            except _Expired:  # between two pages
+                if attempt == 2:
+                    raise
+        raise AssertionError
 
     def create(self, document: Document, *, dry_run: bool = False) -> Document:
         """Make a document. Raises Taken when one of its name exists."""
@@ -383,7 +392,6 @@ class Cluster:
         everywhere: bool = False,
         labels: str = "",
         fields: str = "",
-        trim: Callable[[Document], Document] | None = None,
         listening: Callable[[str | None], None] | None = None,
         longest_pause_s: float = _LONGEST_PAUSE_S,
     ) -> Iterator[Change]:
@@ -393,29 +401,31 @@ class Cluster:
         listed anew, and what vanished is said as well. While the server is away it is asked again, with growing pauses. What it
         refuses is raised; so is the first failure to reach it.
 
-        `trim` takes from each document what is of no use; it must leave the metadata. `listening` is told the version up to which
-        everything has been said, when a connection stands and now and then after that, and None when it is lost.
+        Documents are parsed one at a time. `listening` is told the version up to which everything has been said, when a
+        connection stands and now and then after that, and None when it is lost.
         """
         tell = listening or (lambda version: None)
-        select = {"namespace": namespace, "everywhere": everywhere, "labels": labels, "fields": fields, "trim": trim}
-        known: dict[str, Document] = {}
+        select = {"namespace": namespace, "everywhere": everywhere, "labels": labels, "fields": fields}
+        known = _Known()
         version, begun, failures = "", False, 0
         while not stop.is_set():
             try:
                 if not version:
-                    documents, version = self._listed(kind, **select)  # type: ignore[arg-type]
+                    version = yield from known.differences(self._pages(kind, **select))  # type: ignore[arg-type]
                     begun = True
-                    yield from _differences(known, documents)
                 failures += 1  # unless anything comes: a connection that ends at once is no better than none
                 for reached, change in self._changes(kind, version, stop, tell=tell, **select):
                     version, failures = reached, 0
                     if change is not None:
-                        _remember(known, change)
+                        known.note(change)
                         yield change
                     else:
                         tell(version)
             except _Gone:
                 version = ""
+                tell(None)
+            except _Expired:
+                failures += 1
                 tell(None)
             except Unanswered:
                 tell(None)
@@ -439,15 +449,15 @@ class Cluster:
         with self._stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
             tell(version)
             for line in lines:
-                event = _parsed(line, asked)
-                document = event["object"]
-                if event["type"] == "ERROR":
+                with _reading(line, asked):
+                    type_, document = wire.event(line, kind)
+                if type_ == "ERROR":
                     raise _mistake(int(document.get("code") or 500), json.dumps(document).encode(), asked)
                 reached = document["metadata"]["resourceVersion"]
-                if event["type"] == "BOOKMARK":
+                if type_ == "BOOKMARK":
                     yield reached, None
                 else:
-                    yield reached, Change(event["type"].lower(), select["trim"](document) if select["trim"] else document)
+                    yield reached, Change(type_.lower(), document)  # type: ignore[arg-type]
 
     # pods
 
@@ -668,36 +678,29 @@ class Cluster:
         )
         return _parsed(answer.content, asked)
 
-    def _listed(
-        self,
-        kind: Kind,
-        *,
-        namespace: str | None,
-        everywhere: bool,
-        labels: str,
-        fields: str,
-        trim: Callable[[Document], Document] | None = None,
-    ) -> tuple[list[Document], str]:
-        """The documents and the version of the list."""
+    def _pages(
+        self, kind: Kind, *, namespace: str | None, everywhere: bool, labels: str, fields: str
+    ) -> Iterator[tuple[Iterator[Document], str]]:
+        """The pages of a list, each with its version; documents are parsed one at a time. Raises _Expired when the list has grown
+        too old: what came before is of no use."""
         asked, path = self._address("list", kind, "", namespace, everywhere=everywhere)
-        for attempt in (1, 2):
-            found: list[Document] = []
-            token = ""
-            while True:
-                params = {**_selectors(labels, fields), "limit": str(_PAGE), **({"continue": token} if token else {})}
-                try:
-                    page = _parsed(self._answer(asked, "GET", path, params=params).content, asked)
-                except Refused as error:
-                    if token and attempt == 1 and isinstance(error, _Expired):
-                        break  # the list has grown too old between two pages
-                    raise
-                for item in page.get("items") or ():
-                    whole = {"apiVersion": kind.api_version, "kind": kind.kind, **item}
-                    found.append(trim(whole) if trim else whole)
-                token = page["metadata"].get("continue") or ""
-                if not token:
-                    return found, str(page["metadata"].get("resourceVersion", ""))
-        raise AssertionError
+        token, limit = "", _PAGE
+        while True:
+            params = {**_selectors(labels, fields), "limit": str(limit), **({"continue": token} if token else {})}
+            try:
+                answer = self._answer(asked, "GET", path, params=params, most=_PAGE_BYTES if limit > 3 else None)
+            except _TooLong:
+                limit //= 4
+                continue
+            content: bytes = answer.extensions.pop("whole", None) or answer.content
+            with _reading(content, asked):
+                meta, items = wire.page(content, kind)
+            token = meta.get("continue") or ""
+            yield _items(items, kind, content, asked), str(meta.get("resourceVersion", ""))
+            if not token:
+                return
+            if len(content) < _PAGE_BYTES // 4:
+                limit = min(_PAGE, 2 * limit)
 
     def _answer(
         self,
@@ -711,10 +714,12 @@ class Cluster:
         repeat: bool | None = None,
         tries: int | None = None,
         timeout_s: float | None = None,
+        most: int | None = None,
     ) -> httpx2.Response:
         """What the server answers; raises what it refuses.
 
-        A request that it has not taken is made again a few times; so is one that it may have taken, if it may be repeated.
+        A request that it has not taken is made again a few times; so is one that it may have taken, if it may be repeated. An
+        answer of which no more than `most` bytes are read has them in its extensions, as `whole`; raises _TooLong for more.
         """
         import httpx2
 
@@ -726,12 +731,20 @@ class Cluster:
         for attempt in range(1, tries + 1):
             answer = None
             try:
-                answer = self.client.request(method, path, params=params, content=content, headers=headers, timeout=timeout)
+                client = self.client
+                request = client.build_request(method, path, params=params, content=content, headers=headers, timeout=timeout)
+                answer = client.send(request, stream=True)
+                try:
+                    _read(answer, asked, most)
+                finally:
+                    answer.close()
                 self._note(answer)
                 if answer.is_success:
                     return answer
                 wrong = _mistake(answer.status_code, answer.content, asked)
                 again = answer.status_code == 429 or (repeat and isinstance(wrong, Unanswered))
+            except _TooLong:
+                raise
             except Exception as error:
                 wrong = _unreached(error, asked)
                 again = isinstance(error, httpx2.ConnectError) or (repeat and isinstance(error, httpx2.TransportError))
@@ -814,6 +827,10 @@ class _Expired(Refused):
     """The rest of a list is no longer to be had (410)."""
 
 
+class _TooLong(Refused):
+    """An answer is longer than what was to be read of it."""
+
+
 def _mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
     if status == 410 and asked.verb == "list":
         return _Expired(f"{asked.thing} cannot be listed: the list has grown too old")
@@ -867,12 +884,39 @@ def _selectors(labels: str, fields: str) -> dict[str, str]:
 
 
 def _parsed(content: bytes, asked: Asked) -> Document:
+    with _reading(content, asked):
+        return wire.document(content, asked.kind)
+
+
+@contextlib.contextmanager
+def _reading(content: bytes, asked: Asked) -> Iterator[None]:
+    """Say what it means that this is not what an API server writes. Raises Unanswered."""
     try:
-        found: Document = json.loads(content)
+        yield
     except ValueError as error:
         said = content[:80].decode(errors="replace")
         raise Unanswered(f"{asked.server} does not answer as an API server: {said!r}; look at the context's server") from error
-    return found
+
+
+def _items(items: Iterator[Document], kind: Kind, content: bytes, asked: Asked) -> Iterator[Document]:
+    """The documents of a page, which do not say what they are."""
+    with _reading(content, asked):
+        for item in items:
+            yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}
+
+
+def _read(answer: httpx2.Response, asked: Asked, most: int | None) -> None:
+    """Read an answer to its end, unless it is good and longer than that."""
+    if most is None or not answer.is_success:
+        answer.read()
+        return
+    parts, size = [], 0
+    for part in answer.iter_bytes():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise _TooLong(f"{asked.thing}: the answer takes more than {most >> 20} MiB")
+    answer.extensions["whole"] = b"".join(parts)
 
 
 def _lines(answer: httpx2.Response, asked: Asked, stop: Stop) -> Iterator[bytes]:
@@ -891,33 +935,52 @@ def _lines(answer: httpx2.Response, asked: Asked, stop: Stop) -> Iterator[bytes]
         yield rest
 
 
-def _remembered(document: Document) -> Document:
-    """Enough of a document to say later that it has vanished."""
-    meta = {key: value for key, value in document["metadata"].items() if key not in ("managedFields", "annotations")}
-    return {"apiVersion": document.get("apiVersion"), "kind": document.get("kind"), "metadata": meta}
+class _Known:
+    """What a watch has said, so that a new list can be compared with it, and what has vanished can be named."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[str, tuple[str, str], bytes]] = {}
+        """Version, place and text by uid: of documents, Python makes ten times their text."""
+
+    def note(self, change: Change) -> None:
+        """A watch says this."""
+        if change.type == "deleted":
+            self._held.pop(change.document["metadata"]["uid"], None)
+        else:
+            self._hold(change.document)
+
+    def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
+        """What a new list says to who has heard all this; its version. What has another's name now has vanished before that
+        came."""
+        places = {place: uid for uid, (_, place, _) in self._held.items()}
+        present: set[str] = set()
+        version = ""
+        for page, version in pages:  # noqa: B007  # the last one's is returned
+            for document in page:
+                meta = document["metadata"]
+                uid, place = meta["uid"], _place(meta)
+                if places.get(place, uid) != uid and (replaced := places.pop(place)) in self._held:
+                    yield self._vanished(replaced)
+                present.add(uid)
+                old = self._held[uid][0] if uid in self._held else None
+                self._hold(document)
+                if old != meta.get("resourceVersion"):
+                    yield Change("added" if old is None else "modified", document)
+        for uid in [uid for uid in self._held if uid not in present]:
+            yield self._vanished(uid)
+        return version
+
+    def _vanished(self, uid: str) -> Change:
+        return Change("deleted", json.loads(self._held.pop(uid)[2]))
+
+    def _hold(self, document: Document) -> None:
+        meta = {key: value for key, value in document["metadata"].items() if key not in ("managedFields", "annotations")}
+        kept = {"apiVersion": document.get("apiVersion"), "kind": document.get("kind"), "metadata": meta}
+        self._held[meta["uid"]] = str(meta.get("resourceVersion", "")), _place(meta), json.dumps(kept).encode()
 
 
-def _remember(known: dict[str, Document], change: Change) -> None:
-    uid = change.document["metadata"]["uid"]
-    if change.type == "deleted":
-        known.pop(uid, None)
-    else:
-        known[uid] = _remembered(change.document)
-
-
-def _differences(known: dict[str, Document], documents: Sequence[Document]) -> Iterator[Change]:
-    """What a new list says to who knows the old one; `known` is what is known afterwards."""
-    present = {document["metadata"]["uid"] for document in documents}
-    for uid in [uid for uid in known if uid not in present]:
-        yield Change("deleted", known.pop(uid))
-    for document in documents:
-        meta = document["metadata"]
-        old = known.get(meta["uid"])
-        known[meta["uid"]] = _remembered(document)
-        if old is None:
-            yield Change("added", document)
-        elif old["metadata"].get("resourceVersion") != meta.get("resourceVersion"):
-            yield Change("modified", document)
+def _place(meta: Mapping[str, Any]) -> tuple[str, str]:
+    return meta.get("namespace", ""), meta["name"]
 
 
 def _end(connection: WebSocketSession) -> None:

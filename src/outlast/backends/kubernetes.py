@@ -520,7 +520,7 @@ class KubernetesBackend:
             processes, allowed = legacy.processes(current), (low, high)
         elif (ask or current["kind"] == "ElasticJob") and (job := self._job(current)):
             processes, allowed = job.spec.processes(), _sizes(job)
-        return observed.Seen(name, current, own, told, allowed, processes, older, unknown)
+        return observed.Seen(name, current, own, told, allowed, processes, older, unknown, time.time())
 
     def _told(self, found: Sequence[Document]) -> tuple[Mapping[str, observed.Metrics], str]:
         """What agents say of themselves, and why some cannot be asked."""

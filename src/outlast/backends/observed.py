@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outlast import wire
 from outlast.backends import pods
 from outlast.contract import Env, Label
 from outlast.kinds import LEGACY_JOB
@@ -22,6 +23,9 @@ Metrics = Mapping[str, float]
 
 WISHED = "outlast.dev/replicas"
 """Annotation of a suspended StatefulSet: how many workers it had."""
+
+TAKEN_S = 15.0
+"""An operator takes up a job within about a second, and within so long when another one has just gone."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Seen:
     """Names of workloads of earlier files of this job that are not over."""
     unknown: str = ""
     """Why agents could not be asked."""
+    now: float = float("inf")
+    """When it was seen, in seconds since the epoch."""
 
 
 def archived(workload: Document) -> bool:
@@ -213,7 +219,11 @@ def _unmade(seen: Seen) -> str:
     for condition in (seen.workload.get("status") or {}).get("conditions") or ():
         if condition["type"] in ("FailedCreate", "ReplicaFailure") and condition["status"] == "True":
             return f"its pods cannot be made: {condition.get('message')}"
+    if broken := seen.workload.get(wire.UNREADABLE):
+        return f"it cannot be read: {broken}"
     if seen.workload.get("kind") == "ElasticJob" and not seen.workload.get("status"):
+        if seen.now - pods.born(seen.workload) < TAKEN_S:
+            return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
     return f"its pods are not made yet; when it stays so, outlast why {seen.name} says why"
 

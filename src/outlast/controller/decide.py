@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from outlast import contract, kinds, restarts, spec
+from outlast import contract, kinds, restarts, spec, wire
 from outlast.controller import made, memory, queues
 from outlast.controller.memory import Account, Blame, Silent
 from outlast.controller.observe import Limits, Pod, Seen, Told
@@ -327,9 +327,14 @@ def finished(look: Look) -> None:
 
 
 def unreadable(look: Look) -> None:
-    """The API server has let something through that makes no sense; it may be mended while nothing runs."""
+    """The API server has let something through that makes no sense; it may be mended while nothing runs. What cannot even be read
+    has failed, unless it was different when its pods were made."""
     if look.seen.job is not None:
         return
+    if wire.UNREADABLE in look.seen.document and look.memory.started is None and not look.seen.pods:
+        look.know(observed=look.seen.generation)
+        reason = f"the job cannot be read: {look.seen.problem}"
+        return look.finish(State.FAILED, reason, contract.Exit.MISCONFIGURED, "InvalidJob")
     look.over = True
     look.say(State.PENDING, f"the job cannot be understood: {look.seen.problem}", "InvalidJob", warning=True)
     look.know(observed=look.seen.generation)

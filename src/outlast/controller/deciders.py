@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from outlast import wire
 from outlast.controller import decide, legacy, observe
 from outlast.controller.cache import Looked
 from outlast.controller.observe import Limits
@@ -29,6 +30,8 @@ def elastic_job(limits: Limits, looked: Looked, now: float, found: Found) -> Pla
 def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
     """What is to be done about an ElasticJob of `elastic.pytorch.org`."""
     assert looked.job is not None, "it is asked about jobs that are there"
+    if broken := looked.job.get(wire.UNREADABLE):
+        return legacy.unreadable(looked.job, looked.pods, str(broken), now)
     ends: dict[str, float] = {}
     for pod in observe.seen_pods(looked.pods, looked.nodes):
         if pod.node_lost is not None:

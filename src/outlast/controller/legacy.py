@@ -48,6 +48,20 @@ def decide(job: Mapping[str, Any], pods: Sequence[Document], now: float, *, lost
     return _end(sight) or _go_on(sight)
 
 
+def unreadable(job: Mapping[str, Any], pods: Sequence[Document], problem: str, now: float) -> Plan:
+    """The plan for a job of which only the metadata could be read: it has failed, unless it was different when its pods were
+    made. They go on then, and nothing is done about them."""
+    sight = _Sight(job, pods, now, frozenset())
+    if job["metadata"].get("deletionTimestamp") or sight.ended is not None or sight.own:
+        return Plan()
+    message = f"ElasticJob {sight.name} is failed because it cannot be read: {problem}."
+    failed = {"type": "Failed", "status": "True", "reason": "InvalidJob", "message": message}
+    times = dict.fromkeys(("lastUpdateTime", "lastTransitionTime"), memory.text(now))
+    conditions = [*(sight.status.get("conditions") or ()), {**failed, **times}]
+    status = {**sight.status, "state": "Failed", "conditions": conditions, "completionTime": memory.text(now)}
+    return Plan(status=status, notes=(Note("Warning", "InvalidJob", message),))
+
+
 # ---------------------------------------------------------------------------------------------------------------- what is seen
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from outlast import contract, spec
+from outlast import contract, spec, wire
 from outlast.backends import pods as podwords
 from outlast.contract import LEASE_S, Annotation, Label
 from outlast.controller import memory, queues
@@ -244,7 +244,8 @@ def observe(
 ) -> Seen:
     """One look: the job, the pods and Leases with its label, the nodes by name; `since` and `refused` as in `Seen`."""
     uid = job["metadata"]["uid"]
-    read, problem = _read(json.dumps(_document(job)))
+    broken = str(job.get(wire.UNREADABLE) or "")
+    read, problem = (None, broken) if broken else _read(json.dumps(_document(job)))
     known = memory.read(job.get("status") or {})
     run = f"{job['metadata']['name']}-{uid[:8]}"
     all_ = seen_pods(pods, nodes)
@@ -352,7 +353,7 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
         failed = report.get("failure") or {}
         failure, echo = decider.reported(failed, index, member.generation, member.since) if failed else (None, False)
         decided = _decided(annotations.get(Annotation.DECIDED, ""))
-    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or nobody's: it says nothing
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # of another version, or nobody's: it says nothing
         return []
     if said != run or meta["name"] != contract.worker_name(job, index):
         return []

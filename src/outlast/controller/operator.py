@@ -209,16 +209,10 @@ class Operator:
                     stop=stop,
                     labels=Label.JOB if kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS) else "",
                     longest_pause_s=WATCH_S,
-                    trim=lambda document: cache.trimmed(kind, document),
                     listening=heard,
                     **where,
                 ):
-                    if change.type == "deleted":
-                        if kind == NODE:
-                            self._unready.pop(change.document["metadata"]["name"], None)
-                        self.cache.remove(kind, change.document)
-                    else:
-                        self.cache.put(kind, self._stamped(kind, change.document))
+                    self._hear(kind, change)
             except NotServed as error:
                 if kind in self._listens:
                     log.info("%s are watched no more: %s", kind.resource, error)
@@ -233,6 +227,10 @@ class Operator:
                 heard(None)
                 self.telemetry.failed()
                 log.warning("%s cannot be watched: %s", kind.resource, error)
+            except Exception as error:  # a bug that is met here must not end the watch, on which all jobs depend
+                heard(None)
+                self.telemetry.failed()
+                log.error("%s cannot be watched: %s", kind.resource, error, exc_info=error)
             failures += 1
             stop.wait(min(WATCH_S, self._pause(failures)))
 
@@ -248,10 +246,29 @@ class Operator:
             return document
         return {**document, HEARD: self._unready.setdefault(name, self._clock())}
 
+    def _hear(self, kind: Kind, change: kube.Change) -> None:
+        """Keep what a watch says. A bug that one document meets must not keep the others from being heard."""
+        try:
+            if change.type == "deleted":
+                if kind == NODE:
+                    self._unready.pop(change.document["metadata"]["name"], None)
+                self.cache.remove(kind, change.document)
+            else:
+                self.cache.put(kind, self._stamped(kind, cache.trimmed(kind, change.document)))
+        except Exception as error:
+            self.telemetry.failed()
+            meta = change.document["metadata"]
+            where = {"namespace": meta.get("namespace", ""), "job": meta.get("name", "")}
+            log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
+
     def _find(self, stop: kube.Stop) -> None:
         """Look now and then which other systems the cluster has."""
         while not stop.wait(self.settings.find_s):
-            self._look_around()
+            try:
+                self._look_around()
+            except Exception as error:  # what else there is can wait; the process must not end for it
+                self.telemetry.failed()
+                log.error("what else the cluster has is not known: %s", error, exc_info=error)
 
     def _look_at_all(self) -> None:
         for key in self.cache.all():

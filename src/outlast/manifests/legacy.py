@@ -46,8 +46,8 @@ _CONF = {
 
 
 def workers(job: Mapping[str, Any]) -> Document:
-    """What it says of its workers."""
-    found: Document = job["spec"]["replicaSpecs"]["Worker"]
+    """What it says of its workers; nothing, when its spec cannot be read (`wire.UNREADABLE`)."""
+    found: Document = (job["spec"].get("replicaSpecs") or {"Worker": {"template": {"spec": {"containers": []}}}})["Worker"]
     return found
 
 

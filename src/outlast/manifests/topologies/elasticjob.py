@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from outlast import contract
+import json
+
+from outlast import contract, wire
 from outlast.manifests import labels, objects, places, rendezvous
 from outlast.manifests.request import Document, Request, wrong
 
@@ -19,6 +21,9 @@ def documents(request: Request) -> list[Document]:
     seen = places.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True
+    if (size := len(json.dumps(seen["spec"]))) > wire.LARGEST:
+        most = wire.LARGEST >> 10
+        raise wrong(job, f"spec takes {size >> 10} KiB; at most {most} KiB are read: put what is long into the code")
     meta = {**seen["metadata"], "labels": {**labels.common(job), **labels.kueue(job.spec)}}
     if job.metadata.namespace:
         meta["namespace"] = job.metadata.namespace

@@ -1,0 +1,157 @@
+"""The operator against whatever users may write into a cluster: one job's document, object or label harms no other job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from outlast import contract, kube
+from outlast.backends.kubernetes import KubernetesBackend
+from outlast.controller import deciders
+from outlast.controller.observe import Limits
+from outlast.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
+from test_operator import World, world  # noqa: F401  # the fixture
+
+Document = dict[str, Any]
+SENTENCES = {
+    apiserver.DEEP: "its spec is nested more than 100 levels deep; make it flatter",
+    apiserver.FAT: "its spec takes 1318 KiB; at most 128 KiB are read: make it smaller",
+}
+
+
+def a_job(name: str, kind: Kind = ELASTIC_JOB, template: Any = None) -> Document:
+    meta = {"name": name, "namespace": "default", "generation": 1}
+    if kind == LEGACY_JOB:
+        pods = {"spec": {"containers": [{"name": "w", "image": "i"}]}, **({"metadata": template} if template else {})}
+        spec: Document = {"minReplicas": 1, "maxReplicas": 2, "replicaSpecs": {"Worker": {"replicas": 2, "template": pods}}}
+    else:
+        spec = {"image": "i", "module": "m", "workers": {"replicas": 2}, **({"template": template} if template else {})}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": spec}
+
+
+def the_status(world: World, name: str, kind: Kind = ELASTIC_JOB) -> Document:  # noqa: F811
+    with world.api.lock:
+        return dict(world.api.documents[kind.resource, "default", name].get("status") or {})
+
+
+@pytest.mark.parametrize("kind", [ELASTIC_JOB, LEGACY_JOB], ids=lambda kind: kind.group)
+@pytest.mark.parametrize("template", [apiserver.DEEP, apiserver.FAT])
+def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind: Kind, template: str) -> None:  # noqa: F811
+    sentence = SENTENCES[template]
+    world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
+    world.api.put(a_job("bad", kind, template))
+    operator = world.start(deciders=deciders.of(Limits()))
+    world.api.put(a_job("good", kind))
+    world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
+    world.api.put(a_job("worse", kind, template))  # the watch brings this one
+    for name in ("bad", "worse"):
+        world.api.until(lambda name=name: the_status(world, name, kind).get("state") == "Failed")
+        status = the_status(world, name, kind)
+        (failed,) = [each for each in status["conditions"] if each["type"] == "Failed"]
+        assert (failed["status"], failed["reason"]) == ("True", "InvalidJob")
+        assert sentence in failed["message"]
+    world.api.remove("pods", "good-worker-1")
+    world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
+
+    def said() -> list[Document]:
+        with world.api.lock:
+            events = [each for key, each in world.api.documents.items() if key[0] == "events"]
+        return [each for each in events if sentence in each["message"]]
+
+    world.api.until(lambda: len(said()) == 2)
+    assert world.api.documents[kind.resource, "default", "bad"]["spec"] == a_job("bad", kind, template)["spec"]
+    assert all(thread.is_alive() for thread in operator._threads)
+
+
+@pytest.mark.parametrize("kind", [ELASTIC_JOB, LEGACY_JOB], ids=lambda kind: kind.group)
+@pytest.mark.parametrize("template", [apiserver.DEEP, apiserver.FAT])
+def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind: Kind, template: str) -> None:  # noqa: F811
+    world.api.put(a_job("bad", kind, template))
+    world.api.put(a_job("good", kind))
+    backend = KubernetesBackend(world.connect())
+    assert SENTENCES[template] in backend.status("bad").reason
+    assert {status.name: status.reason for status in backend.list()} == {
+        "bad": f"it cannot be read: {SENTENCES[template]}",
+        "good": "no operator has taken it up yet; is one installed? (outlast install)",
+    }
+
+
+def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:  # noqa: F811
+    world.api.put(a_job("train"))
+    world.start(deciders=deciders.of(Limits()))
+    world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
+    with world.api.lock:
+        old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]
+        world.api.put({**old, "metadata": dict(old["metadata"]), "spec": {**old["spec"], "template": apiserver.DEEP}})
+    world.api.until(lambda: "nested more than" in the_status(world, "train").get("reason", ""))
+    assert (the_status(world, "train")["state"], len(world.pods())) == ("Pending", 2)
+
+
+def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
+    world: World,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from outlast.controller import cache
+
+    whole = cache.trimmed
+
+    def trimmed(kind: Kind, document: Document) -> Document:
+        if document["metadata"]["name"] == "bad":
+            raise ZeroDivisionError("a bug")
+        return whole(kind, document)
+
+    monkeypatch.setattr(cache, "trimmed", trimmed)
+    world.apply("bad", "a")
+    operator = world.start()
+    world.settled(["a"])
+    world.apply("b")
+    world.settled(["a", "b"])
+    assert all(thread.is_alive() for thread in operator._threads)
+
+
+def test_a_bug_of_a_watch_is_said_and_the_watch_begun_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    whole, broken = kube.Cluster.watch, [True] * 3
+
+    def watch(self: kube.Cluster, kind: Kind, **how: Any) -> Any:
+        if kind == ELASTIC_JOB and broken:
+            broken.pop()
+            raise ZeroDivisionError("a bug")
+        return whole(self, kind, **how)
+
+    monkeypatch.setattr(kube.Cluster, "watch", watch)
+    world.apply("a")
+    world.start()
+    world.settled(["a"])
+
+
+@pytest.mark.slow
+def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: World, tmp_path: Path) -> None:  # noqa: F811
+    """Its container may use 512 MiB; whole, they take 3.3 GiB."""
+    for number in range(100):
+        world.api.put(a_job(f"bad-{number}", template=apiserver.FAT))
+    world.api.put(a_job("good"))
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        running = subprocess.Popen(
+            [str(Path(sys.executable).with_name("outlast")), "operator", "--log", "text"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, contract.Env.PROBE_PORT: "0", contract.Env.NAMESPACE: "default"},
+        )
+        try:
+            world.api.until(lambda: len(world.pods()) == 2)
+            for number in range(100):
+                world.api.until(lambda name=f"bad-{number}": the_status(world, name).get("state") == "Failed")
+            status = Path(f"/proc/{running.pid}/status").read_text()
+            peak = int(status.partition("VmHWM:")[2].split()[0])
+        finally:
+            running.terminate()
+            running.wait(30)
+    print(f"{peak} KiB at most")
+    assert peak < 256 * 1024
