@@ -214,3 +214,35 @@ def test_an_operator_is_missed_only_when_it_has_had_the_time_to_take_up_a_job() 
 
     assert reason(1) == "it was submitted a moment ago, and its operator is to take it up"
     assert reason(16) == "no operator has taken it up yet; is one installed? (outlast install)"
+
+
+NOT_IN_IMAGE = {
+    "runc": "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: unable "
+    'to start container process: exec: "outlast": executable file not found in $PATH',
+    "docker": 'failed to create task for container: exec: "outlast": executable file not found in $PATH: unknown',
+    "crun": "container create failed: executable file `outlast` not found in $PATH: No such file or directory",
+    "gVisor": 'creating container: error finding executable "outlast" in PATH [/usr/bin]: no such file or directory',
+}
+
+
+@pytest.mark.parametrize("runtime", NOT_IN_IMAGE)
+def test_an_image_without_outlast_is_named_with_what_it_lacks_and_is_a_mistake(runtime: str) -> None:
+    pod = ended(0, code=128, reason="StartError")
+    (state,) = pod["status"]["containerStatuses"]
+    state["state"]["terminated"]["message"] = NOT_IN_IMAGE[runtime]
+    state["image"] = "docker.io/pytorch/pytorch:2.13"
+    end = pods.end(pod)
+    assert end is not None
+    assert end.sentence.startswith(
+        "cannot be started: there is no Outlast in its image docker.io/pytorch/pytorch:2.13; install it there (pip install"
+    )
+    assert (end.code, end.counted) == (78, True), "a mistake: the operator does not try it again"
+
+
+def test_another_command_that_is_missing_is_told_as_the_runtime_says_it() -> None:
+    pod = ended(0, code=128, reason="StartError")
+    message = 'unable to start container process: exec: "train.sh": executable file not found in $PATH'
+    pod["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = message
+    end = pods.end(pod)
+    assert end is not None
+    assert (end.code, end.sentence) == (128, f"could not be started: {message}")

@@ -177,6 +177,9 @@ def end(pod: Document) -> End | None:
     if not ended:
         return End(-1, f"failed before it began{_more(status.get('message'))}", True, when)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):
+        if sight.command_missing(ended.get("message", "")) == "outlast":  # to start it again would not help
+            said = f"cannot be started: there is no Outlast in its image {state.get('image', '')}; {sight.WITHOUT_OUTLAST}"
+            return End(contract.Exit.MISCONFIGURED, said, True, when)
         return End(code, f"could not be started{_more(ended.get('message'))}", True, when)
     if code == contract.Exit.DONE:
         return End(code, "is done", False, when)

@@ -129,10 +129,11 @@ def starts(seen: Seen, _: float) -> Iterator[Cause]:
         if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
             continue  # `storage.references` tells it
         whom = f"{sight.whom(pods)} cannot be started"
-        if "executable file not found" in text or "no such file or directory" in text:
-            command = re.search(r'exec: "([^"]+)"', text)
-            named = command[1] if command else "the command"
+        if (named := sight.command_missing(text)) is not None:
             remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
+            if named == "outlast":
+                remedy = sight.WITHOUT_OUTLAST
+            named = named or "the command"
             yield Cause("command-missing", f"{whom}: there is no {named} in the image {_of(pods)}", (text,), remedy)
         elif "exec format error" in text:
             yield Cause("image", f"{whom}: the image is not built for that processor", (text,), IMAGES[0].remedy)

@@ -210,6 +210,26 @@ def ended(pod: Document) -> Document | None:
     return next((each for each in found if each.get("exitCode")), found[-1] if found else None)
 
 
+WITHOUT_OUTLAST = (
+    "install it there (pip install 'outlast[train,store]', with the directory of `outlast` on PATH), or build on Outlast's own "
+    "image (docs/guide/kubernetes.md, Images)"
+)
+"""What to do about an image of torch alone."""
+_MISSING = re.compile(
+    r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
+    r"|executable file [`'\"](?P<crun>[^`'\"]+)[`'\"] not found"
+    r"|finding executable \"(?P<gvisor>[^\"]+)\""
+    r"|(?P<other>executable file not found|no such file or directory)"
+)
+
+
+def command_missing(message: str) -> str | None:
+    """The command that an image has not, by what runc, crun or gVisor said of a container that could not be started; empty when
+    they do not name it; None when it is something else."""
+    found = _MISSING.search(message)
+    return next((name for name in (found["runc"], found["crun"], found["gvisor"]) if name), "") if found else None
+
+
 def container(pod: Document, *wanted: str) -> Document:
     """A container of the pod's spec, that of the worker unless another is `wanted`; the first when there is none of that name."""
     containers = [*pod["spec"].get("containers", []), *pod["spec"].get("initContainers", [])]
