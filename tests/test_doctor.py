@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import py_compile
 import socket
 import subprocess
 import sys
@@ -442,9 +443,9 @@ def test_ctrl_c_deletes_the_pods() -> None:
 
 
 def run(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", inside.source(), "--mark", inside.MARK, *words], stdout=subprocess.PIPE, text=True
-    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", inside.source(), "--mark", inside.MARK, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Check]:
@@ -455,7 +456,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, Check]:
 
 def test_an_image_is_looked_at_from_inside() -> None:
     found = told(run("--image", "--outlast", __version__))
-    names = ("python", "outlast", "torch", "obstore")
+    names = ("python", "outlast", "torch", "obstore", "bytecode")
     assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
 
 
@@ -466,6 +467,35 @@ def test_an_image_of_another_version_is_told(capsys: pytest.CaptureFixture[str])
     told = {each["name"]: each for each in map(json.loads, capsys.readouterr().out.splitlines())}
     assert told["outlast"]["outcome"] == "warn"
     assert told["outlast"]["said"].startswith(f"outlast {__version__}, and who asks has 99.0")
+
+
+@pytest.mark.parametrize(
+    ("how", "lacks"),
+    [
+        ("compiled", False),
+        ("not compiled", True),
+        ("compiled for other files", True),
+        ("compiled by hash", False),
+        ("may be", False),
+    ],
+)
+def test_packages_that_are_compiled_at_every_start_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, lacks: bool
+) -> None:
+    source = tmp_path / "apackage" / "__init__.py"
+    source.parent.mkdir()
+    source.write_text("x = 1\n")
+    if how.startswith("compiled"):
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if "hash" in how else None
+        py_compile.compile(str(source), invalidation_mode=mode)
+    if how == "compiled for other files":  # as when a layer of an image is made with other times
+        os.utime(source, (1.0, 1.0))
+    monkeypatch.setattr(sys, "dont_write_bytecode", how != "may be")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = inspection.uncompiled("apackage", "nosuchpackage")
+    assert found == ({"apackage": str(source.parent)} if lacks else {})
+    if lacks:
+        assert f"RUN python3 -m compileall -q {tmp_path} " in inspection.compile_them(found)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])

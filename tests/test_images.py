@@ -145,6 +145,17 @@ def test_every_variant_is_a_stage_and_runs_as_nobody_with_rights() -> None:
     assert list(known)[-1] == "cpu", "who names no stage gets the last"
 
 
+def test_nothing_is_compiled_when_a_worker_starts() -> None:
+    """pip compiles what it installs; the library of Python comes without bytecode, and the root may be read-only."""
+    known = stages()
+    for variant in images.VARIANTS:
+        compiles = [place for place, line in enumerate(known[variant]) if "compileall" in line and '"stdlib"' in line]
+        users = [place for place, line in enumerate(known[variant]) if line == "USER 1000:1000"]
+        assert compiles, variant
+        assert compiles[0] < users[-1], "who runs the worker may not write there"
+    assert not any("no-compile" in line or "DONTWRITEBYTECODE" in line for lines in known.values() for line in lines)
+
+
 def test_the_operators_image_has_no_torch() -> None:
     lines = stages()["build-operator"]
     assert not any("torch" in line or "[train" in line for line in lines)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from outlast import contract, files
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
-from outlast.runtime import daemon, init, lifecycle, notice, prepare, probes, pusher, shim, titles
+from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, shim, titles
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
 from outlast.runtime.output import Output
@@ -123,6 +123,9 @@ class Agent:
         self.notice.unlink(missing_ok=True)
         (self.state / contract.END).unlink(missing_ok=True)
         self._ranks.forget()
+        if self._warm and (lacking := inspection.uncompiled("torch", "outlast")):
+            packages = f"{' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no compiled bytecode"
+            print(f"outlast | {packages}: each start takes longer; {inspection.compile_them(lacking)}", flush=True)
         for left_over in self.state.glob("ranks-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         self._happened(lifecycle.Started())

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -63,8 +64,54 @@ def image(asking: str) -> None:
     _version("torch", "torch", "install torch in the image: pip install outlast[train]", needed=True)
     _version("obstore", "obstore", "for outputs in a store: pip install outlast[store]", needed=False)
     _version("numpy", "numpy", "pip install outlast[train]", needed=True)
+    _bytecode()
     _command()
     _accelerators()
+
+
+def _bytecode() -> None:
+    """After the imports above: what has no bytecode now cannot get any."""
+    lacking = uncompiled("torch", "outlast")
+    if lacking:
+        said = f"no compiled bytecode of {', '.join(lacking)}: every start of a worker compiles it anew, in 15 s and more"
+        say("bytecode", "warn", said, compile_them(lacking))
+    else:
+        say("bytecode", "pass", "torch and outlast are compiled")
+
+
+def uncompiled(*packages: str) -> dict[str, str]:
+    """Those of these packages whose bytecode is lacking or of no use, and cannot be written; and the directory of each."""
+    found = {}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        cached = importlib.util.cache_from_source(spec.origin)
+        place = os.path.dirname(cached) if os.path.isdir(os.path.dirname(cached)) else os.path.dirname(spec.origin)
+        if not _valid(spec.origin, cached) and (sys.dont_write_bytecode or not os.access(place, os.W_OK)):
+            found[package] = os.path.dirname(spec.origin)
+    return found
+
+
+def _valid(source: str, cached: str) -> bool:
+    """Whether Python would use this bytecode: it is of this Python, and of this source (PEP 552)."""
+    try:
+        with open(cached, "rb") as file:
+            head = file.read(16)
+        is_ = os.stat(source)
+    except OSError:
+        return False
+    by_hash = head[4:8] != bytes(4)
+    stamp = int(is_.st_mtime).to_bytes(8, "little")[:4] + (is_.st_size & 0xFFFFFFFF).to_bytes(4, "little")
+    return head[:4] == importlib.util.MAGIC_NUMBER and (by_hash or head[8:] == stamp)
+
+
+def compile_them(lacking: dict[str, str]) -> str:
+    """What to do about that."""
+    where = " ".join(sorted({os.path.dirname(path) for path in lacking.values()}))
+    return (
+        f"compile in the Dockerfile: RUN python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"
+    )
 
 
 def _version(name: str, package: str, remedy: str, *, needed: bool, asking: str = "") -> None:
