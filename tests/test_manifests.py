@@ -21,6 +21,7 @@ from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
 from outlast.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
 from outlast.manifests.request import Document
+from outlast.runtime import agent, pusher
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = runpy.run_path(str(ROOT / "tests" / "golden" / "render.py"))
@@ -258,6 +259,16 @@ def test_grace_is_the_jobs_and_then_some_for_the_last_push() -> None:
     job = a_job(interruption={"grace": "90.5s"})
     assert template(manifests.render(job, "job"))["spec"]["terminationGracePeriodSeconds"] == 91 + contract.Pod.LAST_PUSH_S
     assert job.spec.interruption.grace == timedelta(seconds=90.5)
+
+
+SPOT_NOTICE_S, ARRIVES_S = 120, 15
+"""AWS's, and the time until a pod hears of it: handlers ask every few seconds, and then drain the node."""
+
+
+def test_by_default_a_worker_saves_and_pushes_within_the_notice_of_a_spot_machine() -> None:
+    seconds = template(manifests.render(a_job(), "job"))["spec"]["terminationGracePeriodSeconds"]
+    assert ARRIVES_S + seconds <= SPOT_NOTICE_S
+    assert pusher.STOP_S + agent.LAST_PUSH_S + pusher.STOP_S <= contract.Pod.LAST_PUSH_S, "what may follow the grace"
 
 
 def test_labels_are_the_settings_that_training_has() -> None:

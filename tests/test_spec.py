@@ -58,7 +58,7 @@ def test_the_smallest_job_has_sensible_defaults() -> None:
     assert job.spec.processes_per_worker == "auto"
     assert job.spec.checkpoint == spec.Checkpoint(every=Every(duration=timedelta(minutes=5)), keep=3)
     assert job.spec.restarts == spec.Restarts(limit=10, window=timedelta(hours=1))
-    assert job.spec.interruption.grace == timedelta(seconds=120)
+    assert job.spec.interruption.grace == timedelta(seconds=75)
     assert job.spec.hang.limit == timedelta(minutes=10)
     assert not job.spec.suspend
 

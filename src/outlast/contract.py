@@ -137,7 +137,8 @@ class Pod:
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
-    """How much longer than its grace a pod is left alone: to end the training, and to push the rest and its log."""
+    """How much longer than its grace a pod is left alone: for the pusher to put down what it does (10 s at most), to push the
+    rest and its log (10 s at least), and to stop a push that hangs (10 s)."""
 
 
 class Label:

@@ -369,8 +369,9 @@ class Restarts(Checked):
 class Interruption(Checked):
     """What happens when a worker is told to leave."""
 
-    grace: Duration = timedelta(seconds=120)
-    """Time to save and leave before the worker is killed."""
+    grace: Duration = timedelta(seconds=75)
+    """Time to save and leave before training is ended. In pods 30 s more follow for the last push: with the default that fits
+    into the 120 s after the notice of a spot machine of AWS. Azure and Google give 30 s: 10s or less there."""
 
 
 class Scheduling(Checked):

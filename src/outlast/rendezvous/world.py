@@ -125,7 +125,7 @@ class Patience:
     """The same while survivors stand idle."""
     growth: float = 5.0
     """From a world's beginning until it may be called together to grow; also from the first newcomer, for the others to come."""
-    leave: float = 120.0
+    leave: float = 75.0
     """For training to save after a planned call."""
     answer: float = 10.0
     """For a connected worker to take up a world or to put down its processes; for all to report to a decider started again."""
