@@ -84,7 +84,7 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
     assert act(cluster, job, plan, NOW) == Done(NOW + 30)
     assert writes(api) == [
         "POST services",
-        "PATCH configmaps/c",
+        "POST configmaps",
         "PUT elasticjobs/train/status",
         "POST events",
         "DELETE pods/train-worker-1",
@@ -234,9 +234,43 @@ def test_what_is_not_of_the_job_is_used_and_said(
     job = a_job(api)
     api.put(a_service() if owner is None else an_owned_service(job, **owner))
     assert act(cluster, job, Plan(setup=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
-    said = "Service train is there and not of this job, which uses it as it is; delete it if that is not meant"
+    said = "Service train is there and not of this job, and stays as it is; give the job another name if that is not meant"
     assert told(cluster) == [("Warning", "NameTaken", said)]
     assert len(cluster.list_(kinds.POD)) == 1
+
+
+@pytest.mark.parametrize("kind", [kinds.DISRUPTION_BUDGET, kinds.POD_GROUP, kinds.VOLCANO_GROUP])
+@pytest.mark.parametrize("owner", [None, {"kind": "Release", "uid": "r"}])
+def test_what_others_have_made_is_not_changed_when_the_job_changes(
+    owner: dict[str, str] | None, kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    """A PodDisruptionBudget of the application that has the job's name protects that, and does not go with the job."""
+    job = a_job(api)
+    head = {"apiVersion": kind.api_version, "kind": kind.kind}
+    ours = {**head, "metadata": an_owned_service(job)["metadata"], "spec": {"minAvailable": 1, "selector": {"a": "job"}}}
+    meta = (a_service() if owner is None else an_owned_service(job, **owner))["metadata"]
+    theirs = {**head, "metadata": dict(meta), "spec": {"minAvailable": 3, "selector": {"a": "web"}}}
+    api.put(theirs)
+    for plan in (Plan(setup=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
+        assert act(cluster, job, plan, NOW) == Done(None)
+    assert cluster.get(kind, "train") == theirs
+    said = f"{kind.kind} train is there and not of this job, and stays as it is; give the job another name if that is not meant"
+    assert told(cluster) == [("Warning", "NameTaken", said)]
+
+
+def test_what_is_the_jobs_follows_its_changes_and_what_is_an_earlier_jobs_is_waited_for(
+    api: apiserver.ApiServer, cluster: kube.Cluster
+) -> None:
+    job = a_job(api)
+    plan = Plan(apply=({**an_owned_service(job), "spec": {"n": 2}},), status={"n": 2})
+    api.put(an_owned_service(job, uid="of-the-earlier-job"))
+    said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
+    assert act(cluster, job, plan, NOW) == Done(NOW + AGAIN_S, said)
+    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train"), "what is written there is not asked for again"
+    api.remove("services", "train")
+    api.put(an_owned_service(job))
+    assert act(cluster, job, plan, NOW + 1) == Done(None)
+    assert cluster.get(kinds.SERVICE, "train")["spec"] == {"n": 2}
 
 
 @pytest.mark.parametrize("kind", [kinds.ROLE, kinds.ROLE_BINDING])

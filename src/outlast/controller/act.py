@@ -95,11 +95,13 @@ def act(
             if going := "; ".join(filter(None, each(set_up, part))):
                 note(Note("Normal", "NameTaken", going))
                 return Done(now + AGAIN_S, going)
+        for document in plan.apply:
+            if going := _change(cluster, job, foreign, document):
+                note(Note("Normal", "NameTaken", going))
+                return Done(now + AGAIN_S, going)
         for sentence in foreign:
             log.warning(sentence)
             note(Note("Warning", "NameTaken", sentence))
-        for document in plan.apply:
-            cluster.apply(document)
     except (Forbidden, Refused) as error:
         note(Note("Warning", FAILED_CREATE, str(error)))
         raise
@@ -180,16 +182,36 @@ def _set_up(cluster: Writes, job: Mapping[str, Any], foreign: list[str], documen
         if refused is not None:
             raise refused from None
         return f"{name} was in the way and has just gone"
+    return _others(job, foreign, document, there) or ""
+
+
+def _change(cluster: Writes, job: Mapping[str, Any], foreign: list[str], document: Document) -> str:
+    """Make what we say of a document true, if it is the job's, or nobody has its name: what others have made is theirs, also when
+    they have made it since. The same sentences as of `_set_up`."""
+    meta = document["metadata"]
+    try:
+        there = cluster.get(kind_of(document), meta["name"], namespace=meta.get("namespace"))
+    except Absent:
+        return "" if _make(cluster, document) else f"{kind_of(document)} {meta['name']} has just come; it is looked at anew"
+    if (others := _others(job, foreign, document, there)) is not None:
+        return others
+    cluster.apply(document)
+    return ""
+
+
+def _others(job: Mapping[str, Any], foreign: list[str], document: Document, there: Document) -> str | None:
+    """None when what has a document's name is the job's; otherwise what `_set_up` says of it."""
+    name = f"{kind_of(document)} {document['metadata']['name']}"
     if not document["metadata"].get("ownerReferences"):
         return ""
     owners = there["metadata"].get("ownerReferences") or ()
     if any(owner["uid"] == job["metadata"]["uid"] for owner in owners):
-        return ""
+        return None
     if any(_of(owner) == (kind_of(job).group, job["kind"], job["metadata"]["name"]) for owner in owners):
         return f"{name} of an earlier job of this name is still there; this job's is made when it has gone"
     if kind_of(document) in (ROLE, ROLE_BINDING):
         raise Refused(f"{name} is there and not of this job; delete it, or give the job another name")
-    foreign.append(f"{name} is there and not of this job, which uses it as it is; delete it if that is not meant")
+    foreign.append(f"{name} is there and not of this job, and stays as it is; give the job another name if that is not meant")
     return ""
 
 
