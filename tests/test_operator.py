@@ -195,6 +195,34 @@ def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
     assert known.told == [("train", "later"), ("train", "now")]
 
 
+def test_a_lease_is_of_the_job_in_its_name_whatever_labels_its_worker_writes() -> None:
+    known = Known()
+    shelf = known.cache._shelves[LEASE]
+    for version in range(101, 201):
+        known.cache.put(LEASE, a_document(LEASE, "train-worker-0", version, job=f"job-{version}", spec={"n": version}))
+    assert list(shelf.jobs) == [("default", "train")]
+    assert len(known.cache.look(TRAIN, NOW).leases) == 1
+    assert {name for name, _ in known.told} == {"train"}
+    known.cache.remove(LEASE, a_document(LEASE, "train-worker-0", 201, job="job-201"))
+    assert (shelf.jobs, known.cache.look(TRAIN, NOW).leases) == ({}, [])
+
+
+def test_a_pod_whose_label_changes_is_of_its_new_job_only() -> None:
+    known = Known()
+    shelf = known.cache._shelves[POD]
+    for version in range(101, 201):
+        known.cache.put(POD, a_document(POD, "p", version, job=f"job-{version}"))
+    assert list(shelf.jobs) == [("default", "job-200")]
+    assert known.told[-2:] == [("job-199", "now"), ("job-200", "now")]
+    known.cache.wrote(POD, a_document(POD, "p", 210, job="ours"))
+    known.cache.put(POD, a_document(POD, "p", 205, job="theirs"))
+    assert list(shelf.jobs) == [("default", "ours"), ("default", "theirs")]
+    known.cache.put(POD, a_document(POD, "p", 211, job="theirs"))
+    assert known.cache.look(Key(ELASTIC_JOB, "default", "ours"), NOW).pods == []
+    known.cache.remove(POD, a_document(POD, "p", 212, job="theirs"))
+    assert shelf.jobs == {}
+
+
 def a_node(version: int, ready: str = "True", beat: str = "1", taints: Sequence[Document] = ()) -> Document:
     conditions = [{"type": "Ready", "status": ready, "lastHeartbeatTime": beat}]
     images = [{"names": ["x"] * 50}]

@@ -11,11 +11,13 @@ but for a lock; `operator` fills it and looks into it.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from outlast import contract
 from outlast.contract import Annotation, Label
 from outlast.kinds import LEASE, NODE, POD, Kind
 
@@ -24,6 +26,8 @@ Place = tuple[str, str]
 """Namespace and name."""
 _LONG = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
 """Annotations that say what other documents say as well."""
+_WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
+"""The name of a worker."""
 Urgency = Literal["now", "later"]
 """When a change has to be looked at: at once; or with the next look, and within some seconds."""
 
@@ -118,7 +122,7 @@ class Shelf:
         if (old := self.held.get(place)) and old.uid != new.uid:
             self.gone.discard(old.uid)
         self.held[place] = new
-        self.jobs.setdefault((place[0], new.job), set()).add(place)
+        self._list(place, old)
         self._reach(new.version)
         after = self.effective(place)
         if (before and (before.uid, before.means)) != (after and (after.uid, after.means)):
@@ -141,7 +145,7 @@ class Shelf:
         last = self.ours.get(place)
         if new.version > self.reached and (last is None or last.version < new.version):
             self.ours[place] = new
-            self.jobs.setdefault((place[0], new.job), set()).add(place)
+            self._list(place, last)
 
     def deleted(self, place: Place, uid: str) -> None:
         """We have deleted this, and nothing of it is left."""
@@ -155,7 +159,7 @@ class Shelf:
             del self.ours[place]
             if place not in self.held:
                 self.gone.discard(found.uid)
-                self._unlist(place, found)
+            self._list(place, found)
             found = None
         found = found or self.held.get(place)
         return None if found is None or found.uid in self.gone else found
@@ -173,14 +177,18 @@ class Shelf:
     def _drop(self, place: Place) -> None:
         old = self.held.pop(place)
         self.gone.discard(old.uid)
-        if place not in self.ours:
-            self._unlist(place, old)
+        self._list(place, old)
 
-    def _unlist(self, place: Place, old: _Held) -> None:
-        job = (place[0], old.job)
-        self.jobs.get(job, set()).discard(place)
-        if not self.jobs.get(job):
-            self.jobs.pop(job, None)
+    def _list(self, place: Place, old: _Held | None) -> None:
+        """List what is in a place by the jobs that it is of now, and no more by the one that it was of."""
+        now = {each.job for each in (self.held.get(place), self.ours.get(place)) if each is not None}
+        for job in now:
+            self.jobs.setdefault((place[0], job), set()).add(place)
+        if old is not None and old.job not in now:
+            left = self.jobs.get((place[0], old.job), set())
+            left.discard(place)
+            if not left:
+                self.jobs.pop((place[0], old.job), None)
 
 
 class Cache:
@@ -216,7 +224,10 @@ class Cache:
     def put(self, kind: Kind, document: Document) -> None:
         """A watch says that a document is there."""
         with self._guard:
+            old = self._shelves[kind].held.get(_place(document))
             urgency = self._shelves[kind].put(document)
+            if old and kind not in self.jobs and old.job != _job(kind, document):
+                self._concerns(_place(document)[0], old.job)  # it has lost what is another's now
             if kind == NODE:  # whoever has looked keeps the nodes of then: they are replaced, never changed
                 self._nodes = {**self._nodes, document["metadata"]["name"]: document}
             if urgency:
@@ -307,7 +318,7 @@ class Cache:
                 if each.node == name:
                     self._concerns(place[0], each.job)
         else:
-            self._concerns(namespace, (document["metadata"].get("labels") or {}).get(Label.JOB, ""), urgency)
+            self._concerns(namespace, _job(kind, document), urgency)
 
     def _concerns(self, namespace: str, job: str, urgency: Urgency = "now") -> None:
         for kind in self.jobs:
@@ -354,7 +365,7 @@ def _held(kind: Kind, document: Document) -> _Held:
         version,
         hash(_means(kind, document, body)),
         hash(_trains((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
-        (meta.get("labels") or {}).get(Label.JOB, ""),
+        _job(kind, document),
         (document.get("spec") or {}).get("nodeName", "") if kind == POD else "",
     )
 
@@ -366,6 +377,16 @@ def _trains(progress: str | None) -> tuple[Any, bool]:
         return said.get("generation"), said.get("step") is not None
     except (ValueError, AttributeError):  # somebody else wrote there
         return None, False
+
+
+def _job(kind: Kind, document: Document) -> str:
+    """The name of the job that a document is of. That of a Lease is in its name: labels are what its worker writes, who may write
+    no other's Lease."""
+    meta = document["metadata"]
+    if kind == LEASE:
+        found = _WORKER.fullmatch(meta["name"])
+        return found["job"] if found else ""
+    return str((meta.get("labels") or {}).get(Label.JOB, ""))
 
 
 def _means(kind: Kind, document: Document, body: bytes) -> bytes:
