@@ -258,7 +258,7 @@ def test_who_is_answered_after_the_others_hung_up_hangs_up_too() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = _at(server.server_address[1])
-        asker = threading.Thread(target=client._ask, args=("kv/range", {}))
+        asker = threading.Thread(target=client.ask, args=("kv/range", {}))
         asker.start()
         asked.wait()
         client._answer_s = 0.1  # only of who hangs up: the connection has its timeout
@@ -340,7 +340,7 @@ def test_users_that_are_made_and_changed_meanwhile_are_no_obstacle(tmp_path: Pat
             server.auth("enable")
             client.range("x")
             first = client._token
-            client._ask("auth/role/add", {"name": "another"})
+            client.ask("auth/role/add", {"name": "another"})
             client.range("x")
             assert client._token != first
 

@@ -422,26 +422,13 @@ def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeClust
     assert (code, out.splitlines()[-1]) == (0, "the operator runs")
 
 
-def test_install_that_waits_waits_for_etcd_as_well(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    serve = cluster.then
-
-    def run(document: Document) -> None:
-        serve(document)
-        if document["kind"] == "StatefulSet":
-            document["status"] = {"updatedReplicas": 1, "readyReplicas": 1}
-
-    cluster.then = run
-    code, out, err = outlast(
-        capsys, "install", "--etcd", "--etcd-members", "1", "--etcd-storage", "none", "--wait", "--timeout", "1"
-    )
-    assert (code, out.splitlines()[-1]) == (1, "etcd runs")
-    assert err.startswith("\nThe operator does not run after 1 s:\n")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--etcd-members", "1"], "--etcd-members and --etcd-storage say how etcd is to be; add --etcd, or leave them out"),
+        (
+            ["--etcd-members", "1"],
+            "--etcd-members, --etcd-storage and --etcd-for say how etcd is to be; add --etcd, or leave them out",
+        ),
         (["--etcd", "--etcd-storage", "none"], "--etcd-storage none goes with --etcd-members 1 only: of 3, one that comes back"),
     ],
 )

@@ -132,6 +132,8 @@ class Pod:
     CONFIG = "/etc/outlast"
     """Directory of the job file, and of the files of this machine that the job names."""
     JOB_FILE = "/etc/outlast/job.yaml"
+    ETCD = "/etc/outlast-etcd"
+    """Directory of the certificates for the etcd that `outlast install --etcd` brings."""
     SHIPPED = "/etc/outlast-code"
     """Directory of the archive of code that comes in a ConfigMap."""
     PROBE_PORT = 8080

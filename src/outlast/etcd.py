@@ -163,7 +163,7 @@ class Etcd:
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome:
         """One key, or all that begin with it, as they are now. `revision` is where a watch has to go on."""
-        return _outcome(self._ask("kv/range", range_(key, prefix=prefix)["request_range"]))
+        return _outcome(self.ask("kv/range", range_(key, prefix=prefix)["request_range"]))
 
     def txn(
         self,
@@ -172,30 +172,30 @@ class Etcd:
         otherwise: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
         """If all comparisons hold do this, else that; both made by `range_`, `put`, `delete`. Raises LeaseGone."""
-        answer = self._ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
+        answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
         parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
         found = [_keyvalue(kv) for part in parts for kv in part.get("kvs", ())]
         return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), tuple(found))
 
     def grant(self, seconds: int) -> int:
         """A new lease; its id."""
-        return int(self._ask("lease/grant", {"TTL": str(seconds)})["ID"])
+        return int(self.ask("lease/grant", {"TTL": str(seconds)})["ID"])
 
     def keep(self, lease: int) -> None:
         """Renew a lease. Raises LeaseGone."""
-        answer = self._ask("lease/keepalive", {"ID": str(lease)})
+        answer = self.ask("lease/keepalive", {"ID": str(lease)})
         if int(answer.get("result", {}).get("TTL", 0)) <= 0:
             raise LeaseGone("the lease has ended")
 
     def left(self, lease: int) -> int | None:
         """How many seconds a lease has left; None when it has ended."""
-        seconds = int(self._ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
+        seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
         return seconds if seconds >= 0 else None
 
     def revoke(self, lease: int) -> None:
         """End a lease, and with it its keys."""
         with contextlib.suppress(LeaseGone):
-            self._ask("lease/revoke", {"ID": str(lease)})
+            self.ask("lease/revoke", {"ID": str(lease)})
 
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
         """What happens to keys that begin so, after a revision, in order, for ever; first nothing, when it has begun.
@@ -247,7 +247,8 @@ class Etcd:
 
     # Requests
 
-    def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to any request of the gateway, below `/v3/`. Raises EtcdError."""
         with self._lock:
             self._open()
             try:
@@ -386,6 +387,11 @@ class Etcd:
                 raise EtcdAway(f"{self._named(where)} is not well: HTTP {status}") from None
             if b"HTTPS server" in text:
                 raise _Useless(f"{self._named(where)} speaks TLS; write {SECURE}{_shown(*where)}") from None
+            if b"CommonName" in text:
+                raise _Useless(
+                    f"{self._named(where)} lets nobody log in whose certificate has a common name; use one without "
+                    f"(cert: {self.address.cert})"
+                ) from None
             what = "which no etcd does"
             if status == 404:
                 what = f"as an etcd that speaks v2 only, or one whose JSON gateway is not on this port ({_GATEWAY})"
@@ -399,14 +405,15 @@ class Etcd:
             raise LeaseGone(message)
         if _NO_ROOM in message:
             raise EtcdRefused(f"{self._named(where)} is full: {message}; compact and defragment it, or raise its quota")
-        if _NOBODY in message or code == _UNAUTHENTICATED:
+        denied = "permission denied" in message
+        if _NOBODY in message or code == _UNAUTHENTICATED or (denied and not self.address.user):
             raise EtcdRefused(f"{self._named(where)} wants to know who asks; say user and password ({Env.ETCD_USER}, ...)")
         if "authentication failed" in message:
             raise EtcdRefused(
                 f"{self._named(where)} does not accept user {self.address.user}: {message}; correct user or password"
             )
-        if "permission denied" in message:
-            who = f"user {self.address.user}" if self.address.user else "nobody in particular"
+        if denied:
+            who = f"user {self.address.user}"
             remedy = f"grant its role readwrite on all keys that begin with {self.address.prefix}/"
             raise EtcdRefused(f"{self._named(where)} does not let {who} read and write below {self.address.prefix}/; {remedy}")
         if code in _AGAIN:

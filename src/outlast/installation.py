@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast import kinds
+from outlast import etcdlogin, kinds
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
 from outlast.kinds import Kind, kind_of
-from outlast.manifests import install, rbac
+from outlast.manifests import install, rbac, rendezvous
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -68,12 +68,16 @@ class Done:
 
 
 def documents(
-    *, namespace: str = OPERATOR_NAMESPACE, image: str = install.IMAGE, etcd: install.Etcd | None = None
+    *,
+    namespace: str = OPERATOR_NAMESPACE,
+    image: str = install.IMAGE,
+    etcd: install.Etcd | None = None,
+    secrets: Sequence[Document] = (),
 ) -> list[Document]:
-    """All that is to be there, in the order in which it can be made."""
+    """All that is to be there, in the order in which it can be made; `secrets` are those of etcd, see `etcdlogin.access`."""
     files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd())
-    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml"]
-    return [document for name in names for document in files[name]]
+    names = ["crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml"]
+    return [*files["namespace.yaml"], *secrets, *(document for name in names for document in files[name])]
 
 
 # Bringing it there
@@ -175,9 +179,12 @@ def _check_etcd(old: Document | None, new: Document) -> None:
     if there == install.made(new):
         return
     storage = "" if there.storage is None else f" --etcd-storage {there.storage}"
+    said, same = f"--etcd-members {there.members}{storage}", "say the same, or "
+    if not there.tls:
+        said, same = f"{said} by a version that knew no TLS", ""
     raise OutlastError(
-        f"etcd of this cluster was installed with --etcd-members {there.members}{storage} and cannot be changed; say the same, "
-        f"or delete it, with what it knows, and install again: kubectl -n {meta['namespace']} delete statefulset {meta['name']}"
+        f"etcd of this cluster was installed with {said} and cannot be changed; {same}delete it, with what it knows, "
+        f"and install again: kubectl -n {meta['namespace']} delete statefulset {meta['name']}"
     )
 
 
@@ -302,7 +309,12 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     Raises OutlastError before anything is changed, when the operator is in another namespace.
     """
     _check_alone(cluster, namespace)
-    wanted = [each for each in documents(namespace=namespace, etcd=install.Etcd()) if each["kind"] != kinds.CRD.kind]
+    secrets: list[Document] = []
+    with contextlib.suppress(Forbidden):  # those in the namespace go with it
+        secrets += [_secret(rendezvous.LOGIN, each) for each in etcdlogin.admitted(cluster)]
+        secrets += [_secret(name, namespace) for name in (etcdlogin.AUTHORITY, etcdlogin.ROOT, install.ETCD_TLS)]
+    made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets)
+    wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
     named = [definition(kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
@@ -311,7 +323,7 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     for document in reversed(wanted):
         old = _there(cluster, document)
         if old is None:
-            if document["metadata"]["name"] not in (install.ETCD, install.ETCD_PEERS):
+            if not document["metadata"]["name"].startswith(install.ETCD):
                 yield Done("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
             yield from _remove_namespace(cluster, old)
@@ -321,6 +333,11 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
             yield _delete(cluster, document)
     for each in left:
         yield Done("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
+
+
+def _secret(name: str, namespace: str) -> Document:
+    """Enough of a Secret to name it."""
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": namespace}}
 
 
 def _delete(cluster: Cluster, document: Document) -> Done:

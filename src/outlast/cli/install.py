@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from outlast.cli import terminal
 from outlast.cli.which import ContextOption
 from outlast.contract import OPERATOR_NAMESPACE
 from outlast.errors import OutlastError
+
+if TYPE_CHECKING:
+    from outlast import kube
 
 _WAIT_S = 120.0
 
@@ -43,6 +47,10 @@ def install(
             show_default="that of the cluster",
         ),
     ] = None,
+    etcd_for: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMESPACE", help="A namespace whose jobs may use that etcd; once for each. It stays so."),
+    ] = None,
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Another image of the operator.")] = None,
     dry_run: Annotated[
@@ -57,23 +65,26 @@ def install(
     That is the definition of ElasticJob, a namespace, the operator and its rights. Doing it again changes nothing. The same
     documents are in deploy/, for kustomize: kubectl apply -k deploy.
 
-    With --etcd workers can meet at etcd://outlast-etcd.outlast-system:2379 as well. What it knows is about runs that train now;
-    they go on when it is lost, and tell the next one.
+    With --etcd workers can meet at outlast-etcd.outlast-system:2379 as well. It speaks TLS and lets in nobody without a
+    certificate. A namespace of --etcd-for has a user of its own, for keys of its own, in its Secret outlast-etcd, which its jobs
+    find by themselves. Installing again renews certificates. What etcd knows is about runs that train now: when it is lost they
+    go on, and tell the next one.
 
     \b
     Examples:
       outlast install --dry-run
       outlast install --wait
+      outlast install --etcd --etcd-for team-a --etcd-for team-b
       outlast install --etcd --etcd-storage gp3 --context production
       outlast install --etcd --etcd-members 1 --etcd-storage none
     """
-    from outlast import diagnosis, installation, kube
+    from outlast import etcdlogin, installation, kube
     from outlast.manifests import install
 
     installation.check_namespace(namespace)
     wished = install.Etcd(int(etcd_members), etcd_storage)
-    if not etcd and wished != install.Etcd():
-        raise OutlastError("--etcd-members and --etcd-storage say how etcd is to be; add --etcd, or leave them out")
+    if not etcd and (wished != install.Etcd() or etcd_for):
+        raise OutlastError("--etcd-members, --etcd-storage and --etcd-for say how etcd is to be; add --etcd, or leave them out")
     if wished.storage == "none" and wished.members > 1:
         raise OutlastError(
             f"--etcd-storage none goes with --etcd-members 1 only: of {wished.members}, one that comes back empty is not let in; "
@@ -81,7 +92,16 @@ def install(
         )
     cluster = kube.connect(context, namespace)
     try:
-        wanted = installation.documents(namespace=namespace, image=image or install.IMAGE, etcd=wished if etcd else None)
+        secrets = []
+        if etcd:
+            now = datetime.datetime.now(datetime.UTC)
+            access = etcdlogin.access(cluster, namespace, wished.members, now)
+            admitted = sorted({*etcdlogin.admitted(cluster), *(etcd_for or ())})
+            logins = [etcdlogin.login(cluster, access, each, now) for each in admitted]
+            secrets = [*access.documents, *(secret for _, secret in logins)]
+        wanted = installation.documents(
+            namespace=namespace, image=image or install.IMAGE, etcd=wished if etcd else None, secrets=secrets
+        )
         count: dict[str, int] = {}
         for done in installation.bring(cluster, wanted, dry_run=dry_run):
             print(done, flush=True)
@@ -91,17 +111,32 @@ def install(
         print(f"{cluster.context or cluster.server}: {said}")
         for warning in cluster.warnings:
             print(f"outlast | the server warns: {warning}", file=sys.stderr)
-        if wait and not dry_run:
-            begun = time.monotonic()
-            for workload in [each for each in wanted if each["kind"] in _RUNS]:
-                name = _RUNS[workload["kind"]]
-                if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
-                    said = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
-                    print(f"\n{said}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
-                    raise typer.Exit(1)
-                print(f"{name} runs")
+        if dry_run:
+            return
+        begun = time.monotonic()
+        for workload in [each for each in wanted if each["kind"] in _RUNS]:
+            if not wait and workload["kind"] == "Deployment":
+                continue
+            _wait(cluster, workload, begun, timeout)
+            if workload["kind"] == "StatefulSet":  # whoever may use it can only be told to one that runs
+                with etcdlogin.as_root(cluster, namespace, access, now) as client:
+                    changed = etcdlogin.admit(client, access.root, [user for user, _ in logins])
+                for_whom = f"jobs of {', '.join(admitted)}" if admitted else "no job yet; say --etcd-for NAMESPACE"
+                print(f"etcd has {'changed' if changed else 'the'} users: it is for {for_whom}")
     finally:
         cluster.close()
+
+
+def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
+    """Wait until etcd or the operator runs, and say so. Raises typer.Exit when it does not in time, once it is said why."""
+    from outlast import diagnosis, installation
+
+    name = _RUNS[workload["kind"]]
+    if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
+        said = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
+        print(f"\n{said}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
+        raise typer.Exit(1)
+    print(f"{name} runs")
 
 
 def uninstall(

@@ -22,11 +22,19 @@ ETCD = "outlast-etcd"
 ETCD_PEERS = "outlast-etcd-peers"
 """The headless Service that gives members their names."""
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.6"
-_CLIENT, _PEER = 2379, 2380
+ETCD_TLS = "outlast-etcd-tls"
+"""The Secret with the certificate of the members: tls.crt, tls.key and ca.crt."""
+ETCD_ROLE = f"{contract.GROUP}/etcd"
+"""Label: of a Secret, what it is for (`etcdlogin`); of a pod, that it is a client, where it is no worker of a job."""
+ENDS = f"{contract.GROUP}/certificate-ends"
+"""Annotation: the day on which the certificate in it is no longer valid."""
+_CLIENT, _PEER, _HEALTH = 2379, 2380, 2381
+_TLS = "/etc/etcd/tls"
+_FILES = {"cert-file": "tls.crt", "key-file": "tls.key", "trusted-ca-file": "ca.crt"}
 _QUOTA_MIB = 256
 """What etcd may hold: a run has some KiB in it. Its log and its snapshots take about as much again each."""
 _ETCD_DISK = "2Gi"
-_LABELS = {
+LABELS = {
     "app.kubernetes.io/name": "outlast",
     "app.kubernetes.io/part-of": "outlast",
 }
@@ -41,6 +49,8 @@ class Etcd:
     storage: str | None = None
     """Class of its volumes. Default: the cluster's. `none`: no volumes; what a pod knows ends with it, which only one member can
     live with: of three, one that comes back empty is refused by the others."""
+    tls: bool = True
+    """False only of what an older version has made."""
 
 
 def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd()) -> dict[str, list[Document]]:
@@ -65,7 +75,7 @@ def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
     return {
         "apiVersion": "v1",
         "kind": "Namespace",
-        "metadata": {"name": name, "labels": {**_LABELS, **restricted}},
+        "metadata": {"name": name, "labels": {**LABELS, **restricted}},
     }
 
 
@@ -113,6 +123,7 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
 def etcd(into: str = OPERATOR_NAMESPACE, wanted: Etcd = Etcd()) -> list[Document]:
     """An etcd for `rendezvous: {backend: etcd}`, and for any torchrun.
 
+    Whoever connects shows a certificate of its authority; the Secrets, and users with passwords, come from `outlast.etcdlogin`.
     Members tell others their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod.
     What they know is on claims, which go when the StatefulSet does: it is about runs that train now, and those tell it again.
     """
@@ -121,15 +132,26 @@ def etcd(into: str = OPERATOR_NAMESPACE, wanted: Etcd = Etcd()) -> list[Document
         _etcd_service(ETCD, labels, into),
         _etcd_service(ETCD_PEERS, labels, into),
         _etcd_budget(labels, into),
+        _etcd_network(labels, into),
         _etcd_members(labels, into, wanted),
     ]
+
+
+def etcd_hosts(namespace: str, members: int) -> list[str]:
+    """All names and addresses by which members are reached, for their certificate. Those that members have among themselves come
+    first: each looks up by what name another comes."""
+    peers = [f"{ETCD}-{n}.{ETCD_PEERS}.{namespace}.svc.{contract.CLUSTER_DOMAIN}" for n in range(members)]
+    short = [ETCD, f"{ETCD}.{namespace}", f"{ETCD}.{namespace}.svc"]
+    return [*peers, *short, f"{ETCD}.{namespace}.svc.{contract.CLUSTER_DOMAIN}", "localhost", "127.0.0.1"]
 
 
 def made(statefulset: Document) -> Etcd:
     """How the etcd of this StatefulSet was made."""
     claims = statefulset["spec"].get("volumeClaimTemplates")
     storage = claims[0]["spec"].get("storageClassName") if claims else "none"
-    return Etcd(statefulset["spec"]["replicas"], storage)
+    (container,) = statefulset["spec"]["template"]["spec"]["containers"]
+    tls = any(option.startswith("--cert-file") for option in container.get("command", ()))
+    return Etcd(statefulset["spec"]["replicas"], storage, tls)
 
 
 # ----------------------------------------------------------------------------------------------------------------------- etcd
@@ -161,17 +183,42 @@ def _etcd_budget(labels: dict[str, str], into: str) -> Document:
     }
 
 
+def _etcd_network(labels: dict[str, str], into: str) -> Document:
+    """Workers of any namespace, and who is labelled as a client, reach etcd; members reach each other; nobody else does. Probes
+    come from the node, which is always let in."""
+    clients = [
+        {"matchExpressions": [{"key": contract.Label.JOB, "operator": "Exists"}]},
+        {"matchLabels": {ETCD_ROLE: "client"}},
+    ]
+    members = {"from": [{"podSelector": {"matchLabels": labels}}], "ports": [{"port": _CLIENT}, {"port": _PEER}]}
+    everywhere = [{"namespaceSelector": {}, "podSelector": each} for each in clients]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {**_meta(ETCD), "namespace": into},
+        "spec": {
+            "podSelector": {"matchLabels": labels},
+            "policyTypes": ["Ingress"],
+            "ingress": [members, {"from": everywhere, "ports": [{"port": _CLIENT}]}],
+        },
+    }
+
+
 def _etcd_command(members: int) -> list[str]:
     me = _etcd_host("$(OUTLAST_POD)")
-    all_ = ",".join(f"{ETCD}-{n}=http://{_etcd_host(f'{ETCD}-{n}')}:{_PEER}" for n in range(members))
+    all_ = ",".join(f"{ETCD}-{n}=https://{_etcd_host(f'{ETCD}-{n}')}:{_PEER}" for n in range(members))
     return [
         "etcd",
         "--name=$(OUTLAST_POD)",
         "--data-dir=/var/lib/etcd/data",
-        f"--listen-client-urls=http://0.0.0.0:{_CLIENT}",
-        f"--advertise-client-urls=http://{me}:{_CLIENT}",
-        f"--listen-peer-urls=http://0.0.0.0:{_PEER}",
-        f"--initial-advertise-peer-urls=http://{me}:{_PEER}",
+        f"--listen-client-urls=https://0.0.0.0:{_CLIENT}",
+        f"--advertise-client-urls=https://{me}:{_CLIENT}",
+        f"--listen-peer-urls=https://0.0.0.0:{_PEER}",
+        f"--initial-advertise-peer-urls=https://{me}:{_PEER}",
+        f"--listen-metrics-urls=http://0.0.0.0:{_HEALTH}",  # for probes, which have no certificate
+        *[f"--{side}{name}={_TLS}/{file}" for side in ("", "peer-") for name, file in _FILES.items()],
+        "--client-cert-auth",
+        "--peer-client-cert-auth",
         f"--initial-cluster={all_}",
         f"--initial-cluster-token={ETCD}",
         f"--quota-backend-bytes={_QUOTA_MIB << 20}",
@@ -186,26 +233,34 @@ def _etcd_members(labels: dict[str, str], into: str, wanted: Etcd) -> Document:
         "image": ETCD_IMAGE,
         "command": _etcd_command(wanted.members),
         "env": [_field(contract.Env.POD, "metadata.name"), _field(contract.Env.NAMESPACE, "metadata.namespace")],
-        "ports": [{"name": "client", "containerPort": _CLIENT}, {"name": "peer", "containerPort": _PEER}],
+        "ports": [
+            {"name": "client", "containerPort": _CLIENT},
+            {"name": "peer", "containerPort": _PEER},
+            {"name": "health", "containerPort": _HEALTH},
+        ],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
         # Alone it is alive, but not ready: being started again would not bring the others back.
-        "startupProbe": pods.probe("/livez", port="client", every=2, tries=150),
-        "livenessProbe": pods.probe("/livez", port="client", every=10, tries=6),
-        "readinessProbe": pods.probe("/readyz", port="client", every=5, tries=2),
+        "startupProbe": pods.probe("/livez", port="health", every=2, tries=150),
+        "livenessProbe": pods.probe("/livez", port="health", every=10, tries=6),
+        "readinessProbe": pods.probe("/readyz", port="health", every=5, tries=2),
         "securityContext": places.confined(),
-        "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
+        "volumeMounts": [
+            {"name": "data", "mountPath": "/var/lib/etcd"},
+            {"name": "tls", "mountPath": _TLS, "readOnly": True},
+        ],
     }
-    spec: Document = {"automountServiceAccountToken": False, "containers": [container]}
+    tls = {"name": "tls", "secret": {"secretName": ETCD_TLS, "defaultMode": 0o440}}  # read anew with each connection
+    spec: Document = {"automountServiceAccountToken": False, "containers": [container], "volumes": [tls]}
     stored: Document = {}
     if wanted.storage == "none":
-        spec["volumes"] = [{"name": "data", "emptyDir": {"sizeLimit": _ETCD_DISK}}]
+        spec["volumes"].append({"name": "data", "emptyDir": {"sizeLimit": _ETCD_DISK}})
     else:
         claim: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": _ETCD_DISK}}}
         if wanted.storage:
             claim["storageClassName"] = wanted.storage
         stored = {
             "persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Delete", "whenScaled": "Retain"},
-            "volumeClaimTemplates": [{"metadata": {"name": "data", "labels": dict(_LABELS)}, "spec": claim}],
+            "volumeClaimTemplates": [{"metadata": {"name": "data", "labels": dict(LABELS)}, "spec": claim}],
         }
     return {
         "apiVersion": "apps/v1",
@@ -231,7 +286,7 @@ def _kustomization(resources: list[str], *, namespace: str) -> Document:
 
 
 def _meta(name: str) -> Document:
-    return {"name": name, "labels": dict(_LABELS)}
+    return {"name": name, "labels": dict(LABELS)}
 
 
 def _selected(component: str) -> dict[str, str]:
@@ -246,7 +301,7 @@ def _pods(labels: dict[str, str], spec: Document) -> Document:
         "securityContext": places.security(),
         "topologySpreadConstraints": [_apart(labels)],
     }
-    return {"metadata": {"labels": {**_LABELS, **labels}}, "spec": {**ours, **spec}}
+    return {"metadata": {"labels": {**LABELS, **labels}}, "spec": {**ours, **spec}}
 
 
 def _field(name: str, path: str) -> Document:

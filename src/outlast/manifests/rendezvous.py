@@ -6,10 +6,14 @@ of the store, and wait for the others for ever.
 
 from __future__ import annotations
 
+from typing import Any
+
 from outlast import contract
 from outlast.contract import Env, Pod
 from outlast.manifests.request import Request, wrong
 
+LOGIN = "outlast-etcd"
+"""The Secret of a namespace with what its jobs need for the etcd of the same name, see `outlast.etcdlogin`."""
 _SCHEMES = {
     "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
     "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
@@ -34,7 +38,28 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
     if wanted.backend == "c10d" and host.split(".")[0] == service:
         remedy = "leave rendezvous out: it is pod 0 then"
         raise wrong(request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}")
-    return f"{schemes[scheme]}://{address.rstrip('/')}"
+    known = "etcds" if ours(request) else schemes[scheme]
+    return f"{known}://{address.rstrip('/')}"
+
+
+def ours(request: Request) -> bool:
+    """Whether a job asks for the etcd that `outlast install --etcd` brings, and leaves it to us who it is to be there."""
+    wanted = request.spec.rendezvous
+    scheme, _, address = (wanted.endpoint or "").rpartition("://")
+    named = any(name.startswith("OUTLAST_ETCD_") for name in request.spec.env)
+    return wanted.backend == "etcd" and address.split(".")[0] == LOGIN and scheme in ("", "etcds", "https") and not named
+
+
+def login(request: Request) -> dict[str, dict[str, Any]]:
+    """The variables that say who a worker is to that etcd; where they come from, as in a container."""
+    if not ours(request):
+        return {}
+    files = {Env.ETCD_CACERT: "ca.crt", Env.ETCD_CERT: "tls.crt", Env.ETCD_KEY: "tls.key"}
+    keys = {Env.ETCD_USER: "user", Env.ETCD_PASSWORD: "password"}
+    return {
+        **{name: {"value": f"{Pod.ETCD}/{file}"} for name, file in files.items()},
+        **{name: {"valueFrom": {"secretKeyRef": {"name": LOGIN, "key": key}}} for name, key in keys.items()},
+    }
 
 
 def alone(request: Request) -> str:

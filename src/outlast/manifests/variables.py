@@ -5,6 +5,7 @@ from __future__ import annotations
 from outlast import contract, spec
 from outlast.contract import Env, Pod
 from outlast.manifests import places, resources
+from outlast.manifests.rendezvous import login
 from outlast.manifests.request import Document, Request
 
 KEY = "key"
@@ -79,6 +80,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
         **({Env.RENDEZVOUS_KEY: of_secret(request.names.service, KEY)} if at_worker_0(rendezvous) else {}),
+        **login(request),
         **({Env.MEMBER: of_field("metadata.uid")} if request.carried else {}),
         **({Env.STAY: plain("1")} if stay else {}),
         **({Env.FRESH: plain("1")} if request.fresh else {}),
