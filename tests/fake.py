@@ -169,7 +169,7 @@ class FakeBackend:
     def events(self, name: str) -> Sequence[Event]:
         return self._run(name).events
 
-    def evaluate(self, name: str, args: Sequence[str]) -> int:
+    def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         self.evaluated.append((self._run(name).status.name, [*args]))
         return 3
 

@@ -119,6 +119,11 @@ def human_bytes(value: float) -> str:
     return f"{value:.1f} PiB"
 
 
+def percent(share: float) -> str:
+    """`94.1 %`: a share with one decimal; never 100.0 % of something incomplete."""
+    return f"{100 * share if share >= 1 else min(99.9, 100 * share):.1f} %"
+
+
 def human_seconds(value: float) -> str:
     """A time to look at, not to read back: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
     if value < 0.9995:

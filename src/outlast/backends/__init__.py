@@ -102,7 +102,7 @@ class Backend(Protocol):
     def events(self, name: str) -> Iterable[Event]:
         """The ledger of the job's run, in the order of time; to be gone through as often as one likes."""
 
-    def evaluate(self, name: str, args: Sequence[str]) -> int:
+    def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` and `args` in one process, in the foreground; return its exit code."""
 
 

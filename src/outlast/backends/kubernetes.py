@@ -402,7 +402,9 @@ class KubernetesBackend:
             raise NotFound(f"{name} has no running worker; wait until it runs")
         return harm.strike(self.cluster, rng.choice(running), action, rng)
 
-    def evaluate(self, name: str, args: Sequence[str]) -> int:
+    def evaluate(
+        self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda line: print(line.text, flush=True)
+    ) -> int:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
         known = self._known(name)
         workload = known[0]
@@ -424,7 +426,7 @@ class KubernetesBackend:
         labels = f"batch.kubernetes.io/job-name={title}"
         try:
             for line in podlogs.follow(self.cluster, labels, over=over, wanted=lambda _: True, say=say):
-                print(line.text, flush=True)
+                show(line)
         except KeyboardInterrupt:
             self.cluster.delete(kube.JOB, title)
             raise

@@ -335,7 +335,7 @@ class LocalBackend:
 
     # Evaluation
 
-    def evaluate(self, name: str, args: Sequence[str]) -> int:
+    def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` in one process of this terminal."""
         places = self._known(name)
         job = spec.load(places.job)

@@ -14,7 +14,7 @@ import typer
 from outlast import contract, units
 from outlast.cli import show, transfers, which
 from outlast.cli.show import Output, OutputOption
-from outlast.cli.which import NameArgument
+from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
@@ -84,22 +84,29 @@ class Saved:
         return {"step": self.step, **self.facts(), "where": self.where, "path": path, "url": url, "problem": self.problem}
 
 
-def _job(ctx: typer.Context, name: str | None, url: str | None) -> Job:
+def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
     """The job that is meant; raises NotFound. Asks the store only when the machine does not know the job."""
     from outlast import remote, store
 
     elsewhere = which.in_store(name)
     if url and elsewhere:
         raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
-    place = which.backend(ctx)
-    if elsewhere or (url and not place.list()):
+    if elsewhere or (url and not (namespace or context) and not which.backend(ctx).list()):
         there = store.open_(elsewhere or url or "")
         if (record := remote.read(there)) is None:
             raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
         return Job(record.run, None, remote.Checkpoints(there, record.run))
+    place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     status = place.status(name)
     url = url or (status.store.url if status.store else None)
+    if which.in_cluster(place) is not None:
+        if url is None:
+            where = status.output or "wherever its script writes"
+            raise NotFound(f"the checkpoints of {name} are in its pods only ({where}); give the job an output in a store")
+        there = store.open_(url)
+        record = remote.read(there)
+        return Job(record.run if record else status.run, None, remote.Checkpoints(there, record.run if record else status.run))
     kept = remote.Checkpoints(store.open_(url), status.run) if url else None
     return Job(status.run, Path(place.output(name)) / contract.CHECKPOINTS, kept)
 
@@ -142,19 +149,28 @@ def _steps(found: Sequence[Saved | remote.Checkpoint]) -> str:
 
 
 @app.command("list")
-def list_(ctx: typer.Context, name: NameArgument = None, store: StoreOption = None, output: OutputOption = Output.TABLE) -> None:
+def list_(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
     """List the committed checkpoints of a job, here and in its store, the newest last.
 
     NAME may be a job file, or the URL of a job's output in a store: so this works
-    when the machine that ran it is gone. That is true of all of these commands.
+    when the machine that ran it is gone. Of a job in a cluster they are those in its
+    store. That is true of all of these commands.
 
     \b
     Examples:
       outlast checkpoints list
       outlast checkpoints list cifar10 -o json
+      outlast checkpoints list cifar10 -n team-a
       outlast checkpoints list s3://bucket/runs/cifar10
     """
-    job = _job(ctx, name, store)
+    job = _job(ctx, name, store, namespace, context)
     found = _saved(job)
     if output is not Output.TABLE:
         show.data([saved.plain(job) for saved in found], output)
@@ -176,6 +192,8 @@ def show_(
     name: NameArgument = None,
     step: StepOption = None,
     store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Show one checkpoint and its files.
@@ -188,7 +206,7 @@ def show_(
       outlast checkpoints show cifar10 --step 1200
       outlast checkpoints show s3://bucket/runs/cifar10 -o json
     """
-    job = _job(ctx, name, store)
+    job = _job(ctx, name, store, namespace, context)
     found = _chosen(job, step)
     if not found:
         raise NotFound("nothing has been saved yet")
@@ -221,6 +239,8 @@ def verify(
     name: NameArgument = None,
     step: StepOption = None,
     store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Check that checkpoints are whole.
@@ -236,7 +256,7 @@ def verify(
     """
     from outlast import checkpoints
 
-    job = _job(ctx, name, store)
+    job = _job(ctx, name, store, namespace, context)
     results = []
 
     def tell(step: int, where: str, problem: str | None, size: int) -> None:
@@ -275,6 +295,8 @@ def restore(
         ),
     ] = None,
     store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Bring a checkpoint from the store to this machine.
 
@@ -289,7 +311,7 @@ def restore(
     """
     from outlast import remote
 
-    job = _job(ctx, name, store)
+    job = _job(ctx, name, store, namespace, context)
     if job.there is None:
         raise OutlastError(f"the job has no store, its checkpoints are in {job.directory}; name one with --store URL")
     directory = to or job.directory or Path(contract.CHECKPOINTS)
@@ -327,6 +349,8 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Remove old checkpoints, here and in the store.
 
@@ -340,7 +364,7 @@ def prune(
     """
     from outlast import checkpoints
 
-    job = _job(ctx, name, store)
+    job = _job(ctx, name, store, namespace, context)
     ours = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []
     here = checkpoints.expired(ours, keep)
     there = job.there.prune(keep, dry_run=True) if job.there else []

@@ -4,39 +4,77 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast import units
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.errors import NotFound
+
+if TYPE_CHECKING:
+    from outlast.runtime.ledger import Event
 
 
-def report(ctx: typer.Context, name: NameArgument = None, output: OutputOption = Output.TABLE) -> None:
+def report(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
     """Show where the time of a job went.
 
-    How much was training, and how much was lost to replayed steps, checkpoints, recovery; and what happened when.
+    How much was training, and how much was lost to replayed steps, checkpoints, recovery; and what happened when. Of a job in a
+    cluster it is read from the job's store. NAME may be a job file, or the URL of a job's output in a store.
 
     \b
     Examples:
       outlast report
       outlast report cifar10 -o json
+      outlast report cifar10 -n team-a
+      outlast report s3://bucket/runs/cifar10
     """
     from outlast.report import goodput, text
 
-    place = which.backend(ctx)
-    name = which.job(place, name)
-    status, events = place.status(name), place.events(name)
-    driven = status.launcher is not None or next(iter(events), None) is None
+    name, run, events, runs, told = _ledger(ctx, name, namespace, context)
+    driven = runs or next(iter(events), None) is None
     account = goodput.buckets(events, time.time() if driven else None)
+    if told is not None and units.percent(told) != units.percent(account.goodput):
+        said = f"the operator reads no ledger; it estimates a goodput of {units.percent(told)}, which status and list show"
+        print(f"outlast | {said}", file=sys.stderr)
     if output is not Output.TABLE:
-        show.data({"name": name, "run": status.run, **text.as_json(account)}, output)
+        show.data({"name": name, "run": run, **text.as_json(account)}, output)
     elif terminal.colours(sys.stdout):
         console = terminal.console()
         console.print(text.rich(account, name, console.width))
     else:
         sys.stdout.write(text.plain(account, name))
+
+
+def _ledger(
+    ctx: typer.Context, name: str | None, namespace: str | None, context: str | None
+) -> tuple[str, str, Iterable[Event], bool, float | None]:
+    """The job's name, its run, its ledger, whether it goes on, and the goodput that an operator has written."""
+    if url := which.in_store(name):
+        from outlast import remote, store
+        from outlast.backends import stored
+
+        place = store.open_(url)
+        if (record := remote.read(place)) is None:
+            raise NotFound(f"there is no job in {place.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
+        return record.job, record.run, stored.events(place), not record.ended, None
+    from outlast.cli import view
+
+    backend = which.place(ctx, name, namespace, context)
+    name = which.job(backend, name)
+    status, events = backend.status(name), backend.events(name)
+    if which.in_cluster(backend) is None:
+        return name, status.run, events, status.launcher is not None, None
+    return name, status.run, events, not view.ended(status), status.goodput
 
 
 def evaluate(
@@ -63,4 +101,4 @@ def evaluate(
         further.insert(0, name)
         name = None
     place = which.place(ctx, name, namespace, context)
-    raise typer.Exit(place.evaluate(which.job(place, name), further))
+    raise typer.Exit(place.evaluate(which.job(place, name), further, show=lambda line: terminal.log([line], prefixed=False)))

@@ -60,7 +60,7 @@ def fields(pairs: Mapping[str, object]) -> str:
 
 def percent(share: float | None) -> str | None:
     """`94.1 %`."""
-    return None if share is None else f"{share:.1%}".replace("%", " %")
+    return None if share is None else units.percent(share)
 
 
 def count(number: int, noun: str) -> str:
@@ -108,7 +108,8 @@ def in_store(there: StoreStatus, now: float) -> str:
     """`s3://bucket/runs/digits: step 800, all pushed 12s ago`, or since when it fails and why."""
     said = [f"step {there.step}"] if there.step else []
     pushed = "pushed" if there.backlog else "all pushed"
-    said += [f"{pushed} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing pushed yet"]
+    if there.pushed or not said:
+        said += [f"{pushed} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing pushed yet"]
     said += [f"now {there.doing}"] if there.doing else []
     said += [f"{units.human_bytes(there.backlog)} of checkpoints wait"] if there.backlog else []
     if there.since:
@@ -144,7 +145,7 @@ def page(status: JobStatus, now: float) -> str:
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
                 "output": status.output,
-                "store": in_store(status.store, now) if status.store else None,
+                "store": in_store(status.store, now) if status.store and _told(status.store, status) else None,
             }
         ),
     ]
@@ -160,6 +161,11 @@ def page(status: JobStatus, now: float) -> str:
         ago = f", {units.human_seconds(now - status.failure.time)} ago" if status.failure.time else ""
         parts += ["", f"Last failure{ago}", *(f"  {line}" for line in failure(status.failure).splitlines())]
     return "\n".join(parts)
+
+
+def _told(there: StoreStatus, status: JobStatus) -> bool:
+    """Whether there is more to say of the store than its URL: of a job in a cluster that is the output, and only agents know."""
+    return there.url != status.output or bool(there.step or there.pushed or there.since)
 
 
 def jobs(statuses: Sequence[JobStatus], now: float) -> str:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from outlast.backends import Backend
     from outlast.backends.kubernetes import KubernetesBackend
 
-_GPUS = ("nvidia.com/gpu", "amd.com/gpu", "aws.amazon.com/neuron")
 _SAMPLE_S = 0.5
 """Over which time the CPU of this machine's processes is measured."""
 
@@ -31,7 +30,7 @@ def top(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show the CPU, memory and GPUs of a job's workers, and of their nodes.
+    """Show the CPU, memory and accelerators of a job's workers, and of their nodes.
 
     In a cluster usage is what metrics-server knows; without it there are only the requests.
 
@@ -49,7 +48,7 @@ def top(
         return
     for title in ("workers", "nodes"):
         if rows := found[title]:
-            print(show.table([key.upper() for key in rows[0]], [list(row.values()) for row in rows]))
+            print(show.table([key.upper() for key in rows[0]], [[*map(_cell, row.values())] for row in rows]))
             print()
     if not found["workers"]:
         print(f"{name} has no workers now", file=sys.stderr)
@@ -116,7 +115,7 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
     for pod in found:
         asked = [each.get("resources") or {} for each in pod["spec"]["containers"]]
         wanted = {key: sum(amount((each.get("requests") or {}).get(key)) for each in asked) for key in ("cpu", "memory")}
-        limit = {key: sum(amount((each.get("limits") or {}).get(key)) for each in asked) for key in ("memory", *_GPUS)}
+        limit = sum(amount((each.get("limits") or {}).get("memory")) for each in asked)
         used = usage.get(pod["metadata"]["name"])
         workers.append(
             {
@@ -126,9 +125,9 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
                 "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{wanted['cpu']:g}" if wanted["cpu"] else None),
                 "memory": _of(
                     units.human_bytes(used["memory"]) if used else None,
-                    units.human_bytes(limit["memory"] or wanted["memory"]) if limit["memory"] or wanted["memory"] else None,
+                    units.human_bytes(limit or wanted["memory"]) if limit or wanted["memory"] else None,
                 ),
-                "gpu": round(sum(limit[key] for key in _GPUS)) or None,
+                "accelerators": _devices(each.get("limits") or {} for each in asked),
             }
         )
     rows = []
@@ -144,7 +143,7 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
                 "node": node,
                 "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{amount(has.get('cpu')):g}"),
                 "memory": _of(units.human_bytes(used["memory"]) if used else None, units.human_bytes(amount(has.get("memory")))),
-                "gpu": round(sum(amount(has.get(key)) for key in _GPUS)) or None,
+                "accelerators": _devices([has]),
             }
         )
     return {"workers": workers, "nodes": rows, "notes": list(dict.fromkeys(notes))}
@@ -176,6 +175,23 @@ def amount(text: str | None) -> float:
     scales |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", start=1)}
     number = text.rstrip("nukmKMGTPi")
     return float(number) * scales[text[len(number) :]]
+
+
+def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many accelerators of each kind there are in lists of resources."""
+    from outlast.manifests import resources
+
+    counts: dict[str, int] = {}
+    for has in found:
+        for resource, quantity in has.items():
+            if resources.device(resource) and (count := round(amount(str(quantity)))):
+                counts[resource] = counts.get(resource, 0) + count
+    return counts
+
+
+def _cell(value: object) -> object:
+    """What a table shows of a value: `8 nvidia.com/gpu` of accelerators."""
+    return ", ".join(f"{count} {resource}" for resource, count in value.items()) or None if isinstance(value, dict) else value
 
 
 def _of(used: str | None, wanted: str | None) -> str | None:

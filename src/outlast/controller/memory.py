@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from outlast import units
 from outlast.backends import pods as podwords
 from outlast.manifests import labels
 from outlast.rendezvous.keys import Wanted
@@ -223,7 +224,7 @@ def write(
         if progress.committed
         else None,
         "goodput": good,
-        "goodputText": f"{100 * good:.1f} %" if good is not None else None,
+        "goodputText": units.percent(good) if good is not None else None,
         "lastFailure": {**memory.failure, "time": _ms(memory.failure.get("time"))} if memory.failure else None,
         "startTime": text(memory.started) if memory.started is not None else None,
         "completionTime": text(memory.finished) if memory.finished is not None else None,

@@ -20,7 +20,7 @@ from outlast.diagnosis import seen as sight
 from outlast.doctor import Check, failed, passed, warned
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
 from outlast.kinds import Kind
-from outlast.manifests import scheduling
+from outlast.manifests import resources, scheduling
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS
 
@@ -71,7 +71,6 @@ TOLERATED = scheduling.tolerated(ACCELERATORS.values())
 """What workers tolerate without being told to: each accelerator by those that ask for it."""
 _CORES, _MEMORY = "100m", "256Mi"
 _LITTLE = f"{_CORES} cores and {_MEMORY}"
-_DEVICES = {*ACCELERATORS.values(), "aws.amazon.com/neuroncore", "aws.amazon.com/neurondevice"}
 
 
 def checks(cluster: Cluster) -> Iterator[Check]:
@@ -278,7 +277,7 @@ def devices(nodes: list[Document] | None) -> Check:
     total: dict[str, float] = {}
     for node in nodes:
         for name, amount in node["status"].get("allocatable", {}).items():
-            if name in _DEVICES or name.startswith("nvidia.com/mig-"):
+            if resources.device(name):
                 total[name] = total.get(name, 0) + sight.quantity(amount)
     has = [f"{count:.0f} × {name}" for name, count in sorted(total.items()) if count]
     if has:

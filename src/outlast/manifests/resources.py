@@ -7,6 +7,7 @@ loaders back while other cores are idle. `processes` is what the agent decides f
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass
 
 from outlast import spec, units
@@ -14,6 +15,18 @@ from outlast.manifests.request import wrong
 
 ACCELERATORS = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "neuron": "aws.amazon.com/neuron"}
 """The resource that a device plugin offers, by the short name of the accelerator."""
+DEVICES = (
+    *ACCELERATORS.values(),
+    "nvidia.com/gpu.shared",
+    "nvidia.com/mig-*",
+    "aws.amazon.com/neuroncore",
+    "aws.amazon.com/neurondevice",
+    "google.com/tpu",
+    "gpu.intel.com/i915",
+    "gpu.intel.com/xe",
+    "habana.ai/gaudi",
+)
+"""All resources that stand for accelerators or parts of them, as their device plugins name them; patterns."""
 
 Quantities = dict[str, str | int]
 
@@ -33,6 +46,11 @@ class Share:
     def container(self) -> dict[str, Quantities]:
         """A container's `resources`."""
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
+
+
+def device(resource: str) -> bool:
+    """Whether a resource of a node or a pod is an accelerator."""
+    return any(fnmatch.fnmatchcase(resource, pattern) for pattern in DEVICES)
 
 
 def accelerator(wanted: spec.Resources) -> str:

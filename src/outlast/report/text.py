@@ -80,7 +80,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
     style = {"Succeeded": "bold green", "Failed": "bold red"}.get(state, "bold")
     line: _Line = [(f"{title}  ", "bold")] if title else []
     line += [(state, style), (f"  {units.human_seconds(goodput.wall_s)}", "")]
-    line += [("  goodput ", ""), (_percent(goodput.goodput), "bold")]
+    line += [("  goodput ", ""), (units.percent(goodput.goodput), "bold")]
     return line
 
 
@@ -93,7 +93,7 @@ def _buckets(goodput: Goodput) -> list[_Line]:
             continue
         glyph, colour, name = _LOOK[bucket]
         share = goodput.share(bucket)
-        figures = f"{_seconds(goodput.seconds[bucket]):>11}  {_percent(share):>7}  "
+        figures = f"{_seconds(goodput.seconds[bucket]):>11}  {units.percent(share):>7}  "
         lines.append([(f"  {glyph} ", colour), (f"{name:<17}", ""), (figures, ""), (_bar(share), colour)])
     return lines
 
@@ -101,11 +101,6 @@ def _buckets(goodput: Goodput) -> list[_Line]:
 def _seconds(seconds: float) -> str:
     """Like `units.human_seconds`, but all stretches below a minute in the same unit."""
     return f"{seconds:.2f}s" if seconds < 59.995 else units.human_seconds(seconds)
-
-
-def _percent(share: float) -> str:
-    """A share with one decimal; never 100.0 % of something incomplete."""
-    return f"{100 * share if share >= 1 else min(99.9, 100 * share):.1f} %"
 
 
 def _bar(share: float) -> str:

@@ -1,0 +1,155 @@
+"""Commands that show a job of a cluster: what its pods ask for, and what its store holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import apiserver
+from outlast import cli, store
+from outlast.cli import show
+from outlast.manifests import resources
+from outlast.remote import run as runs
+from outlast.report import goodput
+
+Document = dict[str, Any]
+LABELS = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker", "outlast.dev/worker": "0"}
+EVENTS = [
+    {"t": 100.0, "kind": "submitted", "source": "cli"},
+    {"t": 101.0, "kind": "worker", "source": "agent-0", "worker": 0},
+    {"t": 102.0, "kind": "world", "source": "decider", "generation": 1, "members": [0]},
+    *({"t": 102.0 + step, "kind": "step", "source": "rank-0", "generation": 1, "step": step} for step in range(1, 9)),
+    {"t": 112.0, "kind": "finished", "source": "decider", "state": "Succeeded"},
+]
+Outlast = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.ApiServer]:
+    """A namespace `n` that a kubeconfig names, and no job on this machine."""
+    api = apiserver.ApiServer(unserved=("batch.volcano.sh",))
+    with apiserver.serving(api) as url:
+        monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
+        monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
+        api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
+        yield api
+
+
+@pytest.fixture
+def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
+    """Runs a command as a person does: nothing is given to it but words."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
+
+
+def a_job(output: str, **status: Any) -> Document:
+    """An ElasticJob that has succeeded, as its operator has written it."""
+    spec = {"module": "outlast.recipes.smoke", "output": output, "workers": {"replicas": 1}, "image": "i"}
+    spec |= {"resources": {"gpu": 8}, "processesPerWorker": "auto"}
+    meta = {"name": "train", "namespace": "n"}
+    written = {"state": "Succeeded", "run": "run-1", "reason": "done", **status}
+    return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The output of a job in a store, with its ledger."""
+    # A directory stands for a bucket, which the job's file may not name as one for pods.
+    opened = store.open_
+    monkeypatch.setattr(store, "open_", lambda place, **how: opened(place.replace("s3://bucket", tmp_path.as_uri()), **how))
+    place = opened(f"{tmp_path.as_uri()}/runs/train")
+    runs.claim(place, runs.Run("run-1", "train", 100.0, state="Succeeded"), replace=True)
+    place.put("ledger/decider-0.jsonl", "".join(f"{json.dumps(event)}\n" for event in EVENTS).encode())
+    return "s3://bucket/runs"
+
+
+def test_the_report_of_a_job_in_a_cluster_is_read_from_its_store(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
+    account = goodput.buckets(EVENTS, None)
+    same = round(account.goodput, 4)
+    team.put(a_job(url, goodput=same))
+    code, out, err = outlast("report", "train", "-n", "n", "-o", "json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert (found["name"], found["run"], found["steps_kept"], found["goodput"]) == ("train", "run-1", 8, account.goodput)
+    assert f"goodput {show.percent(same)}" in outlast("report", "train", "--context", "here", "-n", "n")[1].replace("  ", " ")
+    page = outlast("status", "train", "-n", "n")[1]
+    assert re.search(rf"^goodput +{show.percent(same)}$", page, re.MULTILINE)
+    assert "nothing pushed" not in page, "that is not known here"
+    assert show.percent(same) in outlast("list", "-n", "n")[1]
+    assert json.loads(outlast("report", f"{url}/train", "-o", "json")[1])["goodput"] == account.goodput
+
+
+def test_another_goodput_of_the_operator_is_explained(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
+    team.put(a_job(url, goodput=0.5))
+    assert (
+        "the operator reads no ledger; it estimates a goodput of 50.0 %, which status and list show"
+        in outlast("report", "train", "-n", "n")[2]
+    )
+
+
+def test_the_checkpoints_of_a_job_in_a_cluster_are_those_in_its_store(
+    team: apiserver.ApiServer, url: str, outlast: Outlast
+) -> None:
+    team.put(a_job(url))
+    assert outlast("checkpoints", "list", "train", "-n", "n", "-o", "json")[:2] == (0, "[]\n")
+    assert outlast("checkpoints", "show", "train", "-n", "n") == (2, "", "Error: nothing has been saved yet\n")
+    assert outlast("checkpoints", "prune", "train", "-n", "n", "--yes")[:2] == (
+        0,
+        "nothing to remove: there are no more than 2\n",
+    )
+    team.put(a_job("file:///out"))
+    code, _, err = outlast("checkpoints", "verify", "train", "-n", "n")
+    assert (code, err) == (
+        2,
+        "Error: the checkpoints of train are in its pods only (/out/train in its pods); give the job an output in a store\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["report"], ["chaos", "term"], ["checkpoints", "list"], ["checkpoints", "prune"], ["evaluate"]]
+)
+def test_every_command_says_that_there_is_no_such_context(team: apiserver.ApiServer, outlast: Outlast, words: list[str]) -> None:
+    code, _, err = outlast(*words, "--context", "nowhere")
+    assert code == 2
+    assert "nowhere" in err
+
+
+def test_auto_is_one_process_for_each_gpu(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
+    team.put(a_job(url))
+    assert "8 per worker" in outlast("status", "train", "-n", "n")[1]
+
+
+@pytest.mark.parametrize("device", ["nvidia.com/gpu", "google.com/tpu", "gpu.intel.com/i915", "aws.amazon.com/neuroncore"])
+def test_top_shows_any_accelerator(team: apiserver.ApiServer, url: str, outlast: Outlast, device: str) -> None:
+    team.put(a_job(url, state="Running"))
+    limits = {device: 4, "rdma/hca": 8, "gpu.intel.com/memory.max": 100}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "train-worker-0", "namespace": "n", "labels": LABELS},
+        "spec": {"nodeName": "node-a", "containers": [{"name": "worker", "resources": {"limits": limits}}]},
+        "status": {"phase": "Running", "containerStatuses": [{"name": "worker", "state": {"running": {}}}]},
+    }
+    team.put(pod)
+    team.put({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a"}, "status": {"allocatable": {device: "8"}}})
+    found = json.loads(outlast("top", "train", "-n", "n", "-o", "json")[1])
+    assert [found[title][0]["accelerators"] for title in ("workers", "nodes")] == [{device: 4}, {device: 8}]
+    out = outlast("top", "train", "-n", "n")[1]
+    assert f"4 {device}" in out
+    assert f"8 {device}" in out
+
+
+def test_parts_of_accelerators_are_accelerators() -> None:
+    assert all(map(resources.device, ["amd.com/gpu", "aws.amazon.com/neuron", "nvidia.com/mig-1g.5gb", "gpu.intel.com/xe"]))
+    assert not any(map(resources.device, ["cpu", "memory", "hugepages-2Mi", "vpc.amazonaws.com/efa", "nvidia.com/gpu.count"]))
