@@ -59,7 +59,14 @@ _FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_U
 class Agent:
     """One worker's agent. `main` makes one and runs it."""
 
-    def __init__(self, warm: subprocess.Popen[bytes] | None, job: spec.Job, environ: dict[str, str], log: Output) -> None:
+    def __init__(
+        self,
+        warm: subprocess.Popen[bytes] | None,
+        job: spec.Job,
+        environ: dict[str, str],
+        log: Output,
+        clock: Awake | None = None,
+    ) -> None:
         self.job = job
         self.index = int(environ[contract.Env.WORKER])
         self.state = Path(environ[contract.Env.STATE])
@@ -68,7 +75,7 @@ class Agent:
         self.notice = Path(environ[contract.Env.NOTICE])
         self.processes = processes_per_worker(job)
         self.worker = lifecycle.Worker()
-        self.clock = Awake()
+        self.clock = clock or Awake()
         self._looked = self.clock()
         """The time of the last look, by our clock."""
         self.deadline = float("inf")

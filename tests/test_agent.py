@@ -1,0 +1,132 @@
+"""The agent's own loop on clocks that are set and stand still. Nothing is started: there is no warm process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clocks import DISTURBANCES, Machine
+from outlast import contract, spec
+from outlast.clock import STEP_S
+from outlast.runtime import lifecycle, notice, progress
+from outlast.runtime.agent import Agent
+from outlast.runtime.lifecycle import Phase
+from outlast.runtime.progress import Progress
+from outlast.runtime.ranks import Ranks
+
+GRACE_S = 75
+
+
+class Bench:
+    """An agent whose training runs, and its machine."""
+
+    def __init__(self, directory: Path) -> None:
+        self.machine = Machine()
+        self.state = directory / "state"
+        self.state.mkdir()
+        document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}}
+        job = spec.parse(json.dumps({**document, "spec": {"script": "train.py"}}))
+        environ = {
+            contract.Env.WORKER: "0",
+            contract.Env.STATE: str(self.state),
+            contract.Env.OUTPUT: str(directory / "output"),
+            contract.Env.NOTICE: str(self.state / contract.NOTICE),
+            contract.Env.RENDEZVOUS: f"unix://{directory}/launcher.sock",
+        }
+        self.agent = Agent(None, job, environ, cast(Any, None), self.machine.awake())
+        self.agent.worker = lifecycle.Worker(Phase.TRAINING)
+        self.writer = progress.Writer(self.state, 0)
+        self.writer.write(Progress(generation=1, rank=0, phase="train", step=3))
+
+    def looks(self) -> list[lifecycle.Event]:
+        """What follows from a look."""
+        self.agent._look()
+        found = []
+        while not self.agent._events.empty():
+            found.append(self.agent._events.get())
+        return found
+
+    def disturbed(self, how: str) -> None:
+        monotonic, wall = DISTURBANCES[how]
+        self.machine.goes_on(monotonic, wall=wall)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.writer.close()
+
+
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(bench: Bench, how: str) -> None:
+    bench.agent._happened(lifecycle.Told("worker 0 received SIGTERM", bench.agent.clock(), GRACE_S))
+    assert notice.read(bench.state / contract.NOTICE)["kind"] == "leave"
+    bench.disturbed(how)
+    assert bench.looks() == []
+    assert bench.agent._push_s() >= GRACE_S - 2 * STEP_S, "and what is left of it for the push"
+    found = []
+    for _ in range(GRACE_S + 2):
+        bench.machine.goes_on(STEP_S)
+        found.append(bench.looks())
+    assert not any(found[: GRACE_S - 1])
+    assert [event for each in found for event in each] == [lifecycle.GraceOver()], "once"
+
+
+@pytest.mark.parametrize("how", DISTURBANCES)
+def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench: Bench, how: str) -> None:
+    bench.agent._pusher.said = {"pushed": 999_999.0, "since": 999_999.0, "backlog": 0, "step": 3}
+    bench.looks()
+    bench.disturbed(how)
+    bench.looks()
+    assert bench.agent.health.healthy
+    ages = {name: value for name, value in bench.agent.health.metrics.items() if name.endswith("_seconds")}
+    assert sorted(ages) == ["progress_age_seconds", "sync_age_seconds", "sync_failing_seconds"]
+    assert all(0 <= value < 10 for value in ages.values())
+
+
+REPORTS, LOOKS = "it reports", "we look"
+EVENTS = st.lists(st.sampled_from([REPORTS, LOOKS, LOOKS, LOOKS, *DISTURBANCES]), max_size=40)
+LIMIT_S = 10.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS)
+def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and_only_then(events: list[str]) -> None:
+    machine, pid = Machine(), os.getpid()
+    with tempfile.TemporaryDirectory() as directory:
+        ranks, step = Ranks(Path(directory), 1, machine.awake()), 0
+        file = Path(directory) / contract.PROGRESS.format(local_rank=0)
+        started = progress.kernel(pid)[1]
+        watched = 0.0
+
+        def report() -> None:
+            record = Progress(generation=1, rank=0, phase="train", step=step, pid=pid, started=started, time=machine.wall)
+            file.write_text(json.dumps(dataclasses.asdict(record)))
+
+        report()
+        ranks.look()
+        for event in events:
+            if event == REPORTS:
+                step, watched = step + 1, 0.0
+                report()
+                ranks.look()
+            elif event == LOOKS:
+                machine.goes_on(STEP_S)
+                watched += STEP_S
+                hang = lifecycle.hung(ranks.look(), LIMIT_S)
+                assert (hang is not None) == (watched > lifecycle.OTHERS_FIRST * LIMIT_S)
+            else:
+                monotonic, wall = DISTURBANCES[event]
+                machine.goes_on(monotonic, wall=wall)
+                ranks.look()
+                watched += min(monotonic, STEP_S)
