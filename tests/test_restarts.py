@@ -7,7 +7,7 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import status
+from outlast import restarts, status
 from outlast.restarts import History, Policy, Record, Restart, Stop, judge
 
 NOW = 10_000.0
@@ -137,6 +137,47 @@ def test_kills_say_nothing_of_the_step():
         3,
         "rank 1 on worker 1 was killed by SIGKILL at step 40; restart 3 of 10",
     )
+
+
+def a_hang(step=40):
+    return a_failure(137, reason="rank 1 on worker 1 hung: no progress for 750 s after step 40", step=step, hung=True)
+
+
+def test_a_step_that_hangs_three_times_stops_the_job():
+    assert judged(a_hang(), (NOW - 1600, 20, 40)) == Restart(
+        a_history((NOW - 1600, 20, 40), (NOW, 20, 40)),
+        2,
+        "rank 1 on worker 1 hung: no progress for 750 s after step 40; restart 2 of 10",
+    )
+    assert judged(a_hang(), (NOW - 5400, 20, 40), (NOW - 1600, 20, 40)) == Stop(
+        "rank 1 on worker 1 hung: no progress for 750 s after step 40; this step has failed 3 times in a row; see in the stacks "
+        "which rank waits for which: all must make the same collective calls in the same order",
+        137,
+    )
+
+
+def test_hangs_at_different_steps_are_only_counted():
+    assert judged(a_hang(), (NOW - 5400, 20, 40), (NOW - 1600, 20, 39)).number == 2
+
+
+def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_job():
+    first, other = a_failure(step=0, early="ImportError"), a_failure(step=0, early="ImportError").model_copy(update={"worker": 0})
+    assert restarts.raised_everywhere(first, [(False, first), (False, other)], [0, 1])
+    assert judge(History(), first, 0, NOW, a_policy(), everywhere=True) == Stop(
+        "rank 1 on worker 1 raised ValueError; every rank raises it before the first step, a restart would not help", 78
+    )
+
+
+def test_an_error_that_not_every_worker_raised_before_its_first_step_is_tried_again():
+    first = a_failure(step=0, early="ImportError")
+    ok, echo = (
+        a_failure(early="").model_copy(update={"worker": 0}),
+        a_failure(early="ImportError").model_copy(update={"worker": 0}),
+    )
+    assert not restarts.raised_everywhere(first, [(False, first)], [0, 1])
+    assert not restarts.raised_everywhere(first, [(False, first), (False, ok)], [0, 1])
+    assert not restarts.raised_everywhere(first, [(False, first), (True, echo)], [0, 1])
+    assert not restarts.raised_everywhere(ok, [(False, ok)], [0])
 
 
 def test_a_kill_between_errors_does_not_hide_the_step():

@@ -54,6 +54,71 @@ def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
     assert status.failure.reason == f"rank 1 on worker {2 // processes - 1} raised ValueError: a bug"
 
 
+def a_script(machine, text: str) -> dict[str, str]:
+    """The fields of a job that runs this text."""
+    code = machine.directory / "code"
+    code.mkdir()
+    (code / "wrong.py").write_text(text)
+    return {"script": "wrong.py", "code": str(code)}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch\nfor x in range(3)\n    pass\n", "raised SyntaxError: expected ':' (wrong.py, line 2)"),
+        ("import no_such_package\n", "raised ModuleNotFoundError: No module named 'no_such_package'"),
+        (
+            "from outlast.training import session\nwith session.open() as run:\n    run.resume(run.ddp())\n",
+            "Session.ddp() missing 1 required positional argument: 'model' (wrong.py:3); write net = run.ddp(model)",
+        ),
+        (
+            "from outlast.training import session\nwith session.open() as run:\n    len(run.rank)\n",
+            "raised TypeError: object of type 'int' has no len()",
+        ),
+    ],
+)
+def test_an_error_of_the_script_on_all_ranks_before_the_first_step_is_not_tried_again(machine, text: str, said: str):
+    status = machine.run(machine.job(**a_script(machine, text)))
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0), status.reason
+    assert said in status.failure.reason
+    assert "a restart would not help" in status.reason
+
+
+def test_ranks_that_wait_for_each_other_end_a_job_with_the_sentence(machine):
+    text = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0:\n"
+        "    dist.barrier()\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "dist.barrier()\n"
+    )
+    status = machine.run(machine.job(**a_script(machine, text)), timeout_s=40)
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0), status.reason
+    assert "rank 0 is in dist.barrier() (wrong.py:4), rank 1 is in dist.all_reduce(torch.ones(1)) (wrong.py:5)" in status.reason
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_three_times_ends_the_job(machine):
+    text = (
+        "import time\n"
+        "from torch import nn\n"
+        "from outlast.training import session\n"
+        "with session.open() as run:\n"
+        "    step = run.resume({'net': nn.Linear(1, 1)})\n"
+        "    while step < 3:\n"
+        "        step += 1\n"
+        "        run.log(step)\n"
+        "        run.interrupted()\n"
+        "    while run.rank:\n"
+        "        time.sleep(1)\n"
+        "    run.interrupted()\n"
+    )
+    status = machine.run(machine.job(**a_script(machine, text)), timeout_s=90)
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
+    assert "s after step 3; this step has failed 3 times in a row; see in the stacks which rank waits" in status.reason
+
+
 def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine):
     code = machine.directory / "code"
     code.mkdir()

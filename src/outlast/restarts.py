@@ -2,12 +2,14 @@
 
 Whoever decides (the launcher, the operator) asks `judge` once for every generation that failed, and keeps the `History` it gets.
 Interruptions cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it
-lies outside the window or the committed step has advanced. A step that raised three times in a row would raise a fourth time: the
-job stops. Pure: time is an argument.
+lies outside the window or the committed step has advanced. A step that raised or hung three times in a row would do so a fourth
+time, and an error of the script that every rank raised before its first step a second time: the job stops. Pure: time is an
+argument.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
@@ -35,7 +37,7 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step then."""
     failed_step: int | None
-    """The step that raised; None when it is not known, or the process was killed: that says nothing of the step."""
+    """The step that raised or hung; None when it is not known, or somebody killed the process: that says nothing of the step."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +67,43 @@ class Stop:
     """Exit code of the job."""
 
 
-def judge(history: History, failure: status.Failure, committed_step: int, now: float, policy: Policy) -> Restart | Stop:
-    """Start again or stop, and why in one sentence."""
+def judge(
+    history: History, failure: status.Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
+) -> Restart | Stop:
+    """Start again or stop, and why in one sentence.
+
+    `everywhere`: every rank raised this error before its first step, and it is one that does not depend on the machine.
+    """
     # When the clock went back, a failure in the future is one of now; else it would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history.failures], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
-    what = failure.reason if failure.step is None else f"{failure.reason} at step {failure.step}"
+    said = failure.step is None or failure.hung  # a hang tells where in its reason
+    what = failure.reason if said else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
         return Restart(History(past), used, f"{what}; interruptions do not count", counted=False)
     if failure.code == contract.Exit.MISCONFIGURED:
         return Stop(f"{what}; the configuration is wrong, a restart would not help", failure.code)
-    step = None if contract.killed(failure.code) else failure.step
+    if everywhere:
+        again = "every rank raises it before the first step, a restart would not help"
+        return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED)
+    step = None if contract.killed(failure.code) and not failure.hung else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     if step is not None and _in_a_row(past) >= policy.same_step:
-        return Stop(f"{what}; this step has failed {policy.same_step} times in a row", failure.code)
+        why = f"this step has failed {policy.same_step} times in a row"
+        if failure.hung:
+            why += "; see in the stacks which rank waits for which: all must make the same collective calls in the same order"
+        return Stop(f"{what}; {why}", failure.code)
     if number > policy.limit:
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
         return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code)
     return Restart(History(past[-max(policy.limit, policy.same_step) :]), number, f"{what}; restart {number} of {policy.limit}")
+
+
+def raised_everywhere(first: status.Failure, pending: Iterable[tuple[bool, status.Failure]], members: Iterable[int]) -> bool:
+    """Whether all members of a world have raised the same error before their first step, one that another try raises again."""
+    return bool(first.early) and {each.worker for echo, each in pending if not echo and each.early == first.early} >= set(members)
 
 
 def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:

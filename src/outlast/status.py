@@ -113,6 +113,10 @@ class Failure(_Model):
     counted: bool = True
     node: str = ""
     """The node of its pod, on Kubernetes."""
+    hung: Annotated[bool, Field(exclude=True)] = False
+    """Whether it was killed because it hung by itself, and was not stopped from outside."""
+    early: Annotated[str, Field(exclude=True)] = ""
+    """The type of error that its worker's processes raised before their first step, if another try would raise it again."""
     log_tail: Annotated[str, Field(validation_alias=AliasChoices("logTail", "log_tail"))] = ""
     """The last lines of its worker's log; if that has several processes, of what the one that failed wrote."""
 

@@ -853,7 +853,8 @@ def _judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world
     without = new is not None and before is not None and not set(before.members) <= set(new.members)
     if not (echo and (without or _explained(look))):
         pod = look.pod(failure.worker)
-        _judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "")
+        everywhere = before is not None and restarts.raised_everywhere(failure, pending, before.members)
+        _judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "", everywhere=everywhere)
         _stands_for_all(look, generation)
     look.know(judged=max(look.memory.judged, generation))
 
@@ -865,16 +866,16 @@ def _pods_failure(look: Look, pod: Pod, code: int, sentence: str, when: float) -
     )
 
 
-def _judge(look: Look, failure: Failure, *, raised: int | None, node: str) -> None:
+def _judge(look: Look, failure: Failure, *, raised: int | None, node: str, everywhere: bool = False) -> None:
     """Count a failure, and end the job if that was one too many."""
     known = look.memory
     judged = failure.model_copy(update={"step": raised})
-    verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy)
+    verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy, everywhere=everywhere)
     counted = isinstance(verdict, restarts.Stop) or verdict.counted
     told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
     look.know(failure=_kept(look, told, node))
     if isinstance(verdict, restarts.Stop):
-        code = contract.Exit.MISCONFIGURED if failure.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
+        code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return look.finish(State.FAILED, verdict.reason, code, _why_failed(verdict.reason, code))
     nodes = {blame.record: blame.node for blame in known.blames}
     blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)

@@ -29,7 +29,7 @@ SETTLE_S = 1.0
 CAUSE_S = 0.5
 """How long the echoes of a failure wait for its cause."""
 
-_FACTS = ("rank", "code", "reason", "traceback", "log_tail", "time", "step")
+_FACTS = ("rank", "code", "reason", "traceback", "log_tail", "time", "step", "hung", "early")
 """What a `Failure` takes from `local.Report.failure`."""
 
 
@@ -228,10 +228,13 @@ class Decider(abc.ABC):
         if not self.pending:
             return True
         echo, first = min(self.pending, key=cause_first)
+        members = self.known.world.members if self.known.world else ()
+        everywhere = restarts.raised_everywhere(first, self.pending, members)
         self.pending.clear()
         self.judged = max(self.judged, first.generation)
         failure, raised, committed = self.progress(first, echo=echo)
-        verdict = restarts.judge(self.history, failure.model_copy(update={"step": raised}), committed, self.clock(), self.policy)
+        judged = failure.model_copy(update={"step": raised})
+        verdict = restarts.judge(self.history, judged, committed, self.clock(), self.policy, everywhere=everywhere)
         counted = isinstance(verdict, restarts.Stop) or verdict.counted
         self.failed(failure.model_copy(update={"counted": counted}))
         facts = failure.model_dump(include={"generation", "worker", "rank", "code", "reason", "step"})

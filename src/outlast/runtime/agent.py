@@ -460,7 +460,8 @@ class Agent:
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {stacks}", flush=True)
             path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
             with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
-                path.write_text(json.dumps({"pid": record.pid, "reason": reason, "time": time.time()}))
+                verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "time": time.time()}
+                path.write_text(json.dumps(verdict))
             self.ledger.write(
                 "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
                 state="stopped" if process.stopped else "stuck", stacks=str(stacks), reason=reason,

@@ -33,6 +33,13 @@ DYING_S = 5.0
 """Longest time from a process's last words to its end."""
 AGAIN_S = 30.0
 """Longest pause before a script that left without being told is started again."""
+EARLY_S = 30.0
+"""A script that tells nothing of its steps is taken to be before its first one for so long; arbitrary."""
+_SCRIPTS = (
+    *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
+    *("TypeError", "NameError", "UnboundLocalError", "AttributeError"),
+)
+"""Errors that say that the script is wrong, or does not go with what is installed."""
 _PREFIX = "[rank ${rank}] "
 """Of each line that one of several processes writes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
@@ -84,6 +91,8 @@ def main(argv: list[str]) -> None:
                 said = f"outlast | {first['reason']}"
                 print(said, file=sys.stderr, flush=True)
                 prefix = _PREFIX.replace("${rank}", str(first["rank"])) if processes > 1 else ""
+                if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
+                    first["early"] = ""
                 handler.failed({**first, "log_tail": output.tail(log, said, since=logged, prefix=prefix)})
 
 
@@ -151,6 +160,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
+    sentence = record and not record.get("traceback") and not verdict  # one that stands by itself
     reached = progress.read(state, process.local_rank)
     if reached and (reached.generation != handler.generation or reached.phase == "started"):
         reached = None  # a plain script, which says nothing
@@ -158,13 +168,21 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     return {
         "rank": rank,
         "code": code,
-        "reason": f"rank {rank} on worker {worker} {what}",
+        "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_echo(record)),
+        "hung": bool(verdict.get("stuck")),
+        "early": record["type"] if _early(record, reached) else "",
         "step": reached.step if reached else None,
         "committed": reached.committed if reached else None,
     }
+
+
+def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:
+    """Whether an error came before the first step, as far as we know, and is the script's and not the machine's."""
+    began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
+    return began and record.get("type") in _SCRIPTS
 
 
 def _is_echo(record: dict[str, Any]) -> bool:

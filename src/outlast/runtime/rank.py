@@ -23,9 +23,13 @@ from outlast import contract, files
 from outlast.errors import NoRoom, OutlastError, Superseded
 from outlast.runtime import progress, stall
 
+_began = time.monotonic()
+
 
 def main(argv: list[str]) -> None:
     """Run `argv` as Python would; returns at the end of the script, or raises SystemExit."""
+    global _began
+    _began = time.monotonic()  # this module may have been imported long ago, in the process that forked this one
     state = os.environ.get(contract.Env.STATE)
     if state:
         _enter(Path(state))
@@ -84,6 +88,7 @@ def _record(state: str | None, error: BaseException, text: str, code: int) -> No
         "message": f"raised {type(error).__name__}: {first}" if text else first,
         "traceback": "\n".join(text.rstrip().splitlines()[-30:])[-8000:],
         "time": time.time(),
+        "age_s": round(time.monotonic() - _began, 3),
         "code": code,
     }
     try:
