@@ -68,10 +68,10 @@ class Machine:
         path.write_text(json.dumps({**document, "spec": {key: value for key, value in whole.items() if value is not None}}))
         return path
 
-    def submit(self, path: Path) -> str:
+    def submit(self, path: Path, **how: bool) -> str:
         """Start the job of a file; its name."""
         job = spec.load(path)
-        self.backend.submit(job, source=path)
+        self.backend.submit(job, source=path, **how)
         return job.metadata.name
 
     def run(self, path: Path, *, timeout_s: float = 120) -> JobStatus:

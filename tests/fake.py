@@ -43,7 +43,7 @@ class FakeBackend:
         self.chaos_schedule: Path | None = None
         self.notices: list[str] = []
 
-    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
+    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False, **_: object) -> str:
         name, workers = job.metadata.name, job.spec.workers
         run = self.runs.get(name)
         if run is not None and run.launcher is not None and run.launcher.is_alive():

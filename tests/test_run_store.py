@@ -98,7 +98,7 @@ def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     elsewhere = machine_in(tmp_path / "elsewhere")
     elsewhere.directory.mkdir()
     try:
-        status = elsewhere.run(job)
+        status = elsewhere.end(elsewhere.submit(job, take_over=True))
         assert status.state is State.SUCCEEDED, status
         events = elsewhere.backend.events(name)
         restored = [event["step"] for event in events if event["kind"] == "restored"]
@@ -212,7 +212,7 @@ def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_i
     elsewhere = machine_in(tmp_path / "elsewhere")
     elsewhere.directory.mkdir()
     try:
-        elsewhere.submit(job)
+        elsewhere.submit(job, take_over=True)
         elsewhere.wait(name, lambda s: s.generation > 1 and pushed(20)(s))
         zombie = machine.end(name)
         assert (zombie.state, zombie.exit_code) == (State.INTERRUPTED, 75)

@@ -40,11 +40,22 @@ class Backend(Protocol):
     notices: list[str]
     """What people should know of the job that was submitted last, beside that it runs."""
 
-    def submit(self, job: Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
+    def submit(
+        self,
+        job: Job,
+        *,
+        source: Path,
+        chaos: Path | None = None,
+        fresh: bool = False,
+        take_over: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> str:
         """Start a job, or go on with its unfinished run unless `fresh`, and return the run's id.
 
         `source` is the job file: relative paths in the job start from its directory. `chaos` is a schedule (see `outlast.chaos`)
-        that is carried out during the run. When this returns, `status` tells of this run and no longer of how the last one ended.
+        that is carried out during the run. `take_over`: also from another machine that trains the run now; else we wait for as
+        long as that one may be dead, and `say` so. When this returns, `status` tells of this run and no longer of how the last
+        one ended.
         Raises AlreadyRunning when the job is running.
         """
 

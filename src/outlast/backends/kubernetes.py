@@ -194,20 +194,37 @@ class KubernetesBackend:
 
     # what is wished
 
-    def submit(self, job: Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
+    def submit(
+        self,
+        job: Job,
+        *,
+        source: Path,
+        chaos: Path | None = None,
+        fresh: bool = False,
+        take_over: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> str:
         """Apply a job's documents; the same file again changes nothing. `fresh` ends what there is of it before.
 
         Raises AlreadyRunning when the job runs from another file.
         """
         if chaos is not None:
             raise OutlastError(f"`outlast submit` carries out no schedule of harm; submit, then: outlast chaos NAME {chaos}")
-        for _ in self.apply(job, source=source, fresh=fresh):
-            pass
+        for sentence in self.apply(job, source=source, fresh=fresh, take_over=take_over):
+            say(sentence)
         found = self._all(job.metadata.name)[0]
         return str((found["metadata"].get("labels") or {}).get(Label.RUN, found["metadata"]["name"]))
 
-    def apply(self, job: Job, *, source: Path, fresh: bool = False) -> Iterator[str]:
-        """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`."""
+    def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
+        """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`. `take_over`: whoever trains its run in
+        the store now, in another namespace for instance, is made to stop."""
+        if take_over:
+            from outlast.backends import stored
+            from outlast.manifests import places
+
+            if not (url := places.store(job)):
+                raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
+            yield stored.release(url)
         documents = self._documents(job, source, fresh)
         wanted = _workload(documents)
         if fresh:  # its name is that of no file, so that of the file is written into it

@@ -23,7 +23,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outlast import checkpoints, contract, files, restarts, spec
 from outlast.backends.places import Places, Run, Wanted
@@ -37,6 +37,9 @@ from outlast.runtime import ledger as ledgers
 from outlast.runtime import progress, pusher, titles
 from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, StoreStatus, WorkerStatus
+
+if TYPE_CHECKING:
+    from outlast.remote import alive
 
 TICK_S = 0.1
 WAITED_S = 2.0
@@ -104,6 +107,8 @@ class Launcher(Decider):
         self._folder = ThreadPoolExecutor(1, "outlast-goodput")
         self._folding: Future[float | None] | None = None
         self._fold_at = 0.0
+        self.heart: alive.Heart | None = None
+        """Says that we train the run in the store."""
         self._written = ""
         self._poke = asyncio.Event()
         self.server = local.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
@@ -115,6 +120,13 @@ class Launcher(Decider):
         self._recover()
         await self.server.start(self.places.socket)
         self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.staff.present))
+        if self.store:
+            from outlast import store
+            from outlast.backends import stored
+            from outlast.remote import alive
+
+            home, owner = stored.home(self.places.state), self.record.owner
+            self.heart = alive.Heart(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
@@ -349,6 +361,9 @@ class Launcher(Decider):
         self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
         if self.store and self.wanted.end != "kill":
             state, reason, code = self._hand_in(state, reason, code)
+        if self.heart is not None:
+            with contextlib.suppress(OutlastError):  # else it is heard of for a while longer
+                self.heart.stop(left=True)
         self.status.finished = time.time()
         self.status.exit_code = code
         self.status.state, self.status.reason = state, reason

@@ -54,7 +54,16 @@ class LocalBackend:
 
     # Submitting
 
-    def submit(self, job: spec.Job, *, source: Path, chaos: Path | None = None, fresh: bool = False) -> str:
+    def submit(
+        self,
+        job: spec.Job,
+        *,
+        source: Path,
+        chaos: Path | None = None,
+        fresh: bool = False,
+        take_over: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> str:
         """Start a job, or go on with its unfinished run; the run's id."""
         places = self._places(job.metadata.name)
         self._not_running(places)
@@ -67,7 +76,10 @@ class LocalBackend:
         before = Run.read(places) if unfinished else None
         url = before.store if before else _store(placed)
         place = stored.reach(url) if url else None
-        elsewhere = stored.unfinished(place, before, ended=self._ended(places)) if place and not fresh else None
+        elsewhere = None
+        if place and not fresh:
+            home, ended = stored.home(places.state), self._ended(places)
+            elsewhere = stored.unfinished(place, before, ended=ended, home=home, take_over=take_over, say=say)
         earlier = before or elsewhere
         run_id, submitted = (earlier.run, earlier.submitted) if earlier else (_new_run_id(), time.time())
         output = Path(before.output) if before else _output(placed, self._state)
@@ -252,7 +264,7 @@ class LocalBackend:
         run = Run.read(places)
         if run.store:
             place, owner = stored.reach(run.store), secrets.token_hex(8)
-            stored.unfinished(place, run, ended=None)
+            stored.unfinished(place, run, ended=None, home=stored.home(places.state))
             new = runs.Run(run.run, name, run.submitted, owner=owner)
             generation = stored.take_over(place, Path(run.output), new, before=run)
             run = dataclasses.replace(run, generation=generation, owner=owner)

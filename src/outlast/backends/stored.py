@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,15 @@ from outlast import checkpoints, contract, remote, store
 from outlast.backends import LogLine
 from outlast.backends.places import Run
 from outlast.errors import NotFound, OutlastError
-from outlast.remote import register
+from outlast.remote import alive, register
 from outlast.remote import run as runs
 from outlast.runtime import growing, ledger, push, sync
 from outlast.status import State
 
+_ADVICE = (
+    "end it there, or give this job another name or output; --take-over takes the run from it, "
+    "--fresh begins another one and keeps what is there in previous/"
+)
 _AT_ONCE = 8
 """Requests for pieces of logs and ledgers."""
 
@@ -32,10 +37,19 @@ def reach(url: str) -> store.Store:
     return place
 
 
-def unfinished(place: store.Store, ours: Run | None, *, ended: Run | None) -> runs.Run | None:
+def unfinished(
+    place: store.Store,
+    ours: Run | None,
+    *,
+    ended: Run | None,
+    home: str,
+    take_over: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> runs.Run | None:
     """The run that owns the place and has not ended; None when there is none, or it is the one that has `ended` here.
 
-    Raises OutlastError when `ours`, the unfinished run of this machine, owns it no longer.
+    Raises OutlastError when `ours`, the unfinished run of this machine, owns it no longer, and AlreadyRunning when another than
+    `home` trains it, unless we are to `take_over`; waits while it may, of which `say` is told.
     """
     record = runs.read(place)
     if ours and record and record.run != ours.run:
@@ -46,7 +60,22 @@ def unfinished(place: store.Store, ours: Run | None, *, ended: Run | None) -> ru
     if record is None or (record.ended and not ours):
         return None
     known = ended and (record.run, record.owner) == (ended.run, ended.owner)  # only the store does not know yet that it has ended
-    return None if known else record
+    if known:
+        return None
+    if not take_over and not (ours and ours.owner == record.owner):
+        alive.wait(place, record.run, home, advice=_ADVICE, say=say)
+    return record
+
+
+def release(url: str) -> str:
+    """Take the run in a store from whoever trains it; what there is to say of that."""
+    whose = alive.release(store.open_(url))
+    return f"took the run in {url} from {whose}" if whose else f"nobody has an unfinished run in {url}"
+
+
+def home(state: Path) -> str:
+    """Where this machine's jobs with their state there are trained, see `remote.alive`."""
+    return f"{socket.gethostname()}:{state}"
 
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None) -> int:

@@ -38,6 +38,9 @@ def run(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start from the beginning even if there is an unfinished run of this name.")
     ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Go on with the run of this name in the store even if another machine trains it.")
+    ] = False,
 ) -> None:
     """Train: start the job of a file, or go on with it.
 
@@ -64,7 +67,7 @@ def run(
         before = None
     going_on = before is not None and not before.state.final
     with _patient(wanted):
-        place.submit(wanted, source=file, chaos=chaos, fresh=fresh)
+        place.submit(wanted, source=file, chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
     for notice in place.notices:
         print(f"outlast | {notice}", file=sys.stderr)
     if detach:
@@ -77,6 +80,10 @@ def run(
     for sentence in view.summary(status, time.time()):
         print(f"outlast | {sentence}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def _tell(sentence: str) -> None:
+    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

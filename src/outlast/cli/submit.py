@@ -31,6 +31,9 @@ def submit(
     ] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show the logs until the job ends.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="End what there is of this job, and begin from the beginning.")] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Go on with its run in the store even if another cluster or namespace trains it.")
+    ] = False,
     name: TitleOption = None,
     set_: SetOption = None,
     namespace: NamespaceOption = None,
@@ -63,7 +66,7 @@ def submit(
             print(_change(place.cluster, document), flush=True)
         _warn(place.cluster)
         return
-    for sentence in place.apply(job, source=file, fresh=fresh):
+    for sentence in place.apply(job, source=file, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
     options = which.suffix(namespace, context)

@@ -37,6 +37,7 @@ from outlast.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from outlast import spec
+    from outlast.remote import alive
     from outlast.rendezvous import etcd
     from outlast.rendezvous.host import Host
     from outlast.runtime import ownership
@@ -108,6 +109,7 @@ class Agent:
         self.elects = environ[contract.Env.RENDEZVOUS].startswith(contract.ETCD)
         """Whether the agents elect one of them who decides."""
         self._host: Host | etcd.Running | None = None
+        self._heart: alive.Heart | None = None
         self._ending: threading.Thread | None = None
         self._told = threading.Event()
         self.displaced = False
@@ -152,6 +154,8 @@ class Agent:
             self._host.wait()
         if self._ending:
             self._ending.join(LAST_PUSH_S)
+        if self._heart:
+            self._heart.stop()
         if self.environ.get(contract.Env.STAY) == "1" and self.exit.code in _FINAL:
             print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
             done = self.exit.code == contract.Exit.DONE
@@ -260,6 +264,7 @@ class Agent:
 
     def _take_up(self) -> ownership.Ended | None:
         """Find out which run this is, and go on with the log of this worker."""
+        from outlast.remote import alive
         from outlast.remote import run as runs
         from outlast.runtime import ownership
 
@@ -274,11 +279,13 @@ class Agent:
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
         begun = ownership.record(self.job.metadata.name, word, word)
-        run = ownership.take(where, begun, fresh=environ.get(contract.Env.FRESH) == "1")
+        home, fresh = ownership.home(environ), environ.get(contract.Env.FRESH) == "1"
+        run = ownership.take(where, begun, home=home, fresh=fresh, say=lambda text: print(f"outlast | {text}", flush=True))
         if isinstance(run, ownership.Ended):
             return run
         environ[contract.Env.RUN], environ[contract.Env.OWNER] = run, word
         if self._store:
+            self._heart = alive.Heart(lambda: where, run, word, home, self.index, self._lost)
             ownership.fetch_own(where, self.output, self.index)
         self._log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         self._pusher = pusher.Pusher(environ)
@@ -377,6 +384,10 @@ class Agent:
             return
         kept = f"the output is not all in {self._store}: {problem}; it is kept in {self.output}, and the next start pushes it"
         self._put(lifecycle.Pushed(kept if code else ""))
+
+    def _lost(self, reason: str) -> None:
+        self._displaced(reason)
+        os.write(self._wake_w, b"\0")
 
     def _displaced(self, reason: str) -> None:
         self.displaced = True

@@ -5,6 +5,7 @@ that name. Every pod asks by itself, and all find the same answer:
 
     nothing there, or a run that has ended and is another file's    begin a run
     a run that has not ended                                        go on with it: a changed file is still the same training
+    the same, and another namespace or cluster trains it now        that one keeps it; we say so, and end
     the same, and ours is to begin from the beginning               begin a run; what that one has left goes to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
@@ -14,22 +15,29 @@ Where the output is lost with a pod, the record is, too. Then workers that stay 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import checkpoints, contract, remote, store
 from outlast.errors import Superseded
-from outlast.remote import register
+from outlast.remote import alive, register
 from outlast.remote import run as runs
 from outlast.runtime import growing
 
+_ADVICE = (
+    "end it there, or give this job another name or output. "
+    "To take the run from it, delete this job and submit it with --take-over; --fresh begins another run"
+)
+_AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _ASKED = 8
 """How many others are asked: one that knows is enough."""
@@ -81,9 +89,20 @@ def place(output: Path, url: str) -> store.Store:
     return store.open_(url or f"file://{output}")
 
 
-def take(where: store.Store, new: runs.Run, *, fresh: bool = False) -> str | Ended:
-    """Take up the run of this place, or begin `new`; its id. Raises Superseded when a later owner has taken it from us, and
-    StoreError."""
+def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
+    """Where this pod's job is trained, see `remote.alive`: the same for all its pods. Clusters are told apart by their
+    authorities, where pods can see them."""
+    name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
+    with contextlib.suppress(OSError):
+        return f"{name} of cluster {hashlib.sha256(authorities.read_bytes()).hexdigest()[:8]}"
+    return name
+
+
+def take(
+    where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
+) -> str | Ended:
+    """Take up the run of this place, or begin `new`; its id. Waits while another `home` may train it. Raises AlreadyRunning when
+    it does, Superseded when a later owner has taken it from us, and StoreError."""
     there = runs.read(where)
     if there and there.ended and there.owner == new.owner:
         said = f"run {there.run} has ended before ({there.state}: {there.reason}); nothing is left to do"
@@ -93,6 +112,8 @@ def take(where: store.Store, new: runs.Run, *, fresh: bool = False) -> str | End
             f"run {there.run} in {where.url} was taken up by a later version of this job; delete this one, or the later one and "
             "submit this one again"
         )
+    if there and not there.ended and not fresh and home:
+        alive.wait(where, there.run, home, advice=_ADVICE, say=say)
     if there is None or there.ended or (fresh and there.owner != new.owner):
         there = runs.claim(where, new, replace=fresh)
     if there.aside:

@@ -28,6 +28,7 @@ from pathlib import Path
 from outlast import checkpoints, contract, remote, store
 from outlast.chance import CHANCE
 from outlast.errors import OutlastError, Superseded
+from outlast.remote import alive
 from outlast.remote import run as runs
 from outlast.runtime import growing, sync, titles
 
@@ -45,7 +46,7 @@ SUPERSEDED = 3
 """Exit code: a newer generation owns the output, this worker is a zombie."""
 OWN = ".push"
 """Directory in the output for our own notes: lock, manifest, journals of uploads."""
-_LOCAL = {OWN, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN}
+_LOCAL = {OWN, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
 """What is not pushed as it lies: it has a protocol of its own, or is in the store already."""
 
 

@@ -1,0 +1,147 @@
+"""Who trains a run is heard of, and nobody from elsewhere takes it while it lives."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from outlast import store
+from outlast.backends import places, stored
+from outlast.errors import AlreadyRunning, Superseded
+from outlast.remote import alive
+from outlast.remote import run as runs
+from outlast.runtime import ownership
+
+A, B = "team-a/cifar10", "team-b/cifar10"
+
+
+@pytest.fixture
+def place() -> store.Store:
+    return store.open_(f"memory://{uuid.uuid4().hex}/job")
+
+
+def taken(place: store.Store, word: str, home: str) -> object:
+    return ownership.take(place, ownership.record("cifar10", word, word), home=home)
+
+
+def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> alive.Heart:
+    """A heart that beats only when it is told to."""
+    heart = alive.Heart.__new__(alive.Heart)
+    heart._run, heart._owner, heart._where, heart._index, heart._etag = run, owner, home, index, ""
+    return heart
+
+
+def etag(place: store.Store) -> str:
+    """The version of the last word."""
+    last = alive.last(place)
+    assert last is not None
+    return last.etag
+
+
+def test_a_run_that_lives_elsewhere_is_not_taken_and_we_are_told_whose_it_is(place: store.Store) -> None:
+    assert taken(place, "a", A) == "a"
+    heart = a_heart(place, "a", A)
+    heart.once(place, first=True)
+    said: list[str] = []
+    with pytest.raises(AlreadyRunning) as refused:
+        alive.wait(place, "a", B, advice="go", say=said.append, pause=lambda _: heart.once(place, first=False))
+    assert str(refused.value).startswith(f"run a in {place.url} is trained by {A} (heard of ")
+    assert said[0].startswith(f"{A} trained run a until ")
+    record = runs.read(place)
+    assert record is not None
+    assert record.owner == "a"
+
+
+def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
+    place: store.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken(place, "a", A)
+    alive.beat(place, "a", A)
+    monkeypatch.setattr(alive, "_LOOK_S", 0.001)
+    said = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        alive.beat(place, "a", A)
+
+    with pytest.raises(AlreadyRunning, match=r"end it there, or give this job another name.*--take-over.*--fresh"):
+        ownership.take(place, ownership.record("cifar10", "b", "b"), home=B, say=say)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("home", [A, B])
+def test_a_dead_owner_is_waited_for_no_longer_than_needed(place: store.Store, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken(place, "a", A)
+    alive.beat(place, "a", A)
+    pauses: list[float] = []
+    monkeypatch.setattr(alive, "DEAD_S", 0.1 if home == B else 1e9)
+    alive.wait(place, "a", home, advice="", say=lambda _: None, pause=lambda _: pauses.append(0))
+    assert bool(pauses) == (home == B)  # the replaced pods of the same job wait for nothing
+    assert taken(place, "b", home) == "a"
+
+
+def test_who_has_left_is_not_waited_for(place: store.Store) -> None:
+    taken(place, "a", A)
+    alive.beat(place, "a", A, left=True)
+    assert alive.held(place, "a", B) is None
+    assert taken(place, "b", B) == "a"
+
+
+def test_a_run_that_was_released_is_left_by_its_owner_and_free(place: store.Store) -> None:
+    taken(place, "a", A)
+    heart = a_heart(place, "a", A)
+    heart.once(place, first=True)
+    assert alive.release(place) == A
+    with pytest.raises(Superseded):
+        heart.once(place, first=False)
+    assert taken(place, "b", B) == "a"
+
+
+def test_only_worker_0_speaks_while_it_does(place: store.Store) -> None:
+    taken(place, "a", A)
+    first, second = a_heart(place, "a", A), a_heart(place, "a", A, index=1)
+    first.once(place, first=True)
+    for _ in range(3):
+        before = etag(place)
+        second.once(place, first=False)
+        assert etag(place) == before
+        first.once(place, first=False)
+    second.once(place, first=False)
+    before = etag(place)
+    second.once(place, first=False)  # nobody has spoken since it looked last
+    assert etag(place) != before
+
+
+def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -> None:
+    taken(place, "a", A)
+    here, there = a_heart(place, "a", f"{A} of cluster 1"), a_heart(place, "a", f"{A} of cluster 2")
+    here.once(place, first=True)
+    there.once(place, first=True)
+    with pytest.raises(Superseded, match=r"is trained by team-a/cifar10 of cluster 2 now"):
+        here.once(place, first=False)
+
+
+def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
+    environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10"}
+    assert ownership.home(environ, tmp_path / "ca.crt") == A
+    (tmp_path / "ca.crt").write_text("of one cluster")
+    assert ownership.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
+
+
+def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_else(place: store.Store) -> None:
+    runs.claim(place, runs.Run("r", "job", 1.0, state="Running", owner="us"))
+    alive.beat(place, "r", "host:/elsewhere")
+    ours = places.Run("r", 1.0, "job.yaml", "out", "code", place.url, 1, "us")
+
+    def refuse(text: str) -> None:
+        alive.beat(place, "r", "host:/elsewhere")
+
+    assert stored.unfinished(place, ours, ended=None, home="host:/here") is not None
+    runs.take(place, "r", "them")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(alive, "_LOOK_S", 0.001)
+        with pytest.raises(AlreadyRunning, match="--take-over takes the run from it"):
+            stored.unfinished(place, ours, ended=None, home="host:/here", say=refuse)
+    assert stored.unfinished(place, ours, ended=None, home="host:/here", take_over=True) is not None
