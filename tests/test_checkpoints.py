@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import functools
+import io
 import json
+import os
+import pickle
 import subprocess
 import sys
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 
 from outlast import checkpoints, contract
 from outlast.checkpoints import Checkpoint
@@ -540,3 +548,70 @@ def test_training_on_while_a_save_is_written_does_not_change_it(tmp_path: Path):
     checkpoint.restore(tmp_path / "step-00000001", {"model": other})
     assert same(other.state_dict(), before)
     writer.close()
+
+
+# What a checkpoint may hold
+
+
+class Harm:
+    """An object that runs something where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+class Own:
+    """A class of a script."""
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def state_dict(self) -> Any:
+        return self.held
+
+    def load_state_dict(self, said: Any) -> None:
+        self.held = said
+
+
+def test_what_scripts_keep_comes_back_and_their_classes_when_they_say_so() -> None:
+    kept = {
+        "array": np.arange(3), "number": np.float32(1.5), "names": np.array(["a"]), "path": Path("a"),
+        "when": datetime.timedelta(1),
+        "random": np.random.default_rng(0).bit_generator.state, "span": range(3),
+        "generators": checkpoint._generators(),
+    }  # fmt: skip
+    back = checkpoint._unpickled(checkpoint._pickled(kept, "kept"), "kept")
+    assert str(back) == str(kept)
+    with pytest.raises(OutlastError, match=r"'ema' holds a .*\.Own, which is not restored .*add_safe_globals"):
+        checkpoint.capture({"ema": Holder(Own())}, 0, 1)
+    with pytest.raises(OutlastError, match=r"'ema' holds a collections.deque"):
+        checkpoint.capture({"ema": Holder(collections.deque([1]))}, 0, 1)
+    with (
+        torch.serialization.safe_globals([collections.deque]),
+        pytest.raises(OutlastError, match="cannot be read: Can only append to lists"),
+    ):
+        checkpoint.capture({"ema": Holder(collections.deque([1]))}, 0, 1)
+    with torch.serialization.safe_globals([Own]):
+        assert isinstance(checkpoint._unpickled(checkpoint._pickled(Own(), "ema"), "ema"), Own)
+
+
+@pytest.mark.parametrize("place", ["object", "bytes", "metadata"])
+def test_a_forged_checkpoint_runs_nothing(tmp_path: Path, place: str) -> None:
+    harm, holder = Harm(tmp_path / "harm"), Holder({"a": 1})
+    forged = io.BytesIO()
+    torch.save(harm, forged)
+    held: Any = {"object": forged.getvalue(), "bytes": harm, "metadata": checkpoint._pickled({"a": 1}, "h")}[place]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_saver.save({"h": held}, checkpoint_id=tmp_path / "c", no_dist=True)
+    if place == "metadata":
+        (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(harm))
+    with pytest.raises(OutlastError, match=r"holds a posix.mkdir|h of the checkpoint is not bytes"):
+        checkpoint.restore(tmp_path / "c", {"h": holder})
+    assert not (tmp_path / "harm").exists()
+    assert holder.held == {"a": 1}

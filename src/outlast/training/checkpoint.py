@@ -7,12 +7,19 @@ A *state* is what a script passes to `Session.resume`: modules, optimizers and a
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
 `<optimizer>/rest`, `<module>/rest`, `<anything else>`, `rng/<rank>`. Tensors that every rank has are dealt out over the ranks,
 each writes its part; buffers are rank 0's, whose values DDP gives to all at the next forward pass.
+
+Nothing that a checkpoint holds is run: objects are read as `torch.load(weights_only=True)` does, with numpy's arrays and a few of
+the standard library's types besides, and the classes that a script allows by `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import datetime
 import io
+import pathlib
+import pickle
 import random
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,8 +29,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -66,7 +76,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def capture(state: State, rank: int, ranks: int) -> Flat:
     """This rank's part of `state`, the random number generators included; its tensors are not copied yet."""
     everybody: Flat = {}  # the same on every rank
-    mine: Flat = {f"rng/{rank}": _pickled(_generators())}
+    mine: Flat = {f"rng/{rank}": _pickled(_generators(), "rng")}
     firsts: Flat = {}  # rank 0's
     for name, thing in state.items():
         if isinstance(thing, torch.nn.Module):
@@ -78,10 +88,10 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
             tensors, rest = _optimizer_state(_modules(state), thing, name)
             everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
         else:
-            firsts[name] = _pickled(thing.state_dict())
+            firsts[name] = _pickled(thing.state_dict(), name)
             continue
         if rest:
-            firsts[f"{name}/rest"] = _pickled(rest)
+            firsts[f"{name}/rest"] = _pickled(rest, name)
     whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
     for key in whole.keys() - _dealt(whole, rank, ranks):
         del everybody[key]
@@ -145,14 +155,111 @@ def _dealt(tensors: Mapping[str, torch.Tensor], rank: int, ranks: int) -> set[st
     return part
 
 
-def _pickled(value: Any) -> bytes:
+# Objects
+
+
+def _safe() -> list[Any]:
+    """What may be in a checkpoint beside what torch allows: to read these does nothing but make them."""
+    array: Any = np.empty(0).__reduce__()[0]
+    scalar: Any = np.float64().__reduce__()[0]
+    named = [(make, f"{package}.multiarray.{make.__name__}") for make in (array, scalar) for package in _NUMPY]
+    dtypes = [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]
+    dates = [datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone]
+    others = [frozenset, range, slice, int, float, bool, str, list, dict, collections.defaultdict]
+    return [*named, np.ndarray, np.dtype, *dtypes, *dates, *others, *_PATHS]
+
+
+_NUMPY = ("numpy.core", "numpy._core")  # before and since numpy 2
+_PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
+
+
+def _pickled(value: Any, name: str) -> bytes:
+    """An object as bytes; raises OutlastError when it could not be read back, and how that is mended."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
+    if foreign := _foreign(buffer.getvalue()):
+        raise OutlastError(f"{name!r} holds a {foreign[0]}, which is not restored from a checkpoint unless you say so; {_ALLOW}")
+    if name not in _READ_BACK:
+        _unpickled(buffer.getvalue(), name)
+        _READ_BACK.add(name)
     return buffer.getvalue()
 
 
-def _unpickled(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+_READ_BACK: set[str] = set()
+"""What this process has saved once and found that it can be read."""
+_ALLOW = (
+    "call torch.serialization.add_safe_globals([...]) with that class where the script begins, or keep tensors, arrays, "
+    "numbers and text there"
+)
+
+
+def _foreign(data: bytes) -> list[str]:
+    with torch.serialization.safe_globals(_safe()):
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+
+
+def _unpickled(data: bytes, name: str) -> Any:
+    try:
+        with torch.serialization.safe_globals(_safe()):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        why = f"holds a {foreign[0]}" if (foreign := _foreign(data)) else f"cannot be read: {_said(error)}"
+        raise OutlastError(f"{name!r} of the checkpoint {why}; {_ALLOW}") from error
+
+
+def _said(error: Exception) -> str:
+    """What torch found, without its advice."""
+    return str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads the `.metadata` of torch.distributed.checkpoint, which is a pickle, and makes nothing but that."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = (
+            super().find_class(module, name) if module == "torch" or module.startswith("torch.distributed.checkpoint.") else None
+        )
+        described = module == "torch.distributed.checkpoint.metadata" and getattr(found, "__module__", "") == module
+        if described or isinstance(found, torch.dtype) or (module, name) in _IN_METADATA:
+            return super().find_class(module, name)
+        raise OutlastError(
+            f"the checkpoint's .metadata holds a {module}.{name}, which has no business there; it is damaged or forged"
+        )
+
+
+_IN_METADATA = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+    *(("pathlib", name) for name in ("PosixPath", "PurePosixPath")),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Reader(FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (self.path / ".metadata").open("rb") as file:  # type: ignore[operator] # is a Path
+            metadata: Metadata = _Metadata(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr] # has just been made
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take in bytes, which are all that we save beside tensors."""
+        said: Any = None
+        with contextlib.suppress(pickle.UnpicklingError):
+            said = torch.load(value, weights_only=True)
+        if not isinstance(said, bytes):
+            raise OutlastError(f"{read_item.dest_index.fqn} of the checkpoint is not bytes; it is damaged or forged")
+        harmless = io.BytesIO()
+        torch.save(said, harmless)
+        harmless.seek(0)
+        super().load_bytes(read_item, harmless)  # which reads anything
 
 
 # Random numbers
@@ -183,7 +290,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     ranks). Raises OutlastError when the checkpoint does not fit. Needs no process group: every rank reads what it needs.
     """
     check(state)
-    reader = FileSystemReader(path)
+    reader = _Reader(path)
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
     wanted: Flat = {}
@@ -204,9 +311,15 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     _compare(path, state, wanted, metadata)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        state_dict_loader.load(wanted, storage_reader=reader, no_dist=True)
+        try:
+            state_dict_loader.load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+        except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if isinstance(failure, OutlastError):
+                    raise failure from None
+            raise
     for name, thing in state.items():
-        rest = _unpickled(wanted[f"{name}/rest"]) if f"{name}/rest" in wanted else {}
+        rest = _unpickled(wanted[f"{name}/rest"], name) if f"{name}/rest" in wanted else {}
         if isinstance(thing, torch.nn.Module):
             set_model_state_dict(thing, {**_below(wanted, f"{name}/", but="rest"), **rest})
         elif isinstance(thing, torch.optim.Optimizer):
@@ -227,9 +340,9 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
             with _begun(thing):
                 set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
         else:
-            thing.load_state_dict(_unpickled(wanted[name]))
+            thing.load_state_dict(_unpickled(wanted[name], name))
     if own:
-        _set_generators(_unpickled(wanted[own]))
+        _set_generators(_unpickled(wanted[own], "rng"))
     return own is not None
 
 
