@@ -203,6 +203,7 @@ def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
         "step-00000001.replaced-0",  # another run's
         "step-00000020",
         "step-00000025",
+        "step-00000025.replaced-0",  # damaged, and replaced by one that is still kept
         "step-00000030",  # later than what was restored, so skipped as damaged: neither counted nor deleted
         "step-00000040.saving-g3",  # of our own generation
     ]

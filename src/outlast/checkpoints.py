@@ -6,7 +6,7 @@ The training library writes them, the command line lists them, agents wait for t
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
     step-00001300.fetching/     being fetched from a store or another disk by whoever locks it, or left behind
-    step-00001300.replaced-0/   damaged, and saved again since; of another run: its, and for the user to remove
+    step-00001300.replaced-0/   damaged, and saved again since: goes with the checkpoints before it; of another run: stays
     FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
                                 written while `.lock` is held
 
@@ -325,19 +325,20 @@ def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
 
 
 def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
-    """After `newest` was committed: delete its run's expired checkpoints, its damaged ones that were replaced, and what dead
-    generations left half written.
+    """After `newest` was committed: delete its run's expired checkpoints, the damaged ones before them that were replaced, and
+    what dead generations left half written.
 
     Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
     until the next time. Returns what was deleted.
     """
     ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     gone = [checkpoint for checkpoint in expired(ours, keep, protected) if remove(checkpoint)]
+    oldest = min((c.step for c in ours if c not in gone), default=newest.step)
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)
         if match and (match[1] is None or int(match[1]) < newest.generation):
             path = directory / name
-            if match[2] and _anothers(path, newest.run):
+            if match[2] and (int(match[0][5:].partition(".")[0]) >= oldest or _anothers(path, newest.run)):
                 continue
             read_by = path / contract.COMMIT if match[2] and (path / contract.COMMIT).exists() else path
             with contextlib.suppress(FileNotFoundError), _alone(read_by) as alone:
