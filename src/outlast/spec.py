@@ -544,7 +544,7 @@ class Spec(Checked):
     secrets: tuple[Secret, ...] = ()
     """Secrets for the workers."""
     tracking: Tracking = Tracking()
-    """Where metrics go."""
+    """Where metrics go. Without effect yet: they are in `metrics.jsonl`."""
     template: dict[str, Any] = Field({})
     """Laid over the pods as they would be made: anything that a PodTemplateSpec has. Kubernetes only."""
 

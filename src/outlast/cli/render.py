@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from outlast import unread
 from outlast.cli import which
 from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
 from outlast.errors import InvalidJob, OutlastError
@@ -64,7 +65,7 @@ def render(
             raise OutlastError(f"{parcel.sentence}, which render does not write to unless it is told to; {ways}")
         parcel.put()
     said = [parcel.sentence] if parcel.sentence else []
-    for sentence in [*said, *manifests.warnings(job, topology)]:
+    for sentence in [*said, *unread.anywhere(job), *manifests.warnings(job, topology)]:
         print(f"outlast | {job.metadata.name}: {sentence}", file=sys.stderr)
     print(text(documents) if output == "yaml" else listed(documents), end="")
 

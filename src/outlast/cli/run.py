@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outlast import unread
 from outlast.cli import which
 from outlast.cli.which import FileArgument, SetOption, TitleOption
 from outlast.errors import InvalidJob, NotFound, OutlastError
@@ -66,6 +67,8 @@ def run(
         _end(place, name)
         before = None
     going_on = before is not None and not before.state.final
+    for sentence in (*unread.anywhere(wanted), *unread.here(wanted)):
+        print(f"outlast | {name}: {sentence}", file=sys.stderr)
     with _patient(wanted):
         place.submit(wanted, source=file, chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
     for notice in place.notices:

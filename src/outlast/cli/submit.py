@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import patience
+from outlast import patience, unread
 from outlast.cli import which
 from outlast.cli.which import ContextOption, FileArgument, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotFound, NotServed, StoreError
@@ -56,7 +56,7 @@ def submit(
     job = run.load(file, name=name, set_=set_ or ())
     place = _place(ctx, job, topology, namespace, context)
     title = job.metadata.name
-    for sentence in manifests.warnings(job, topology):
+    for sentence in (*unread.anywhere(job), *manifests.warnings(job, topology)):
         _say(f"{title}: {sentence}")
     if dry_run:
         made = documents(job, topology, source=file, namespace=place.cluster.namespace, put=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def validate(files: Sequence[Path]) -> int:
     """Print `cifar10: ok (2 workers, 1–4)` for each right file, every mistake of the others to stderr; returns the exit code."""
-    from outlast import spec
+    from outlast import spec, unread
 
     code = 0
     for file in files:
@@ -27,6 +27,8 @@ def validate(files: Sequence[Path]) -> int:
             code = error.exit_code
         else:
             print(f"{job.metadata.name}: ok ({_size(job.spec.workers)})")
+            for sentence in unread.anywhere(job):
+                print(f"{file}: warning: {sentence}", file=sys.stderr)
     return code
 
 

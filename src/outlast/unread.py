@@ -1,0 +1,32 @@
+"""What a job file says in vain: fields that nothing reads yet, or that have no meaning where the job runs.
+
+Said by `validate`, `run`, `submit` and `render`, in sentences. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outlast.spec import Job
+
+FIELDS = ("tracking",)
+"""Those of `spec` that nothing reads yet, wherever the job runs."""
+
+
+def anywhere(job: Job) -> Iterator[str]:
+    """What has no effect at all."""
+    for field in FIELDS:
+        if getattr(job.spec, field) != type(job.spec).model_fields[field].default:
+            yield f"{field} has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
+
+
+def here(job: Job) -> Iterator[str]:
+    """What has no effect for processes of this machine."""
+    if job.spec.secrets:
+        named = ", ".join(secret.name for secret in job.spec.secrets)
+        yield f"secrets ({named}) are for pods; here give what they hold as variables of this shell, or as files"
+    if job.spec.volumes:
+        places = ", ".join(volume.to for volume in job.spec.volumes)
+        yield f"volumes ({places}) are for pods; here these are directories as they are"

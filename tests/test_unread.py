@@ -1,0 +1,54 @@
+"""What a job file says in vain is said."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import fake
+from outlast import cli, spec, unread
+
+JOB = """\
+apiVersion: outlast.dev/v1alpha1
+kind: ElasticJob
+metadata: {name: job}
+spec:
+  module: outlast.recipes.smoke
+  image: i
+"""
+SAID = "tracking has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
+
+
+def test_every_field_is_read_by_something_or_said_to_be_in_vain() -> None:
+    source = Path(spec.__file__).parent
+    others = [path.read_text() for path in source.rglob("*.py") if path.name not in ("spec.py", "cel.py", "crd.py", "unread.py")]
+    text = "\n".join(others)
+    names = {field: info.alias or field for field, info in spec.Spec.model_fields.items()}
+    mute = [field for field, alias in names.items() if not re.search(rf"\.{field}\b|\"{alias}\"", text)]
+    assert mute == [*unread.FIELDS]
+
+
+def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend, *words: object) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in words], backend=backend)
+    return int(ended.value.code or 0), capsys.readouterr().err
+
+
+def test_fields_without_effect_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = fake.FakeBackend(tmp_path, steps=1)
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    assert printed(capsys, backend, "validate", path) == (0, "")
+    path.write_text(
+        f"{JOB}  tracking: {{mlflow: http://flow}}\n  secrets: [{{name: keys}}]\n  volumes: [{{claim: c, to: /big}}]\n"
+    )
+    assert printed(capsys, backend, "validate", path) == (0, f"{path}: warning: {SAID}\n")
+    assert f"outlast | job: {SAID}\n" in printed(capsys, backend, "render", path, "--as", "job")[1]
+    said = printed(capsys, backend, "run", path)[1]
+    assert f"outlast | job: {SAID}\n" in said
+    assert (
+        "outlast | job: secrets (keys) are for pods; here give what they hold as variables of this shell, or as files\n" in said
+    )
+    assert "outlast | job: volumes (/big) are for pods; here these are directories as they are\n" in said
