@@ -66,6 +66,8 @@ class ApiServer:
         self.page = 10_000
         self.graceful = False
         """Whether pods that are deleted stay, going, until the test removes them; unless they are to go at once."""
+        self.may: Callable[[str], bool] = lambda asked: True
+        """Whether a request is authorized."""
         self.well = True
         """Whether it answers with anything but 503."""
         self.lock = threading.RLock()
@@ -143,6 +145,9 @@ class ApiServer:
             return
         if found is not None and found[1](handler):
             return
+        if not self.may(asked):
+            handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+            return send(handler, *status(403, "Forbidden", f"the operator may not {asked}"))
         length = int(handler.headers.get("Content-Length") or 0)
         body = json.loads(handler.rfile.read(length)) if length else None
         url = urlsplit(handler.path)

@@ -44,6 +44,8 @@ WHOLE = [
     "ServiceAccount outlast-operator in outlast-system",
     "ClusterRole outlast-operator",
     "ClusterRoleBinding outlast-operator",
+    "Role outlast-operator in outlast-system",
+    "RoleBinding outlast-operator in outlast-system",
     "ClusterRole outlast-view",
     "ClusterRole outlast-edit",
     "Deployment outlast-operator in outlast-system",
@@ -381,8 +383,12 @@ def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 def test_install_counts_what_it_has_done(cluster: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.warnings.append("something is old")
     code, out, err = outlast(capsys, "install")
-    assert (code, out.splitlines()[-1], err) == (0, "fake: 9 created", "outlast | the server warns: something is old\n")
-    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == "fake: 9 would be unchanged"
+    assert (code, out.splitlines()[-1], err) == (
+        0,
+        f"fake: {len(WHOLE)} created",
+        "outlast | the server warns: something is old\n",
+    )
+    assert outlast(capsys, "install", "--dry-run")[1].splitlines()[-1] == f"fake: {len(WHOLE)} would be unchanged"
 
 
 def test_install_that_waits_for_an_operator_that_cannot_run_says_why(

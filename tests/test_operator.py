@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import apiserver
+import rights
 from outlast import contract, kinds, kube
 from outlast.clock import Clock
 from outlast.contract import Annotation, Label
@@ -636,6 +637,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     api = apiserver.ApiServer(unserved=("kueue.x-k8s.io",))
+    api.may = rights.may
     with apiserver.serving(api) as url, contextlib.ExitStack() as open_:
         monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
         world = World(api, lambda: open_.enter_context(contextlib.closing(kube.connect(namespace="default"))))

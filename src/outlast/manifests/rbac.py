@@ -14,44 +14,43 @@ _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, LEGACY_JOB.group)
 """Of our ElasticJobs, and of those of the controller that we stand in for."""
 _READ = ["get", "list", "watch"]
-_KEPT = ["get", "create", "patch"]
+_WATCHED = ["list", "watch"]
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
 
 
 def operator(meta: Document, namespace: str) -> list[Document]:
-    """The operator's account and what it may do in all namespaces."""
+    """The operator's account, what it may do in all namespaces, and its own Lease: exactly what it does, no more."""
     jobs = crd.PLURAL
+    kept = ["get", "create"]
     rules = [
-        _rule(_GROUPS, [jobs], [*_READ, "patch", "delete"]),  # to delete: when their time after the end is over
-        _rule(_GROUPS, [f"{jobs}/status"], ["get", "patch", "update"]),
+        _rule(_GROUPS, [jobs], [*_READ, "delete"]),  # to delete: when their time after the end is over
+        _rule(_GROUPS, [f"{jobs}/status"], ["update"]),
         _rule(_GROUPS, [f"{jobs}/finalizers"], ["update"]),  # to own what it makes, where that is enforced
         _rule("", ["pods"], [*_READ, "create", "delete", "patch"]),
-        _rule("", ["services", "configmaps"], [*_READ, "create", "delete", "patch"]),
-        _rule("", ["persistentvolumeclaims"], [*_READ, "create"]),
-        _rule("", ["serviceaccounts"], _KEPT),
-        _rule(_RBAC, ["roles", "rolebindings"], _KEPT),  # of workers; the API server lets nobody give what they do not have
-        _rule("policy", ["poddisruptionbudgets"], _KEPT),
-        _rule("", ["nodes", "namespaces"], _READ),
-        _rule("", ["events"], _KEPT),
-        _rule(_LEASES, ["leases"], [*_READ, "create", "update", "patch", "delete"]),
-        _rule("scheduling.x-k8s.io", ["podgroups"], [*_READ, "create", "delete", "patch"]),
-        _rule("scheduling.volcano.sh", ["podgroups"], [*_READ, "create", "delete", "patch"]),
+        _rule("", ["services", "persistentvolumeclaims", "serviceaccounts"], kept),
+        _rule(_RBAC, ["roles"], [*kept, "patch"]),  # of workers; the API server lets nobody give what they do not have
+        _rule(_RBAC, ["rolebindings"], kept),
+        _rule(_LEASES, ["leases"], ["list", "watch", "create", "patch"]),  # to create and patch: it gives that to workers
+        _rule("policy", ["poddisruptionbudgets"], [*kept, "patch"]),
+        _rule("", ["events"], [*kept, "patch"]),
+        _rule("", ["nodes"], _WATCHED),
+        _rule(["scheduling.x-k8s.io", "scheduling.volcano.sh"], ["podgroups"], [*kept, "patch"]),
         _rule(kueue.GROUP, ["workloads"], [*_READ, "create", "patch", "delete"]),
         _rule(kueue.GROUP, ["workloads/status"], ["update"]),
-        _rule(kueue.GROUP, ["resourceflavors", "workloadpriorityclasses"], _READ),
-        _rule("scheduling.k8s.io", ["priorityclasses"], _READ),
-        _rule("apiextensions.k8s.io", ["customresourcedefinitions"], _READ),
+        _rule(kueue.GROUP, ["resourceflavors", "workloadpriorityclasses"], _WATCHED),
+        _rule("scheduling.k8s.io", ["priorityclasses"], _WATCHED),
+    ]
+    here = {**meta, "namespace": namespace}
+    own = [
+        {**_rule(_LEASES, ["leases"], ["get", "update"]), "resourceNames": [OPERATOR]},
+        _rule(_LEASES, ["leases"], ["create"]),
     ]
     return [
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {**meta, "namespace": namespace}},
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": here},
         _role("ClusterRole", meta, rules),
-        {
-            "apiVersion": f"{_RBAC}/v1",
-            "kind": "ClusterRoleBinding",
-            "metadata": meta,
-            "roleRef": {"apiGroup": _RBAC, "kind": "ClusterRole", "name": OPERATOR},
-            "subjects": [{"kind": "ServiceAccount", "name": OPERATOR, "namespace": namespace}],
-        },
+        _binding("ClusterRoleBinding", meta, "ClusterRole", OPERATOR, namespace),
+        _role("Role", here, own),
+        _binding("RoleBinding", here, "Role", OPERATOR, namespace),
     ]
 
 
@@ -95,13 +94,7 @@ def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: 
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},
         _role("Role", meta, rules),
-        {
-            "apiVersion": f"{_RBAC}/v1",
-            "kind": "RoleBinding",
-            "metadata": meta,
-            "roleRef": {"apiGroup": _RBAC, "kind": "Role", "name": name},
-            "subjects": [{"kind": "ServiceAccount", "name": bearer or name, "namespace": namespace}],
-        },
+        _binding("RoleBinding", meta, "Role", bearer or name, namespace),
     ]
 
 
@@ -112,6 +105,17 @@ def _aggregated(name: str, *into: str) -> Document:
 
 def _role(kind: str, meta: Document, rules: list[Document]) -> Document:
     return {"apiVersion": f"{_RBAC}/v1", "kind": kind, "metadata": meta, "rules": rules}
+
+
+def _binding(kind: str, meta: Document, role: str, account: str, namespace: str) -> Document:
+    """The binding of a role of its own name."""
+    return {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": kind,
+        "metadata": meta,
+        "roleRef": {"apiGroup": _RBAC, "kind": role, "name": meta["name"]},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
+    }
 
 
 def _rule(groups: str | Sequence[str], resources: list[str], verbs: list[str]) -> Document:

@@ -1,0 +1,53 @@
+"""What the roles of the operator allow, and what a request needs. For tests."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from outlast import contract
+from outlast.manifests import rbac
+
+Right = tuple[str, str, str]
+"""Verb, group and resource."""
+VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+RULES: dict[str, list[dict[str, Any]]] = {
+    each["kind"]: each["rules"] for each in rbac.operator({"name": contract.OPERATOR}, "default") if "rules" in each
+}
+
+
+def rights(rules: list[dict[str, Any]], name: str | None = None) -> set[Right]:
+    """What rules allow: to anything of a name, or to anything at all."""
+    return {
+        (verb, group, resource)
+        for rule in rules
+        if name is None or name in rule.get("resourceNames", [name])
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def needed(asked: str) -> tuple[Right, str, str] | None:
+    """The right that a request needs, and the namespace and name of what it is about; None for discovery."""
+    method, _, url = asked.partition(" ")
+    whole = urlsplit(url)
+    found = re.fullmatch(
+        r"/(?:api/v1|apis/(?P<group>[^/]+)/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<plural>[^/]+)"
+        r"(?:/(?P<name>[^/]+))?(?P<sub>/status)?",
+        whole.path,
+    )
+    if found is None or whole.path.count("/") < 3:
+        return None
+    verb = VERBS.get(method) or ("get" if found["name"] else "watch" if "watch" in parse_qs(whole.query) else "list")
+    right = verb, found["group"] or "", found["plural"] + (found["sub"] or "")
+    return right, found["namespace"] or "", found["name"] or ""
+
+
+def may(asked: str) -> bool:
+    """Whether the roles of an operator in the namespace `default` allow a request."""
+    if (found := needed(asked)) is None:
+        return True
+    right, namespace, name = found
+    return right in rights(RULES["ClusterRole"]) or (namespace == "default" and right in rights(RULES["Role"], name))
