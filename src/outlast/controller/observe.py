@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from outlast import contract, spec, wire
 from outlast.backends import pods as podwords
@@ -249,7 +250,8 @@ def observe(
     known = memory.read(job.get("status") or {})
     run = f"{job['metadata']['name']}-{uid[:8]}"
     all_ = seen_pods(pods, nodes)
-    ours = tuple(pod for pod in all_ if _owned(pod.document, uid))
+    owned = {id(pod) for pod in all_ if _owned(pod.document, uid)}
+    ours = tuple(pod for pod in all_ if id(pod) in owned)
     holders = {pod.index: pod.uid for pod in reversed(ours)}
     name = job["metadata"]["name"]
     return Seen(
@@ -259,7 +261,7 @@ def observe(
         memory=known,
         run=run,
         pods=ours,
-        others=tuple(pod for pod in all_ if not _owned(pod.document, uid)),
+        others=tuple(pod for pod in all_ if id(pod) not in owned),
         told={index: told for lease in leases for index, told in _told(lease, name, run, holders)},
         now=now,
         since=since,
@@ -334,8 +336,8 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
     annotations = meta.get("annotations") or {}
     try:
         index = int((meta.get("labels") or {})[Label.WORKER])
-        report = json.loads(annotations[Annotation.REPORT])
-        progress = json.loads(annotations.get(Annotation.PROGRESS) or "{}") or {}
+        report = from_json(annotations[Annotation.REPORT])
+        progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
         standing = Standing(report["standing"])
         member = Member(
             index,
