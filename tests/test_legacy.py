@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
 from outlast import kinds
+from outlast.controller import deciders
 from outlast.controller import legacy as controller
+from outlast.controller.cache import Looked
+from outlast.controller.observe import Limits
 from outlast.controller.plan import Document, Plan
+from outlast.controller.queues import Found
 from outlast.manifests import legacy
 
 START = 1_800_000_000.0
@@ -263,6 +267,7 @@ class Cluster:
         self.pods: dict[str, Document] = {}
         self.services: set[str] = set()
         self.lost: set[str] = set()
+        self.leaving: dict[str, str] = {}
         self.removed: list[str] = []
         self.notes: list[str] = []
         self.writes = 0
@@ -270,9 +275,9 @@ class Cluster:
 
     def decide(self) -> Plan:
         before = copy.deepcopy((self.job, list(self.pods.values())))
-        plan = controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost)
+        plan = controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost, leaving=self.leaving)
         assert (self.job, list(self.pods.values())) == before
-        assert plan == controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost)
+        assert plan == controller.decide(self.job, list(self.pods.values()), self.now, lost=self.lost, leaving=self.leaving)
         return plan
 
     def look(self, *, parts: int = 4) -> Plan:
@@ -606,6 +611,37 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
     cluster.lost.clear()
     cluster.settle()
     assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
+
+
+def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
+    cluster = running()
+    cluster.leaving = {"node-1": "aws-node-termination-handler/spot-itn"}
+    plan = cluster.look()
+    reason = "its node node-1 is going away (aws-node-termination-handler/spot-itn); it is made anew elsewhere"
+    assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", None, reason)]
+    cluster.settle()
+    assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
+    plan = cluster.look()  # it was put on the same node again
+    assert (plan.deletes, plan.look_again) == ((), cluster.now + 10)
+
+
+def test_the_decider_is_told_which_nodes_will_soon_be_gone() -> None:
+    cluster = running()
+    node = {"metadata": {"name": "node-1"}, "spec": {"taints": [{"key": "karpenter.sh/disrupted"}]}}
+    looked = Looked(cluster.job, list(cluster.pods.values()), [], {"node-0": {}, "node-1": node}, START)
+    plan = deciders.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, Found())
+    assert [each.name for each in plan.deletes] == ["cifar-worker-1"]
+
+
+def test_a_master_is_not_dropped_without_a_word() -> None:
+    job = a_job()
+    job["spec"]["replicaSpecs"]["Master"] = {"replicas": 1, "restartPolicy": "Never"}
+    assert list(legacy.limits(job)) == [
+        "replicaSpecs.Master is not used, and what it says is not run: torchrun has no master, workers meet at worker 0; "
+        "add its replicas to those of replicaSpecs.Worker"
+    ]
+    types = SCHEMA["properties"]["spec"]["properties"]["replicaSpecs"]
+    assert types["x-kubernetes-preserve-unknown-fields"], "the API server would leave out what it does not know"
 
 
 def test_a_worker_that_does_not_go_is_forced_to_after_a_while() -> None:

@@ -33,10 +33,13 @@ def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan
     if broken := looked.job.get(wire.UNREADABLE):
         return legacy.unreadable(looked.job, looked.pods, str(broken), now)
     ends: dict[str, float] = {}
-    for pod in observe.seen_pods(looked.pods, looked.nodes):
+    pods = observe.seen_pods(looked.pods, looked.nodes)
+    for pod in pods:
         if pod.node_lost is not None:
             ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, looked.since) + limits.lost_s)
-    plan = legacy.decide(looked.job, looked.pods, now, lost={node for node, end in ends.items() if end <= now})
+    lost = {node for node, end in ends.items() if end <= now}
+    leaving = {pod.node: pod.node_leaves for pod in pods if pod.node_leaves}
+    plan = legacy.decide(looked.job, looked.pods, now, lost=lost, leaving=leaving)
     later = [end for end in ends.values() if end > now]
     return dataclasses.replace(plan, look_again=min([*later, plan.look_again or float("inf")])) if later else plan
 

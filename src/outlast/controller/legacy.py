@@ -1,6 +1,6 @@
 """What is to be done about an ElasticJob of `elastic.pytorch.org`: the archived controller's promises, without its defects.
 
-    decide(job, pods, now, lost={"node-a"})  -> Plan
+    decide(job, pods, now, lost={"node-a"}, leaving={"node-b": "karpenter.sh/disrupted"})  -> Plan
 
 Its pods run plain torchrun, which finds a new world by itself when workers come and go; here pods are made, replaced and removed,
 and the job ends. What is known of failures is in `.status` (`restarts`, `judged`), written before anything is deleted because of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,9 +38,17 @@ _AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
 """Restarts before there is a pause between them, the first pause (they double), and the longest."""
 
 
-def decide(job: Mapping[str, Any], pods: Sequence[Document], now: float, *, lost: Collection[str] = ()) -> Plan:
-    """The plan. `pods` are those that have the job's labels; `lost` are names of nodes that do not answer, or are no more."""
-    sight = _Sight(job, pods, now, frozenset(lost))
+def decide(
+    job: Mapping[str, Any],
+    pods: Sequence[Document],
+    now: float,
+    *,
+    lost: Collection[str] = (),
+    leaving: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan. `pods` are those that have the job's labels; `lost` are names of nodes that do not answer, or are no more;
+    `leaving` those of nodes that will soon be gone, with the taint that says so."""
+    sight = _Sight(job, pods, now, frozenset(lost), leaving or {})
     if job["metadata"].get("deletionTimestamp"):
         return Plan(deletes=tuple(sight.stuck()), look_again=sight.next_stuck())
     if sight.ended is not None:
@@ -91,6 +99,7 @@ class _Sight:
     pods: Sequence[Document]
     now: float
     lost: frozenset[str]
+    leaving: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -327,6 +336,14 @@ def _go_on(sight: _Sight) -> Plan:
             delete(pod, f"{sight.wanted} workers are wanted")
     for pod in sight.late:
         delete(pod, "others are done: there is nothing left to train", grace_s=0)
+    for pod in sight.own.values():
+        node = pod["spec"].get("nodeName", "")
+        if (taint := sight.leaving.get(node)) is None or sight.over(pod):
+            continue
+        if (rest := until(podwords.born(pod), _PAUSE_S, sight.now)) is not None:
+            later.append(rest)  # it was put there all the same; the next one would be, too
+        else:
+            delete(pod, f"its node {node} is going away ({taint}); it is made anew elsewhere")
     for pod in sight.stale.values():
         said, told = legacy.nnodes(sight.job), _nnodes(pod)
         why = f"there may be {said} now, and not {told}" if told else "this one meets elsewhere than a new one would"

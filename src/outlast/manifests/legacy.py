@@ -128,7 +128,12 @@ def limits(job: Mapping[str, Any]) -> Iterator[str]:
         need = "it must be etcd" if asked_for != "etcd" else "it needs a rdzvEndpoint, e.g. etcd:2379"
         yield f"the annotation {RENDEZVOUS} ({asked_for}) is not used: {need}; workers meet at worker 0 ({endpoint(job)})"
     for kind in spec["replicaSpecs"]:
-        if kind != "Worker":
+        if kind == "Master":
+            yield (
+                "replicaSpecs.Master is not used, and what it says is not run: torchrun has no master, workers meet at worker 0; "
+                "add its replicas to those of replicaSpecs.Worker"
+            )
+        elif kind != "Worker":
             yield f"replicaSpecs.{kind} is not used: there are workers only"
     if (gang := (spec.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
         yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
@@ -351,7 +356,9 @@ def _spec() -> Schema:
                 "type": "object",
                 "description": "What to run.",
                 "required": ["Worker"],
-                "properties": {"Worker": _replicas("The workers.", 1), "Etcd": _replicas("Not used.", None)},
+                "properties": {"Worker": _replicas()},
+                # Other types are kept, so that the job can say that they are not used.
+                "x-kubernetes-preserve-unknown-fields": True,
             },
             "activeDeadlineSeconds": _is("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
             "backoffLimit": _is(
@@ -392,10 +399,10 @@ def _spec() -> Schema:
     }
 
 
-def _replicas(description: str, default: int | None) -> Schema:
+def _replicas() -> Schema:
     return {
         "type": "object",
-        "description": description,
+        "description": "The workers.",
         "required": ["template"],
         "properties": {
             "replicas": _is(
@@ -403,7 +410,7 @@ def _replicas(description: str, default: int | None) -> Schema:
                 "How many are wanted; 0 suspends the job. Default: 1.",
                 minimum=0,
                 maximum=10_000,
-                **({} if default is None else {"default": default}),
+                default=1,
             ),
             "restartPolicy": _is(
                 "string",
