@@ -9,6 +9,8 @@ OUTLAST_TEST_DISKS is a directory of this machine that all nodes see, as those o
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import re
 from collections.abc import Iterator
@@ -19,11 +21,13 @@ import yaml
 
 import namespaces
 from namespaces import Document, Namespace, kind
+from outlast import etcdlogin, kube
 from outlast.manifests import install
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[1]
-DIRECTORY = ("sh", "-c", 'ETCDCTL_API=3 exec etcdctl --command-timeout=5s "$@"', "etcdctl")
+FILES = "--cacert=/etc/etcd/tls/ca.crt --cert=/etc/etcd/tls/tls.crt --key=/etc/etcd/tls/tls.key"
+SHELL = f'ETCDCTL_API=3 exec etcdctl --command-timeout=5s --endpoints=https://localhost:2379 {FILES} "$@"'
 
 
 def an_etcd(namespace: str, wanted: install.Etcd) -> list[Document]:
@@ -62,16 +66,33 @@ class Etcd:
 
     def __init__(self, namespace: Namespace, wanted: install.Etcd) -> None:
         self.namespace, self.members = namespace, wanted.members
-        namespace.apply(an_etcd(namespace.name, wanted))
         self.endpoint = f"{install.ETCD}.{namespace.name}:2379"
+        now = datetime.datetime.now(datetime.UTC)
+        with contextlib.closing(kube.connect(None, namespace.name)) as cluster:
+            self.access = etcdlogin.access(cluster, namespace.name, wanted.members, now)
+            self.user, login = etcdlogin.login(cluster, self.access, namespace.name, now)
+        namespace.apply([*self.access.documents, login, *an_etcd(namespace.name, wanted)])
 
     def wait(self) -> None:
         """Until all members are ready."""
         ready = f"--for=jsonpath={{.status.readyReplicas}}={self.members}"
         self.namespace.kubectl("wait", ready, f"statefulset/{install.ETCD}", "--timeout=240s")
 
+    def admit(self) -> None:
+        """Let the namespace log in, and nobody else."""
+        self.wait()
+        now = datetime.datetime.now(datetime.UTC)
+        name = self.namespace.name
+        with (
+            contextlib.closing(kube.connect(None, name)) as cluster,
+            etcdlogin.as_root(cluster, name, self.access, now) as client,
+        ):
+            assert etcdlogin.admit(client, self.access.root, [self.user])
+
     def ctl(self, *words: str) -> str:
-        return self.namespace.kubectl("exec", f"{install.ETCD}-0", "--", *DIRECTORY, *words)
+        """As root, with the members' certificate."""
+        login = f"--user=root:{self.access.root}"
+        return self.namespace.kubectl("exec", f"{install.ETCD}-0", "--", "sh", "-c", SHELL, "etcdctl", login, *words)
 
     def leader(self) -> int:
         """Which member leads."""
@@ -108,7 +129,7 @@ def three(namespace: Namespace) -> Iterator[Etcd]:
 
 
 def test_three_members_find_each_other_and_one_that_is_lost_comes_back_with_what_it_knew(three: Etcd) -> None:
-    three.wait()
+    three.admit()
     listed = three.ctl("member", "list")
     assert len(re.findall(r", started, outlast-etcd-\d, ", listed)) == 3, listed
     three.ctl("put", "/a", "1")
@@ -123,10 +144,10 @@ def test_three_members_find_each_other_and_one_that_is_lost_comes_back_with_what
 
 def test_one_member_without_volumes_comes_back_empty(namespace: Namespace) -> None:
     etcd = Etcd(namespace, install.Etcd(1, "none"))
-    etcd.wait()
+    etcd.admit()
     etcd.ctl("put", "/a", "1")
     etcd.lose(0)
-    etcd.wait()
+    etcd.admit()
     assert namespace.wait(lambda: etcd.ctl("get", "/a", "--count-only", "-w", "fields"), lambda: "").count('"Count" : 0')
 
 
@@ -138,7 +159,7 @@ def lose(namespace: Namespace, job: str, index: int) -> None:
 
 def test_jobs_train_on_while_they_lose_workers_and_members_of_their_etcd(three: Etcd) -> None:
     namespace = three.namespace
-    three.wait()
+    three.admit()
     three.job("set", "statefulset")
     undisturbed = namespace.weights("set")
     namespace.wait(lambda: namespace.logs("set").count("stays up and does nothing more") == 2, lambda: namespace.logs("set"))
@@ -154,7 +175,7 @@ def test_jobs_train_on_while_they_lose_workers_and_members_of_their_etcd(three: 
 
 def test_a_job_outlasts_an_etcd_that_comes_back_empty(namespace: Namespace) -> None:
     etcd = Etcd(namespace, install.Etcd(1, "none"))
-    etcd.wait()
+    etcd.admit()
     documents = etcd.job("indexed", "indexed-job")
     namespace.at_epoch("indexed", 5)
     etcd.lose(0)
@@ -178,7 +199,7 @@ def test_a_third_pod_joins_two_that_were_made_by_hand_and_whichever_is_deleted_t
 
     def apply(file: str) -> None:
         pods = yaml.safe_load_all((ROOT / "examples" / "pods" / file).read_text())
-        namespace.apply([fitted(pod, etcd.endpoint) for pod in pods])
+        namespace.apply([fitted(pod, etcd.endpoint) for pod in pods if pod["kind"] == "Pod"])
 
     def says(pattern: str, *names: str) -> None:
         """Wait until one of these pods has said so."""
@@ -188,7 +209,7 @@ def test_a_third_pod_joins_two_that_were_made_by_hand_and_whichever_is_deleted_t
 
         namespace.wait(lambda: re.search(pattern, logs()), logs)
 
-    etcd.wait()
+    etcd.admit()
     apply("two.yaml")
     says(r"step \d+ loss", "1", "2")
     apply("third.yaml")

@@ -16,6 +16,7 @@ import etcds
 from fake_cluster import Document, FakeCluster
 from outlast import certificates, etcd, etcdlogin, kinds, kube, manifests, spec
 from outlast.contract import Env, Pod
+from outlast.doctor import cluster as doctor
 from outlast.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
 from outlast.etcd import put
 from outlast.manifests import install
@@ -219,6 +220,19 @@ def test_a_certificate_that_lacks_a_name_is_renewed() -> None:
     assert certificates.worn(pair.certificate, NOW, ["a", "b"])
     with pytest.raises(OutlastError, match=r"cannot be read: .*; delete its Secret, and install again"):
         certificates.ends(b"nonsense")
+
+
+@pytest.mark.parametrize(
+    ("days", "outcome", "said"),
+    [(400, "pass", "is valid until"), (30, "warn", "in 30 days"), (-1, "fail", "has ended on")],
+)
+def test_doctor_says_until_when_certificates_are_valid(days: int, outcome: str, said: str) -> None:
+    ends = f"{NOW + datetime.timedelta(days=days):%Y-%m-%d}"
+    there = {"metadata": {"annotations": {install.ENDS: ends}}}
+    (check,) = doctor.certificates(there, "you may not read secrets", NOW.date())
+    assert (check.name, check.outcome) == ("etcd", outcome)
+    assert said in check.said
+    assert list(doctor.certificates(None, {"metadata": {}}, NOW.date())) == []
 
 
 # Who is led there

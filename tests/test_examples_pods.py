@@ -37,14 +37,15 @@ class Pods:
         (container,) = pod["spec"]["containers"]
         assert container["command"] == ["torchrun"]
         there = {
-            "etcd://outlast-etcd.outlast-system:2379": self._etcd.endpoint,
+            "etcds://outlast-etcd.outlast-system:2379": self._etcd.endpoint,
             "$(POD_IP)": "127.0.0.1",
-            "--rdzv-id=hand-made": f"--rdzv-id={self.directory.name}",
+            "--rdzv-id=$(NAMESPACE)/hand-made": f"--rdzv-id={self.directory.name}",
             "/code/train.py": str(ROOT / "examples" / "train.py"),
             "/out": str(self.directory / name),
         }
         args = [re.sub("|".join(map(re.escape, there)), lambda found: there[found[0]], arg) for arg in container["args"]]
         own = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+        own = {name: value for name, value in own.items() if not name.startswith("OUTLAST_ETCD_")}  # this one asks for no login
         with (self.directory / f"{name}.log").open("ab") as log:
             self.running[name] = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", *args],

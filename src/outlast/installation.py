@@ -76,6 +76,10 @@ def documents(
 ) -> list[Document]:
     """All that is to be there, in the order in which it can be made; `secrets` are those of etcd, see `etcdlogin.access`."""
     files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd())
+    for each in secrets:
+        if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
+            (members,) = [document for document in files["etcd/etcd.yaml"] if document["kind"] == kinds.STATEFUL_SET.kind]
+            members["metadata"]["annotations"] = each["metadata"]["annotations"]  # who may read no Secret sees there when it ends
     names = ["crd.yaml", "rbac.yaml", *(["etcd/etcd.yaml"] if etcd else []), "operator.yaml"]
     return [*files["namespace.yaml"], *secrets, *(document for name in names for document in files[name])]
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
 from outlast import contract, installation, kinds, manifests, spec
@@ -20,13 +21,15 @@ from outlast.diagnosis import seen as sight
 from outlast.doctor import Check, failed, passed, warned
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
 from outlast.kinds import Kind
-from outlast.manifests import resources, scheduling
+from outlast.manifests import install, rendezvous, resources, scheduling
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS
 
 if TYPE_CHECKING:
     from outlast.kube import Cluster
 
+RENEW_DAYS = 60
+"""From when on it is said that a certificate ends."""
 LEAST_MINOR, TESTED_MINOR = 29, 34
 """Kubernetes 1.29 takes the rules of the definition; from 1.34 on all that we render is a stable feature."""
 
@@ -86,6 +89,9 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     yield operator(_operator(cluster), served=served)
     if there := installation.archived_controllers(cluster):
         yield archived(there)
+    members = _maybe(lambda: cluster.get(kinds.STATEFUL_SET, install.ETCD, namespace=OPERATOR_NAMESPACE))
+    login = _maybe(lambda: cluster.get(kinds.SECRET, rendezvous.LOGIN)) if isinstance(members, dict) else None
+    yield from certificates(members, login, datetime.now(UTC).date())
     nodes = _listed(cluster, kinds.NODE)
     yield machines(nodes)
     yield devices(nodes)
@@ -97,6 +103,22 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     if (quotas := _listed(cluster, kinds.QUOTA)) is not None:
         yield from used_up(quotas)
     yield from worker(cluster)
+
+
+def certificates(members: Document | str | None, login: Document | str | None, today: date) -> Iterator[Check]:
+    """Until when the certificates of our etcd are valid: its own, and that of the namespace; nothing where none are seen."""
+    for whose, document in (("etcd", members), ("login to etcd", login)):
+        annotations = document["metadata"].get("annotations") or {} if isinstance(document, dict) else {}
+        if not (ends := annotations.get(install.ENDS)):
+            continue
+        left = (date.fromisoformat(ends) - today).days
+        renew = "who runs the cluster renews it: outlast install --etcd"
+        if left < 0:
+            yield failed(whose, f"its certificate has ended on {ends}", renew)
+        elif left < RENEW_DAYS:
+            yield warned(whose, f"its certificate ends on {ends}, in {left} days", renew)
+        else:
+            yield passed(whose, f"its certificate is valid until {ends}")
 
 
 _QUEUES = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_JOB, "coscheduling": kinds.POD_GROUP}
