@@ -251,6 +251,15 @@ def test_pages_that_are_too_long_are_asked_for_with_fewer_documents(api: apiserv
     assert max(limits[4:]) == 2, "4 of these take more than a quarter of what a page may"
 
 
+def test_lists_of_what_may_be_of_any_size_begin_with_few(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+    api.unserved = ()
+    head = {"apiVersion": kube.ELASTIC_JOB.api_version, "kind": "ElasticJob"}
+    for n in range(150):
+        api.put({**head, "metadata": {"name": f"job-{n}"}, "spec": {}})
+    assert len(cluster.list_(kube.ELASTIC_JOB)) == 150
+    assert [int(path.partition("limit=")[2].partition("&")[0]) for path in api.asked] == [20, 40, 80, 160]
+
+
 def test_a_list_that_grows_too_old_between_pages_is_begun_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
     api.page = 3
     for number in range(5):

@@ -40,6 +40,9 @@ MANAGER = "outlast"
 """Who we are, in `managedFields`."""
 _PAGE = 500
 """Documents a request of `list_`, as kubectl asks for."""
+_FIRST = 20
+"""The same of the first page of what may be of any size, such as jobs: an API server needs minutes for 500 of a MiB each. As long
+as pages are short, each has twice as many as the one before."""
 _PAGE_BYTES = 8 * 2**20
 """A page that is longer is asked for anew with a quarter of the documents: some have a MiB each."""
 _SERVERS = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
@@ -684,7 +687,7 @@ class Cluster:
         """The pages of a list, each with its version; documents are parsed one at a time. Raises _Expired when the list has grown
         too old: what came before is of no use."""
         asked, path = self._address("list", kind, "", namespace, everywhere=everywhere)
-        token, limit = "", _PAGE
+        token, limit = "", _FIRST if kind in wire.FREE else _PAGE
         while True:
             params = {**_selectors(labels, fields), "limit": str(limit), **({"continue": token} if token else {})}
             try:

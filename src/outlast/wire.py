@@ -26,7 +26,7 @@ LARGEST = 128 * 1024
 """Bytes of JSON that are read of the spec of a job."""
 _ANNOTATED = 3
 """So many times that are read of its metadata: Kubernetes takes 256 KiB of annotations."""
-_FREE = (ELASTIC_JOB, LEGACY_JOB)
+FREE = (ELASTIC_JOB, LEGACY_JOB)
 """Kinds that may be nested: they have fields of any shape. What is typed is as deep as its type."""
 _BOUNDED: dict[Kind, int] = {ELASTIC_JOB: LARGEST, LEGACY_JOB: LARGEST, POD: 4 * LARGEST, LEASE: LARGEST}
 """Bytes of JSON that are read of one, of kinds that the operator keeps and that users make. A pod has its job's file."""
@@ -106,7 +106,7 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 def _quick(size: int, kind: Kind | None) -> bool:
     """Whether a text of this size need not be measured."""
-    return kind not in _FREE and (kind is None or size <= _BOUNDED.get(kind, size))
+    return kind not in FREE and (kind is None or size <= _BOUNDED.get(kind, size))
 
 
 def _document(text: bytes, span: _Span, kind: Kind | None) -> Document:
