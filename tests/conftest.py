@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -22,6 +23,9 @@ from outlast import cli, spec
 from outlast.backends.local import LocalBackend
 from outlast.status import JobStatus
 from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # an example that is slow, on a busy machine, is not wrong
+hypothesis.settings.load_profile("untimed")
 
 PROGRAMS = Path(__file__).parent / "programs"
 

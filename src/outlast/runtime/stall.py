@@ -107,6 +107,8 @@ class Watch:
         """The call of the session that the main thread is in, with its place."""
         self.calls = 0
         """Calls of the session that it has begun."""
+        self.last: Callable[[], object] = lambda: None
+        """What is to be brought to an end before a stalled process ends: the save in flight."""
         self._ours: set[str] = set()
         self._store: Any = None
         self._thread: threading.Thread | None = None
@@ -261,4 +263,7 @@ def end(sentence: str) -> None:
     for record in _enders:
         record(sentence)
     print(sentence, file=sys.stderr, flush=True)
+    with contextlib.suppress(Exception):  # whatever happens, the end comes
+        _watch.last()
+        sys.stdout.flush()
     os._exit(contract.Exit.MISCONFIGURED)

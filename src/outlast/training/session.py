@@ -136,6 +136,7 @@ class Session:
         keep = int(env.get(Env.CHECKPOINT_KEEP, 3))
         self._copy = metrics.Copy(self.output / contract.METRICS)
         self._saver = saver.Saver(self._directory, self._run, self.generation, keep, self._saved, self._disks, self._copy)
+        stall.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
         return self
@@ -183,6 +184,7 @@ class Session:
             # A group that nobody refers to joins its threads. One of those could otherwise let go of a tensor while the
             # interpreter shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is
             # why nothing here goes over the default group, which every DDP module refers to.
+            stall.watch().last = lambda: None
             self._saver.close()
             self._disks.close()
             self._calls.close()
