@@ -77,7 +77,7 @@ class Handler(RendezvousHandler):
         self._run_id = run_id
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
-        self._asked: tuple[tuple[str, int], float] | None = None
+        self._asked: tuple[tuple[str, int, float], float] | None = None
         """What the training was asked last, and until when it may take, by our clock."""
         self._state = state
         self._host = host
@@ -243,8 +243,8 @@ class Handler(RendezvousHandler):
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
         """Whether the time is over in which training could save and leave. It begins when we first hear that it should: the clock
-        of whoever asks is not ours, and either may be set meanwhile."""
-        asked, now = (kind, generation), self._clock()
+        of whoever asks is not ours, and either may be set meanwhile. A deadline that was put off begins it anew."""
+        asked, now = (kind, generation, deadline), self._clock()
         if self._asked is None or self._asked[0] != asked:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s
             self._asked = asked, now + left_s
