@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 import threading
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from outlast import store
 from outlast.backends import stored
 from outlast.errors import Unreachable
+from outlast.report import goodput
 from outlast.runtime import growing, ownership, push, sync
 
 GO = threading.Event()
@@ -220,3 +222,20 @@ def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, pat
                     assert there[: len(here)] == here if cuts else there == here
         if not cuts and not disks:
             assert bytes_in(place) <= sum(len(b"%d," % n) for n in range(wrote))
+
+
+def test_a_run_sends_what_it_writes_and_its_account_is_true(tmp_path: Path):
+    """Two hours of what `bench/long_run.py` measures for a month."""
+    script = importlib.util.spec_from_file_location("long_run", Path(__file__).parents[1] / "bench" / "long_run.py")
+    assert script is not None
+    assert script.loader is not None
+    long_run = importlib.util.module_from_spec(script)
+    script.loader.exec_module(long_run)
+    long_run.DAY_S = 5400  # one failure
+    place = a_place()
+    written, _, true = long_run.write(tmp_path, 7200 / 5400, 10, place)
+    assert bytes_in(place) <= 1.1 * sum(written.values())
+    account = goodput.buckets(stored.events(place), None)
+    assert account.goodput == pytest.approx(true, rel=1e-3)
+    assert account.failures == 1
+    assert true < 0.98

@@ -20,6 +20,7 @@ from outlast.errors import OutlastError
 from outlast.rendezvous import decider, world
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.local import Called
+from outlast.report import goodput
 from outlast.runtime import notice, progress
 from outlast.status import Failure, State
 
@@ -181,3 +182,35 @@ def test_training_has_the_grace_of_its_job_from_when_it_hears_of_it(tmp_path: Pa
         left = member.num_nodes_waiting()
     assert left == 1
     writer.close()
+
+
+# The end
+
+
+def test_the_end_is_written_before_the_ledger_is_read(tmp_path: Path, monkeypatch) -> None:
+    """Killed while it reads the ledger of a month, the launcher leaves a job that has succeeded."""
+    launcher = a_launcher(tmp_path, Machine())
+    launcher._close(State.SUCCEEDED, "training is done", 0)
+
+    def killed(*_: object) -> float:
+        raise MemoryError
+
+    with monkeypatch.context() as long:
+        long.setattr(launcher, "_fold", killed)
+        with pytest.raises(MemoryError):
+            launcher._finish()
+    status = LocalBackend(tmp_path / "state", start=lambda *_: None).status("job")
+    assert (status.state, status.exit_code, status.launcher) == (State.SUCCEEDED, 0, None)
+
+
+def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
+    launcher = a_launcher(tmp_path, Machine())
+    for kind, facts in (("world", {"generation": 1, "workers": [0]}), ("restored", {"generation": 1, "step": 0})):
+        launcher.ledger.write(kind, **facts)
+    for step in range(1, 20):
+        launcher.ledger.step(1, step)
+        wall.sleep(0.001)
+    launcher._close(State.SUCCEEDED, "training is done", 0)
+    launcher._finish()
+    backend = LocalBackend(tmp_path / "state", start=lambda *_: None)
+    assert backend.status("job").goodput == goodput.buckets(backend.events("job"), None).goodput > 0
