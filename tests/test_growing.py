@@ -57,6 +57,15 @@ def test_what_a_file_grows_by_is_sent_once(tmp_path: Path):
     assert growing.files(place) == [LOG]
 
 
+def test_a_file_that_cannot_be_read_keeps_no_other_from_being_sent(tmp_path: Path):
+    place = a_place()
+    (tmp_path / "ledger/a.jsonl").mkdir(parents=True)
+    append(tmp_path / LOG, b"a line\n")
+    sender = growing.Sender(place, tmp_path)
+    assert sender.push(["ledger/a.jsonl", LOG, "ledger/gone.jsonl"], GO) == len(b"a line\n")
+    assert sender.failed == [("ledger/a.jsonl", "it cannot be read: Is a directory")]
+
+
 def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(growing, "PART", 1000)
     place = a_place()

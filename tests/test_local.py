@@ -21,9 +21,11 @@ from pathlib import Path
 import pytest
 
 from outlast import chaos, contract, files, spec
+from outlast.backends import local
 from outlast.backends.local import LocalBackend
 from outlast.backends.places import Places, Wanted
-from outlast.errors import NotFound, OutlastError
+from outlast.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.runtime import locks
 from outlast.shipping import tree
 from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
@@ -86,6 +88,24 @@ def here(tmp_path: Path) -> Here:
 
 
 # The job's own files
+
+
+def test_an_output_that_another_state_directory_drives_is_left_alone(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_DYING_S", 0.0)
+    output = tmp_path / "shared"
+    (output / "job").mkdir(parents=True)
+    (output / "job" / contract.OWNER).write_text("/home/ann/.outlast/jobs/job")
+    (output / "job" / "metrics.jsonl").write_text("theirs")
+    lock = locks.shared(output / "job" / contract.OWNER)
+    assert lock is not None
+    with pytest.raises(AlreadyRunning, match=r"shared/job is in use by the job in /home/ann/.outlast/jobs/job; end it there, or"):
+        here.submit(output=str(output))
+    assert (output / "job" / "metrics.jsonl").read_text() == "theirs"
+    os.close(lock)
+    here.submit(output=str(output))
+    assert not (output / "job" / "metrics.jsonl").exists()
 
 
 def test_a_job_that_is_to_have_no_workers_is_not_begun(here: Here) -> None:

@@ -206,6 +206,8 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LEDGER = "ledger"
 METRICS = "metrics.jsonl"
+OWNER = ".owner"
+"""Locked by the launcher that drives the job of this output; in it stands where its state is."""
 COMMIT = "COMMIT"
 """Written last into a checkpoint's directory; a checkpoint exists from the moment this file does."""
 

@@ -34,7 +34,7 @@ from outlast.rendezvous import local, world
 from outlast.rendezvous.decider import Decider, Terms, after, cause_first
 from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
-from outlast.runtime import progress, pusher, titles
+from outlast.runtime import locks, progress, pusher, titles
 from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, StoreStatus, WorkerStatus
 
@@ -107,6 +107,8 @@ class Launcher(Decider):
         self._folder = ThreadPoolExecutor(1, "outlast-goodput")
         self._folding: Future[float | None] | None = None
         self._fold_at = 0.0
+        self.claim: int | None = None
+        """Holds the lock of the output."""
         self.heart: alive.Heart | None = None
         """Says that we train the run in the store."""
         self._written = ""
@@ -120,6 +122,9 @@ class Launcher(Decider):
         self._recover()
         await self.server.start(self.places.socket)
         self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.staff.present))
+        with contextlib.suppress(OSError):  # a full disk, or a file system without locks
+            (self.output / contract.OWNER).write_text(str(self.places.state))
+            self.claim = locks.shared(self.output / contract.OWNER)
         if self.store:
             from outlast import store
             from outlast.backends import stored
@@ -372,6 +377,8 @@ class Launcher(Decider):
         self._folder.shutdown(cancel_futures=True)
         self.status.goodput = self._fold()
         self._show(final=True)
+        if self.claim is not None:
+            os.close(self.claim)
         return code
 
     def _hand_in(self, state: State, reason: str, code: int) -> tuple[State, str, int]:

@@ -28,12 +28,14 @@ from outlast.backends import LogLine, stored
 from outlast.backends.places import Places, Run, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.remote import run as runs
-from outlast.runtime import code, daemon, environment, ledger, prepare
+from outlast.runtime import code, daemon, environment, ledger, locks, prepare
 from outlast.status import JobStatus, State, WorkerStatus
 
 _LOOK_S = 0.1
 _STARTING_S = 10.0
 """How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
+_DYING_S = 2.0
+"""How long the lock of an output may outlive the launcher that held it."""
 _LEAVING_S = 90.0
 """How long a launcher that has written the end may take to leave: it reads the whole ledger once more, for the goodput."""
 
@@ -83,6 +85,7 @@ class LocalBackend:
         earlier = before or elsewhere
         run_id, submitted = (earlier.run, earlier.submitted) if earlier else (_new_run_id(), time.time())
         output = Path(before.output) if before else _output(placed, self._state)
+        _unused(output)
         if before is None:
             _make_room(output, places.code, run_id)
             places.run.unlink(missing_ok=True)  # first: half a state directory is no job
@@ -517,6 +520,18 @@ def _store(job: spec.Job) -> str:
 def _output(job: spec.Job, state: Path) -> Path:
     """The directory of this machine that the job writes to."""
     return (spec.local(str(job.spec.output)) or state / "runs") / job.metadata.name
+
+
+def _unused(output: Path) -> None:
+    """Raise AlreadyRunning when a launcher with its state elsewhere drives a job of this output; one that dies gets a moment."""
+    deadline = time.monotonic() + _DYING_S
+    while not locks.free(output / contract.OWNER):
+        if time.monotonic() > deadline:
+            whose = (output / contract.OWNER).read_text() or "another launcher"
+            raise AlreadyRunning(
+                f"output {output} is in use by the job in {whose}; end it there, or give this job another name or output"
+            )
+        time.sleep(_LOOK_S)
 
 
 def _make_room(output: Path, code: Path, run: str) -> None:

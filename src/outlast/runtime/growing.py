@@ -129,25 +129,33 @@ class Sender:
         self._known: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
         """Parts whose arrival is not certain: sent again as they were, they are there once."""
+        self.failed: list[tuple[str, str]] = []
+        """Files that the last push could not read, and why."""
 
     def forget(self, path: str) -> None:
         """Somebody else may have sent parts of this file meanwhile."""
         self._known.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send what is new in these files; their number of bytes. Raises StoreError, OSError, Stopped; what arrived stays."""
+        """Send what is new in these files; their number of bytes. Raises StoreError and Stopped; what has arrived stays."""
+        self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
-            return sum(pool.map(lambda path: self._push(path, stop), paths))
+            return sum(pool.map(lambda path: self._try(path, stop), paths))
+
+    def _try(self, path: str, stop: threading.Event) -> int:
+        try:
+            return self._push(path, stop)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            self.failed.append((path, f"it cannot be read: {error.strerror}"))
+            return 0
 
     def _push(self, path: str, stop: threading.Event) -> int:
         if path not in self._known:
             self._known[path] = parts(self._store, path)[-_KNOWN:]
         known, sent = self._known[path], 0
-        try:
-            file = (self._root / path).open("rb", buffering=0)
-        except FileNotFoundError:
-            return 0
-        with file:
+        with (self._root / path).open("rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             at = self._behind(file.fileno(), size, path)
             while at < size:

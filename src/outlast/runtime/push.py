@@ -133,9 +133,9 @@ class Pusher:
             check=not self._checked,
             stop=stop,
         )
-        if report.failed:
-            path, reason = report.failed[0]
-            more = f" (and {len(report.failed) - 1} more)" if len(report.failed) > 1 else ""
+        if failed := [*self._growing.failed, *report.failed]:
+            path, reason = failed[0]
+            more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise Unpushed(f"{path} could not be pushed: {reason}{more}")
         self._checked = True
         self.say(pushed=time.time(), since=None, error="", doing="", backlog=0)
