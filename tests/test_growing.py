@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast import store
@@ -196,7 +196,8 @@ ACTS = st.lists(
 )
 
 
-@given(ACTS, st.sampled_from([LOG, METRICS]), st.integers(1, 30))
+@settings(deadline=None, max_examples=60)
+@given(ACTS, st.sampled_from([LOG, METRICS]), st.integers(10, 60))
 def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, path, part):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:
         patched.setattr(growing, "PART", part)
