@@ -13,16 +13,13 @@ nothing deleted before the status tells why. A job that is settled gives a plan 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from outlast import contract, kinds, restarts, spec, wire
-from outlast.controller import made, memory, queues
-from outlast.controller.memory import Account, Blame, Silent
-from outlast.controller.observe import Limits, Pod, Seen, Told
-from outlast.controller.plan import Deletion, Document, Note, Plan
+from outlast import contract, kinds, wire
+from outlast.controller import ends, failures, looks, made, memory, progress
+from outlast.controller.looks import Look
+from outlast.controller.observe import Pod, Seen
+from outlast.controller.plan import Deletion, Document, Plan
 from outlast.errors import InvalidJob
 from outlast.manifests import gang
 from outlast.manifests.kueue import Priority
@@ -34,16 +31,8 @@ SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
 CAUSE_S = 1.5
 """How long the echoes of a failure wait for its cause: kubelets tell within about a second how a container ended."""
-TOLD_BYTES_PER_S = 5e6
-"""The most that the API server sends to the agents of one job to tell how far training is: each gets the whole status."""
-BYTES_PER_WORKER = 15
-"""How much longer a status is by each."""
 ARRIVE_S = 2.0
 """Workers come one after another: who is still waited for is written when nobody has come for so long."""
-MEASURE_S = 5.0
-"""A rate is that of at least so long."""
-BREATH_S = 10.0
-"""A pause after a pod that was lost as soon as it was made: its node would refuse the next one as well."""
 LEAVE_S = 60.0
 """How long workers may take to push the rest and end, once the job has."""
 AVOID = 2
@@ -53,9 +42,6 @@ _FINAL = (State.SUCCEEDED, State.FAILED)
 _HELD = (State.SUSPENDED, State.QUEUED)
 AGAIN_S = 10.0
 """How often it is looked whether there is by now what Kueue or a job names: nobody tells when it comes."""
-UNHEARD = "Unheard"
-"""Reason of the condition while most workers cannot be heard."""
-_SECONDS_LEFT = re.compile(r" \(\d+ s left\)")
 
 
 def decide(seen: Seen) -> Plan:
@@ -63,232 +49,15 @@ def decide(seen: Seen) -> Plan:
     if seen.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
         return Plan()  # somebody else makes its pods, and writes its status
     if seen.document["metadata"].get("deletionTimestamp"):
-        return orphans(seen.pods, seen.now, seen.since, seen.limits)
+        return ends.orphans(seen.pods, seen.now, seen.since, seen.limits)
     look = Look(seen)
     for rule in RULES:
         rule(look)
         if look.over:
             break
+    if seen.job is not None:
+        progress.tell(look)
     return look.plan()
-
-
-class Look:
-    """One look while the rules go over it: what is known, what has been said, what is to be done."""
-
-    def __init__(self, seen: Seen) -> None:
-        self.seen, self.now = seen, seen.now
-        self.memory = dataclasses.replace(seen.memory, run=seen.run)
-        self.over = False
-        """Whether no further rule is asked."""
-        self.deletes: dict[str, Deletion] = {}
-        """By uid."""
-        self.creates: list[Document] = []
-        self.setup: tuple[Document, ...] = ()
-        self.apply: tuple[Document, ...] = ()
-        self.statuses: tuple[Document, ...] = ()
-        self.remove: Deletion | None = None
-        self.notes: list[Note] = []
-        self.said = False
-        self.expected = dict.fromkeys(self.memory.judged_pods)
-        """Uids of pods from whose end nothing is to be learned any more."""
-        self.past = [pod for pod in seen.pods if pod.over]
-        """Pods whose worker will never run again."""
-        self.ends = {pod.uid: end for pod in self.past if (end := pod.ended) is not None}
-        """How their workers ended, by uid."""
-        self._living = [pod for pod in seen.pods if pod.alive]
-        self._times: list[float] = []
-        self._members: tuple[world.World | None, frozenset[int]] = (None, frozenset())
-
-    @property
-    def fields(self) -> spec.Spec:
-        assert self.seen.job is not None, "the rule `unreadable` comes before all that ask for fields"
-        return self.seen.job.spec
-
-    @property
-    def elected(self) -> bool:
-        """Whether it is not decided here who trains together, but by one of the agents that they elect in an etcd."""
-        return self.fields.rendezvous.backend == "etcd"
-
-    @property
-    def wanted(self) -> int:
-        """How many workers there are to be now: as many as are asked for, as far as their queue has admitted them."""
-        if self.seen.queue is not None:
-            return self.seen.queue.largest(self.asked, self.fields.workers.allowed())
-        if queues.unknown(self.seen.document, self.seen.found) and not self.using:
-            return 0
-        return self.asked
-
-    @property
-    def asked(self) -> int:
-        """How many workers the user wants now."""
-        return 0 if self.fields.suspend else self.fields.workers.replicas
-
-    @property
-    def using(self) -> list[Mapping[str, Any]]:
-        """Pods that use anything, or are about to."""
-        gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
-        gone |= self.ends.keys() | {pod.uid for pod in self.past if pod.succeeded}
-        there = (pod for pod in self.seen.pods if pod.uid not in gone)
-        return [*(pod.document for pod in there), *self.creates]
-
-    @property
-    def alive(self) -> list[Pod]:
-        """Pods that train, or will, as far as this plan does not end them."""
-        return [pod for pod in self._living if pod.uid not in self.deletes]
-
-    @property
-    def members(self) -> frozenset[int]:
-        """Ids of those in the newest world."""
-        newest = self.memory.world
-        if self._members[0] is not newest:
-            self._members = newest, frozenset(newest.members if newest else ())
-        return self._members[1]
-
-    @functools.cached_property
-    def unheard(self) -> list[Told]:
-        """Most of the workers, if they fell silent together while their nodes are well: it is longer than any renewal takes that
-        they were heard. Then the path to the API server is taken for broken, and nobody for dead."""
-        should = [told for pod in self._living if (told := self.seen.told.get(pod.index)) and pod.node_lost is None]
-        should = [told for told in should if told.member.standing is not Standing.DONE]
-        late = [told for told in should if self.until(_heard(self, told), _lasts(self, told) / 2) is None]
-        return late if 2 * len(late) > len(should) else []
-
-    @property
-    def patience(self) -> world.Patience:
-        return dataclasses.replace(world.Patience(), leave=self.fields.interruption.grace.total_seconds())
-
-    @property
-    def policy(self) -> restarts.Policy:
-        return restarts.Policy(self.fields.restarts.limit, self.fields.restarts.window)
-
-    @property
-    def committed(self) -> int:
-        """The newest committed step that anybody knows of."""
-        return max([self.memory.progress.committed, *(told.committed for told in self.seen.told.values())])
-
-    @property
-    def step(self) -> int:
-        """The newest step that anybody has done in the world that is there."""
-        known = self.memory.world
-        inside = [told for id, told in self.seen.told.items() if id in self.members]
-        now = [told for told in inside if known and told.generation in (None, known.generation)]
-        return max((told.step for told in now if told.step is not None), default=self.memory.progress.step)
-
-    def until(self, at: float, wait_s: float) -> float | None:
-        """When a wait that began at this time is over; None when it is. See `world.until` for clocks that jump."""
-        return world.until(at, wait_s, self.now)
-
-    def know(self, **fields: Any) -> None:
-        """Remember."""
-        self.memory = dataclasses.replace(self.memory, **fields)
-
-    def say(self, state: State, reason: str, what: str, *, note: bool = False, warning: bool = False) -> None:
-        """What people read: only the first counts. `what` is the condition's reason; `note` makes an Event even if the state
-        stays as it was."""
-        if self.said:
-            return
-        self.said = True
-        before = self.seen.memory
-        reason = _SECONDS_LEFT.sub("", reason)
-        created = ("Created", "JobCreated", "the operator has taken it up")
-        conditions = self.memory.conditions or memory.conditioned((), *created, self.seen.generation, self.now)
-        now_true = created if state is State.PENDING else (str(state), what, reason)
-        conditions = memory.conditioned(conditions, *now_true, self.seen.generation, self.now)
-        self.know(state=state, reason=reason, conditions=conditions)
-        if note or before.state is not state:
-            self.notes.append(Note("Warning" if warning or state is State.FAILED else "Normal", what, reason))
-
-    def lived_until(self, when: float) -> None:
-        """Keep the wall time since the start, which is set anew."""
-        lived = max(0.0, when - (self.memory.started or when))
-        self.know(account=dataclasses.replace(self.memory.account, lived_s=self.memory.account.lived_s + lived))
-
-    @functools.cached_property
-    def by_index(self) -> dict[int, Pod]:
-        """The job's pods by the index of their worker."""
-        return {pod.index: pod for pod in reversed(self.seen.pods)}
-
-    def pod(self, index: int) -> Pod | None:
-        """The pod of a worker, as far as there is one."""
-        return self.by_index.get(index)
-
-    def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
-        """Delete a pod, unless that was asked for already: finalizers of others keep it, or what is beside its worker."""
-        asked_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
-        if pod.leaves and (grace_s is None or (asked_s is not None and asked_s <= grace_s)):
-            return
-        self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
-
-    def again(self, when: float | None) -> None:
-        """Look again at this time."""
-        if when is not None:
-            self._times.append(when)
-
-    def finish(self, state: State, reason: str, code: int, what: str) -> None:
-        """The job has come to its end."""
-        self.trained_until_now()
-        self.know(finished=self.now, closed=(reason, code))
-        self.said = False  # nothing is more important
-        self.say(state, reason, what, note=True)
-        self.over = True
-
-    def trained_until_now(self) -> None:
-        """Close the account of the world that trains."""
-        account = self.memory.account
-        if account.since is not None:
-            progress = self.memory.progress
-            seconds, steps = memory.training(account, self.step, self.now, progress.rate)
-            self.know(account=Account(account.trained_s + seconds, account.executed + steps))
-            self.know(progress=dataclasses.replace(progress, rate=None, mark=None))
-
-    def plan(self) -> Plan:
-        """What has come together; the status only if it differs, or if it is time to tell how far training is."""
-        if self.expected.keys() != set(self.memory.judged_pods):  # those that are gone are forgotten with the next change
-            there = {pod.uid for pod in self.seen.pods}
-            self.know(judged_pods=tuple(uid for uid in self.expected if uid in there))
-        if self.seen.job is not None:
-            _tell_progress(self)
-        status = self.status()
-        changed = status != (self.seen.document.get("status") or {})
-        self._times = [when for when in self._times if when > self.now]
-        return Plan(
-            setup=self.setup,
-            apply=self.apply,
-            status=status if changed else None,
-            deletes=tuple(self.deletes.values()),
-            statuses=self.statuses,
-            creates=tuple(self.creates),
-            remove=self.remove,
-            notes=tuple(self.notes) if changed else (),
-            look_again=min(self._times, default=None),
-        )
-
-    def _pods(self) -> int:
-        """How many workers there are, with those that this plan makes, unless such were refused: then they are counted when they
-        are there."""
-        return len(self.alive) + (0 if self.seen.refused else len(self.creates))
-
-    def status(self) -> Document:
-        if self.seen.job is None:
-            sizes, grace, where = (0, 0), 0.0, ""
-        else:
-            workers = self.fields.workers
-            sizes, grace = (workers.min, workers.max), self.patience.leave
-            where = made.checkpoints(self.seen.job)
-        members = self.memory.world.members if self.memory.world and self.memory.called is None else ()
-        there = {pod.index for pod in self.alive}
-        inside = [id for id in members if id in there]
-        return memory.write(
-            self.memory,
-            job=self.seen.name,
-            # Workers of a job that is over end one after another: that is no news, and would be a write for each.
-            pods=self._pods() if self.memory.finished is None else 0,
-            inside=len(inside) if self.memory.closed is None else 0,
-            sizes=sizes,
-            checkpoint=where,
-            now=self.now,
-            leave_s=grace,
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------------- the end
@@ -309,7 +78,7 @@ def finished(look: Look) -> None:
     policy = look.fields.clean_pod_policy if look.seen.job else "Running"
     for pod in look.seen.pods:
         if pod.leaves:
-            _force(look, pod)
+            ends.force(look, pod)
         elif policy == "All" and pod.uid in look.ends:
             look.delete(pod, "the job is over, cleanPodPolicy is All")
         elif policy != "None" and (pod.alive or pod.lingers):
@@ -389,7 +158,7 @@ def queued(look: Look) -> None:
     for pod in look.alive:
         if queue.refuses(pod.document):
             sentence = f"worker {pod.index} leaves: the queue {queue.name} takes its quota back"
-            _interrupted(look, pod, "WorkerPreempted", sentence)
+            failures.interrupted(look, pod, "WorkerPreempted", sentence)
             look.delete(pod, sentence)
 
 
@@ -445,7 +214,7 @@ def world_learned(look: Look) -> None:
         return
     if said.closed.code == contract.Exit.DONE:
         return look.finish(State.SUCCEEDED, said.closed.reason, contract.Exit.DONE, "JobSucceeded")
-    look.finish(State.FAILED, said.closed.reason, said.closed.code, _why_failed(said.closed.reason, said.closed.code))
+    look.finish(State.FAILED, said.closed.reason, said.closed.code, failures.why_failed(said.closed.reason, said.closed.code))
 
 
 def _failures_learned(look: Look, said: keys.Said) -> None:
@@ -460,141 +229,11 @@ def _failures_learned(look: Look, said: keys.Said) -> None:
     if failure is None or failure.generation <= known.judged:
         return
     pod = look.pod(failure.worker)
-    look.know(judged=failure.generation, failure=_kept(look, failure, pod.node if pod else ""))
+    look.know(judged=failure.generation, failure=failures.kept(look, failure, pod.node if pod else ""))
     look.say(State.RESTARTING, failure.reason, "WorkerFailed", note=True, warning=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- pods that end
-
-
-def workers_done(look: Look) -> None:
-    """All that are wanted have ended with success although nobody has said that it is over: an earlier run was complete."""
-    done = {pod.index for pod in look.past if pod.succeeded}
-    if look.wanted and done and len(done) >= look.wanted and not look.alive:
-        look.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, "JobSucceeded")
-
-
-def ended_workers(look: Look) -> None:
-    """Pods that have failed go, and are made anew; what is to be learned from them is learned once."""
-    silent = look.memory.silent_uids
-    for pod in look.past:
-        end = look.ends.get(pod.uid)
-        if end is None or pod.succeeded:
-            continue
-        counted = end.counted and not (pod.leaves and contract.killed(end.code))  # killed, because somebody has deleted it
-        if pod.uid not in look.expected and pod.uid not in silent:
-            if end.code == contract.Exit.GIVEN_UP:  # who counts processes has counted enough of them
-                look.know(failure=_kept(look, _pods_failure(look, pod, end.code, end.sentence, end.time), pod.node))
-                reason = f"worker {pod.index} says that the run is given up"
-                return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, "BackoffLimitExceeded")
-            if counted:
-                failure, generation = _pods_failure(look, pod, end.code, end.sentence, end.time), _generation(look, pod)
-                if generation and look.memory.judged >= generation:
-                    look.know(failure=_kept(look, failure, pod.node))
-                else:
-                    _judge(look, failure, raised=None, node=pod.node)
-                    if look.over:
-                        return
-                    _stands_for_all(look, generation)
-                look.expected[pod.uid] = None
-            else:
-                if look.wanted:
-                    look.know(interruptions=look.memory.interruptions + 1)
-                    sentence = f"worker {pod.index} {end.sentence}; it is made anew"
-                    look.notes.append(Note("Normal", "WorkerInterrupted", sentence))
-                _went(look, pod)
-        if not counted and look.wanted and (rest := look.until(_breath(pod, end.time), BREATH_S)) is not None:
-            look.again(rest)  # its name is taken until then, so that the next one waits
-            continue
-        look.delete(pod, f"it has ended: {end.sentence}", grace_s=None if pod.lingers else 0)
-
-
-def _breath(pod: Pod, ended: float) -> float:
-    """From when on there is a pause for a pod that has ended; none for one that lived for a while."""
-    return ended if ended - pod.born < BREATH_S else float("-inf")
-
-
-def lost_workers(look: Look) -> None:
-    """Pods on nodes that do not answer, or are gone: they are deleted whatever their node says."""
-    explained = set()
-    silent = look.memory.silent_uids
-    for pod in look.seen.pods:
-        if pod.node_lost is None or pod.uid in look.ends or pod.uid in look.deletes:
-            continue
-        gone = pod.node not in look.seen.nodes
-        told = look.seen.told.get(pod.index)
-        quiet = _heard(look, told) if told and not gone else max(pod.node_lost, pod.born, look.seen.since)
-        if (end := look.until(quiet, look.seen.limits.lost_s)) is not None:
-            look.again(end)
-            continue
-        how = "is gone" if gone else f"has not answered for {look.seen.limits.lost_s:g} s"
-        sentence = f"worker {pod.index} was lost: its node {pod.node} {how}"
-        if pod.uid in silent or (not pod.leaves and pod.uid not in look.expected):
-            look.know(interruptions=look.memory.interruptions + 1)
-            explained.add(pod.uid)
-            look.notes.append(Note("Warning", "NodeLost", sentence))
-            _went(look, pod)
-        look.delete(pod, sentence, grace_s=0)
-    if explained & silent:
-        look.know(silent=tuple(each for each in look.memory.silent if each.uid not in explained))
-
-
-def silent_workers(look: Look) -> None:
-    """A worker that says nothing any more is told to go, and what becomes of it tells why: a node that is well ends it, so it was
-    stopped or hung, which counts; one that does not answer has lost it, see `lost_workers`. Those that fell silent in one world
-    did so for one cause."""
-    there = {pod.uid for pod in look.seen.pods}
-    gone = [each for each in look.memory.silent if each.uid not in there]
-    if gone:
-        look.know(silent=tuple(each for each in look.memory.silent if each.uid in there))
-    counted = set()
-    for each in gone:
-        if each.echo or each.generation in counted:
-            continue
-        counted.add(each.generation)
-        reason = f"worker {each.worker} has said nothing for {look.seen.limits.silence_s:g} s"
-        failure = Failure(worker=each.worker, code=137, reason=reason, generation=each.generation, time=each.since)
-        _judge(look, failure, raised=None, node=each.node)
-        if look.over:
-            return
-        _stands_for_all(look, each.generation)
-    new = []
-    for pod in look.alive:
-        told = look.seen.told.get(pod.index)
-        if told is None or told.member.standing is Standing.DONE:
-            continue
-        if (end := _silent_at(look, told)) is not None:
-            look.again(min(end, look.now + AGAIN_S) if look.unheard else end)  # to hear them again is no change
-            continue
-        generation = _generation(look, pod)
-        if pod.uid not in look.expected and not (generation and look.memory.judged >= generation):
-            new.append(Silent(pod.uid, pod.index, pod.node, look.now, generation))
-        look.delete(pod, f"worker {pod.index} has said nothing for {_lasts(look, told):g} s", grace_s=5)
-    if new:
-        look.know(silent=(*look.memory.silent, *new))
-
-
-def unheard_workers(look: Look) -> None:
-    """Nobody hears most of the workers, whose nodes are well: they train on, and their kubelets end whoever does not answer."""
-    if _missed(look) and look.memory.state is not None:
-        silence_s, held_s = look.seen.limits.silence_s, look.seen.limits.held_s
-        reason = (
-            f"most of the {len(look.seen.told)} workers have said nothing for {silence_s:g} s though their nodes are well: the "
-            f"path from them to the API server is taken for broken, and nobody for dead before {held_s:g} s are over"
-        )
-        look.say(look.memory.state, reason, UNHEARD, note=True, warning=True)
-
-
-def leaving_nodes(look: Look) -> None:
-    """A node has been told that it will be gone: its workers save and leave while there is time."""
-    for pod in look.alive:
-        if pod.node_leaves:
-            if (rest := look.until(pod.born, BREATH_S)) is not None:
-                look.again(rest)  # it was put there all the same; the next one would be, too
-                continue
-            sentence = f"worker {pod.index} leaves: its node {pod.node} is going away ({pod.node_leaves})"
-            _interrupted(look, pod, "NodeLeaving", sentence)
-            look.delete(pod, sentence)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the world
@@ -606,15 +245,15 @@ def world_decided(look: Look) -> None:
         return _world_wanted(look)
     state = _state(look)
     wanted = world.Wanted(look.wanted, look.fields.workers.allowed(), frozenset(_expected(look)))
-    pending = _failures(look)
+    pending = failures.reported(look)
     echoes = [failure for echo, failure in pending if echo]
-    if pending and len(echoes) == len(pending) and not _explained(look) and look.now < echoes[0].time + CAUSE_S:
+    if pending and len(echoes) == len(pending) and not failures.explained(look) and look.now < echoes[0].time + CAUSE_S:
         look.again(echoes[0].time + CAUSE_S)
         return  # whoever died is still ending; a call now would stop it before it could say why
     for _ in range(4):
         decision = world.decide(state, wanted, look.patience, look.now)
         if isinstance(decision, world.World) and pending:
-            _judge_processes(look, pending, decision)
+            failures.judge_processes(look, pending, decision)
             if look.over:
                 return
             pending = []
@@ -634,8 +273,8 @@ def world_decided(look: Look) -> None:
                 break
     if pending:
         first = min(failure.time for _, failure in pending)
-        if look.now >= first + SETTLE_S and not (len(echoes) == len(pending) and _unanswered(look)):
-            _judge_processes(look, pending)
+        if look.now >= first + SETTLE_S and not (len(echoes) == len(pending) and failures.unanswered(look)):
+            failures.judge_processes(look, pending)
         look.again(first + SETTLE_S)
 
 
@@ -660,7 +299,7 @@ def _state(look: Look) -> world.State:
         done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
         pod = look.pod(id)
         cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
-        gone = pod is None or pod.uid in look.ends or cut or _silent_at(look, told) is None
+        gone = pod is None or pod.uid in look.ends or cut or looks.silent_at(look, told) is None
         if done or not gone:
             members[id] = told.member
     called = known.called
@@ -689,7 +328,7 @@ def _formed(look: Look, new: world.World) -> None:
 def _waits(look: Look, state: world.State, reason: str) -> None:
     """Nothing is to be decided; say how it stands, and what pods wait for if that is why."""
     if state.world is not None and state.called is None:
-        heard_again = memory.why(look.memory.conditions, State.RUNNING) == UNHEARD and not _missed(look)
+        heard_again = memory.why(look.memory.conditions, State.RUNNING) == ends.UNHEARD and not looks.missed(look)
         if look.memory.state is not State.RUNNING or heard_again:
             look.say(State.RUNNING, reason, "Training")
         return
@@ -816,141 +455,6 @@ def _avoided(look: Look) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------------------- failures
 
 
-def _failures(look: Look) -> list[tuple[bool, Failure]]:
-    """What members say has failed in the world that is there, each with whether it only echoes another; not yet judged."""
-    known = look.memory
-    if known.world is None or known.judged >= known.world.generation:
-        return []
-    found = []
-    for told in look.seen.told.values():
-        if told.member.failed and (failure := told.failure) and told.member.generation == known.world.generation:
-            if failure.time > look.now:  # its node's clock is ahead of ours: then it was when we heard of it
-                failure = failure.model_copy(update={"time": told.beat})
-            found.append((told.echo, failure))
-    return sorted(found, key=lambda each: each[1].time)
-
-
-def _explained(look: Look) -> bool:
-    """Whether a member of the world is gone, or is another by now: what the others say is its echo."""
-    known = look.memory.world
-    here = {pod.index for pod in look.alive}
-    members = {id for id, told in look.seen.told.items() if known and told.member.generation >= known.generation}
-    return known is not None and not set(known.members) <= here & members
-
-
-def _unanswered(look: Look) -> bool:
-    """Whether a member of the world still says that it trains when others have failed: it may be why, and be gone."""
-    known = look.memory.world
-    said = [told.member for id, told in look.seen.told.items() if id in look.members]
-    return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
-
-
-def _judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world.World | None = None) -> None:
-    """Judge the failures of one generation by the first that is no echo. A member that the new world lacks explains echoes."""
-    echo, failure = min(pending, key=lambda each: (each[0], not contract.killed(each[1].code), each[1].time))
-    generation = failure.generation
-    before = look.memory.world
-    without = new is not None and before is not None and not set(before.members) <= set(new.members)
-    if not (echo and (without or _explained(look))):
-        pod = look.pod(failure.worker)
-        everywhere = before is not None and restarts.raised_everywhere(failure, pending, before.members)
-        _judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "", everywhere=everywhere)
-        _stands_for_all(look, generation)
-    look.know(judged=max(look.memory.judged, generation))
-
-
-def _pods_failure(look: Look, pod: Pod, code: int, sentence: str, when: float) -> Failure:
-    generation = look.memory.world.generation if look.memory.world else 0
-    return Failure(
-        worker=pod.index, code=code, reason=f"worker {pod.index} {sentence}", generation=generation, time=when or look.now
-    )
-
-
-def _judge(look: Look, failure: Failure, *, raised: int | None, node: str, everywhere: bool = False) -> None:
-    """Count a failure, and end the job if that was one too many."""
-    known = look.memory
-    judged = failure.model_copy(update={"step": raised})
-    verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy, everywhere=everywhere)
-    counted = isinstance(verdict, restarts.Stop) or verdict.counted
-    told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
-    look.know(failure=_kept(look, told, node))
-    if isinstance(verdict, restarts.Stop):
-        code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
-        return look.finish(State.FAILED, verdict.reason, code, _why_failed(verdict.reason, code))
-    nodes = {blame.record: blame.node for blame in known.blames}
-    blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
-    look.know(blames=blames, restarts=known.restarts + counted)
-    look.setup = made.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
-    look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
-
-
-def _kept(look: Look, failure: Failure, node: str) -> Document:
-    """A failure as the status keeps it, with the last lines of its worker's log: as its agent says, else as its pod ended."""
-    pod = look.pod(failure.worker)
-    words = failure.log_tail or (pod.last_words if pod is not None else "")
-    kept = failure.model_dump(exclude_none=True, exclude={"log_tail"})
-    return {**kept, "node": node, **({"logTail": words} if words else {})}
-
-
-def _stands_for_all(look: Look, generation: int) -> None:
-    """A failure was counted: it stands for whatever else the workers of its world show. One outside of every world (0) stands for
-    all workers that are outside with it, until they are in one."""
-    silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in look.memory.silent)
-    look.know(judged=max(look.memory.judged, generation), silent=tuple(silent))
-    if not generation:
-        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not _inside(look, pod)))
-
-
-def _went(look: Look, pod: Pod) -> None:
-    """A worker has gone for no failure of its own; with it is explained what the others of its world say."""
-    look.expected[pod.uid] = None
-    known = look.memory
-    if known.world and _inside(look, pod) and known.called is None:
-        look.know(judged=known.world.generation)
-
-
-def _interrupted(look: Look, pod: Pod, what: str, sentence: str) -> None:
-    """Count and tell, once, that a worker that was well has to go."""
-    if pod.uid not in look.expected:
-        look.notes.append(Note("Normal", what, sentence))
-        look.know(interruptions=look.memory.interruptions + 1)
-        look.expected[pod.uid] = None
-
-
-def _inside(look: Look, pod: Pod) -> bool:
-    """Whether a pod is, or was, in the newest world; one that was made after it only has an index that is."""
-    known = look.memory.world
-    return known is not None and pod.index in look.members and pod.made_for <= known.generation
-
-
-def _generation(look: Look, pod: Pod) -> int:
-    """Of the world that a pod is in; 0 for none."""
-    return look.memory.world.generation if look.memory.world and _inside(look, pod) else 0
-
-
-def _silent_at(look: Look, told: Told) -> float | None:
-    """When a member is dead if nothing more is heard of it; None when it is."""
-    pod, lasts = look.pod(told.member.id), _lasts(look, told)
-    held = look.unheard and pod is not None and pod.node_lost is None
-    return look.until(_heard(look, told), max(lasts, look.seen.limits.held_s) if held else lasts)
-
-
-def _lasts(look: Look, told: Told) -> float:
-    """For how long a member may say nothing: it says so itself, as members of large worlds renew their Leases less often."""
-    return max(look.seen.limits.silence_s, told.lasts)
-
-
-def _missed(look: Look) -> bool:
-    """Whether most workers are missed, and one of them for so long that it would be taken for dead if it were alone."""
-    return any(look.until(_heard(look, each), _lasts(look, each)) is None for each in look.unheard)
-
-
-def _heard(look: Look, told: Told | None) -> float:
-    """When a member was heard of last, or could have been. What comes from the future, as our clock went back, says nothing."""
-    late = told is None or told.beat > look.now + _lasts(look, told)
-    return look.seen.since if late or told is None else max(told.beat, look.seen.since)
-
-
 def _stuck(pod: Pod) -> bool:
     """Whether a pod waits for something that people should know of."""
     return bool(pod.waits) and not pod.waits.startswith(("waits to be scheduled", "is being started"))
@@ -963,76 +467,7 @@ def _goes(look: Look, pod: Pod) -> bool:
     return pod.leaves or any((each["apiVersion"], each["kind"], each["name"]) == (*kind, name) for each in owners)
 
 
-def _force(look: Look, pod: Pod) -> None:
-    """Delete a pod that goes and is on a node that does not answer, at once."""
-    plan = orphans([pod], look.now, look.seen.since, look.seen.limits)
-    for deletion in plan.deletes:
-        look.deletes.setdefault(pod.uid, deletion)
-    look.again(plan.look_again)
-
-
-def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
-    """What pods need that go with their job: nothing, but for those on nodes that do not answer."""
-    going = [(pod, max(pod.node_lost, since)) for pod in pods if pod.leaves and pod.node_lost is not None]
-    ends = [(pod, world.until(quiet, limits.lost_s, now)) for pod, quiet in going]
-    deletes = tuple(
-        Deletion(pod.name, pod.uid, f"it goes, and its node {pod.node} does not answer", grace_s=0)
-        for pod, end in ends
-        if end is None
-    )
-    return Plan(deletes=deletes, look_again=min((end for _, end in ends if end is not None), default=None))
-
-
 # ------------------------------------------------------------------------------------------------------------------- progress
-
-
-def _tell_progress(look: Look) -> None:
-    """How far training is: with everything else that is written, at the first step of a world, else now and then. That steps are
-    heard of is no reason to look, so there is a look when they are due."""
-    known, mark = look.memory.progress, _mark(look)
-    pause_s = max(look.seen.limits.progress_s, len(look.seen.pods) ** 2 * BYTES_PER_WORKER / TOLD_BYTES_PER_S)
-    due = look.until(known.time, pause_s)
-    if mark is not None:
-        look.again(due or look.now + pause_s)
-    step, committed = look.step, look.committed
-    steps = next((told.steps for told in look.seen.told.values() if told.steps is not None), known.steps)
-    if (step, steps, committed) == (known.step, known.steps, known.committed):
-        return
-    first = mark is not None and known.mark is None
-    anew = dataclasses.replace(look.memory, progress=look.seen.memory.progress) != look.seen.memory
-    if due is not None and not first and not anew:
-        return
-    committed_at = look.now if committed > known.committed else known.committed_at
-    rate, mark = _rate(known, mark)
-    look.know(progress=memory.Progress(step, steps, committed, committed_at, rate, float(int(look.now)), mark))
-
-
-def _mark(look: Look) -> tuple[int, float] | None:
-    """The newest step of rank 0 in the world that trains, and when it was. Always the same one: clocks of nodes differ."""
-    known = look.memory.world
-    if known is None or look.memory.called is not None or look.memory.closed is not None:
-        return None
-    told = look.seen.told.get(known.members[0])
-    if told is None or told.step is None or not told.time or told.generation not in (None, known.generation):
-        return None
-    return told.step, round(told.time, 3)
-
-
-def _rate(known: memory.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
-    """Steps per second since the mark that is known, and the mark to go on from. None before there are two of one world."""
-    if mark is None or known.mark is None:
-        return None, mark
-    seconds = mark[1] - known.mark[1]
-    if seconds < MEASURE_S:
-        return known.rate, known.mark
-    return float(f"{max(0, mark[0] - known.mark[0]) / seconds:.4g}"), mark
-
-
-def _why_failed(reason: str, code: int) -> str:
-    """The CamelCase reason of a job that failed for good."""
-    if "times in a row" in reason:
-        return "NoProgress"
-    return "WrongConfiguration" if code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"
 
 
 def _why(reason: str) -> str:
@@ -1046,15 +481,15 @@ RULES: tuple[Callable[[Look], None], ...] = (
     changed_or_new,
     world_learned,
     queued,
-    workers_done,
-    ended_workers,
-    lost_workers,
-    silent_workers,
-    leaving_nodes,
+    ends.workers_done,
+    ends.ended_workers,
+    ends.lost_workers,
+    ends.silent_workers,
+    ends.leaving_nodes,
     resumed,
     too_late,
     world_decided,
-    unheard_workers,
+    ends.unheard_workers,
     surplus_workers,
     missing_workers,
 )

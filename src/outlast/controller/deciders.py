@@ -6,7 +6,7 @@ import dataclasses
 import functools
 
 from outlast import wire
-from outlast.controller import decide, legacy, observe
+from outlast.controller import decide, ends, legacy, observe
 from outlast.controller.cache import Looked
 from outlast.controller.observe import Limits
 from outlast.controller.operator import Decider
@@ -47,7 +47,7 @@ def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan
 def orphans(limits: Limits, looked: Looked, now: float) -> Plan:
     """What is to be done about pods whose ElasticJob is gone."""
     ours = [pod for pod in observe.seen_pods(looked.pods, looked.nodes) if _of_an_elastic_job(pod)]
-    return decide.orphans(ours, now, looked.since, limits)
+    return ends.orphans(ours, now, looked.since, limits)
 
 
 def _of_an_elastic_job(pod: observe.Pod) -> bool:

@@ -1,0 +1,123 @@
+"""Failures of workers and of their processes, judged once for each cause; what is remembered of them. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outlast import contract, restarts
+from outlast.controller import looks, made
+from outlast.controller.looks import Look
+from outlast.controller.memory import Blame
+from outlast.controller.observe import Pod
+from outlast.controller.plan import Document, Note
+from outlast.rendezvous import world
+from outlast.rendezvous.world import Standing
+from outlast.status import Failure, State
+
+
+def reported(look: Look) -> list[tuple[bool, Failure]]:
+    """What members say has failed in the world that is there, each with whether it only echoes another; not yet judged."""
+    known = look.memory
+    if known.world is None or known.judged >= known.world.generation:
+        return []
+    found = []
+    for told in look.seen.told.values():
+        if told.member.failed and (failure := told.failure) and told.member.generation == known.world.generation:
+            if failure.time > look.now:  # its node's clock is ahead of ours: then it was when we heard of it
+                failure = failure.model_copy(update={"time": told.beat})
+            found.append((told.echo, failure))
+    return sorted(found, key=lambda each: each[1].time)
+
+
+def explained(look: Look) -> bool:
+    """Whether a member of the world is gone, or is another by now: what the others say is its echo."""
+    known = look.memory.world
+    here = {pod.index for pod in look.alive}
+    members = {id for id, told in look.seen.told.items() if known and told.member.generation >= known.generation}
+    return known is not None and not set(known.members) <= here & members
+
+
+def unanswered(look: Look) -> bool:
+    """Whether a member of the world still says that it trains when others have failed: it may be why, and be gone."""
+    known = look.memory.world
+    said = [told.member for id, told in look.seen.told.items() if id in look.members]
+    return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
+
+
+def judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world.World | None = None) -> None:
+    """Judge the failures of one generation by the first that is no echo. A member that the new world lacks explains echoes."""
+    echo, failure = min(pending, key=lambda each: (each[0], not contract.killed(each[1].code), each[1].time))
+    generation = failure.generation
+    before = look.memory.world
+    without = new is not None and before is not None and not set(before.members) <= set(new.members)
+    if not (echo and (without or explained(look))):
+        pod = look.pod(failure.worker)
+        everywhere = before is not None and restarts.raised_everywhere(failure, pending, before.members)
+        judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "", everywhere=everywhere)
+        stands_for_all(look, generation)
+    look.know(judged=max(look.memory.judged, generation))
+
+
+def of_pod(look: Look, pod: Pod, code: int, sentence: str, when: float) -> Failure:
+    generation = look.memory.world.generation if look.memory.world else 0
+    return Failure(
+        worker=pod.index, code=code, reason=f"worker {pod.index} {sentence}", generation=generation, time=when or look.now
+    )
+
+
+def judge(look: Look, failure: Failure, *, raised: int | None, node: str, everywhere: bool = False) -> None:
+    """Count a failure, and end the job if that was one too many."""
+    known = look.memory
+    judged = failure.model_copy(update={"step": raised})
+    verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy, everywhere=everywhere)
+    counted = isinstance(verdict, restarts.Stop) or verdict.counted
+    told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
+    look.know(failure=kept(look, told, node))
+    if isinstance(verdict, restarts.Stop):
+        code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
+        return look.finish(State.FAILED, verdict.reason, code, why_failed(verdict.reason, code))
+    nodes = {blame.record: blame.node for blame in known.blames}
+    blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
+    look.know(blames=blames, restarts=known.restarts + counted)
+    look.setup = made.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
+    look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
+
+
+def kept(look: Look, failure: Failure, node: str) -> Document:
+    """A failure as the status keeps it, with the last lines of its worker's log: as its agent says, else as its pod ended."""
+    pod = look.pod(failure.worker)
+    words = failure.log_tail or (pod.last_words if pod is not None else "")
+    kept = failure.model_dump(exclude_none=True, exclude={"log_tail"})
+    return {**kept, "node": node, **({"logTail": words} if words else {})}
+
+
+def stands_for_all(look: Look, generation: int) -> None:
+    """A failure was counted: it stands for whatever else the workers of its world show. One outside of every world (0) stands for
+    all workers that are outside with it, until they are in one."""
+    silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in look.memory.silent)
+    look.know(judged=max(look.memory.judged, generation), silent=tuple(silent))
+    if not generation:
+        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not looks.inside(look, pod)))
+
+
+def went(look: Look, pod: Pod) -> None:
+    """A worker has gone for no failure of its own; with it is explained what the others of its world say."""
+    look.expected[pod.uid] = None
+    known = look.memory
+    if known.world and looks.inside(look, pod) and known.called is None:
+        look.know(judged=known.world.generation)
+
+
+def interrupted(look: Look, pod: Pod, what: str, sentence: str) -> None:
+    """Count and tell, once, that a worker that was well has to go."""
+    if pod.uid not in look.expected:
+        look.notes.append(Note("Normal", what, sentence))
+        look.know(interruptions=look.memory.interruptions + 1)
+        look.expected[pod.uid] = None
+
+
+def why_failed(reason: str, code: int) -> str:
+    """The CamelCase reason of a job that failed for good."""
+    if "times in a row" in reason:
+        return "NoProgress"
+    return "WrongConfiguration" if code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"
