@@ -29,11 +29,10 @@ from typing import TYPE_CHECKING, Any
 from outlast import contract, files
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
-from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, shim, titles
+from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, ranks, shim, titles
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
 from outlast.runtime.output import Output
-from outlast.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -118,7 +117,7 @@ class Agent:
         """The end that the log speaks of already."""
         self._leave_by: float | None = None
         """When the grace of a worker that was told to leave is over, by our clock."""
-        self._ranks = Ranks(self.state, self.processes, self.clock)
+        self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
@@ -465,7 +464,7 @@ class Agent:
     def _end_hang(self, hang: lifecycle.Hang, found: list[lifecycle.Process]) -> None:
         """Dump the stacks, leave the verdict for the elastic agent, kill."""
         stacks = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        dump_stacks([process.progress.pid for process in found], stacks)
+        ranks.dump_stacks([process.progress.pid for process in found], stacks)
         for process, reason in hang.victims:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {stacks}", flush=True)
@@ -583,22 +582,6 @@ def write_state(directory: Path, record: dict[str, Any]) -> None:
     """Replace `worker.json` (see `contract.WORKER`). On a full disk it stays as it was: training matters more."""
     with contextlib.suppress(OSError):
         files.replace(directory / contract.WORKER, json.dumps(record))
-
-
-def dump_stacks(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path` with py-spy; a problem with that is written there instead."""
-    texts = []
-    for pid in pids:
-        py_spy = Path(sys.executable).with_name("py-spy")
-        argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
-            texts.append(done.stdout or f"process {pid}: py-spy says: {done.stderr}")
-        except (OSError, subprocess.TimeoutExpired) as problem:
-            texts.append(f"process {pid}: no stack: {problem}\n")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts))
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,3 +61,19 @@ def _state(record: progress.Progress) -> str:
     """The state letter of proc(5) of the process that wrote a record; "" when that is no more."""
     state, started = progress.kernel(record.pid)
     return state if record.started in (0, started) else ""
+
+
+def dump_stacks(pids: list[int], path: Path) -> None:
+    """Write the Python stacks of processes to `path` with py-spy; a problem with that is written there instead."""
+    texts = []
+    for pid in pids:
+        py_spy = Path(sys.executable).with_name("py-spy")
+        argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+            texts.append(done.stdout or f"process {pid}: py-spy says: {done.stderr}")
+        except (OSError, subprocess.TimeoutExpired) as problem:
+            texts.append(f"process {pid}: no stack: {problem}\n")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
