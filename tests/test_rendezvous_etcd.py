@@ -426,3 +426,21 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
     assert ended == [("Succeeded", "workers 0 and 1 are done", 0)] * 2
     for each in (*members, *agents):
         each.close()
+
+
+def test_what_cannot_be_taken_in_once_does_not_deafen_a_member(shared_etcd: Server, capfd) -> None:
+    heard = threading.Event()
+    mistakes = [TypeError("a mistake")]
+
+    def listed(found: etcd.Outcome, prefix: str) -> None:
+        if mistakes:
+            raise mistakes.pop()
+        heard.set()
+
+    with contextlib.closing(shared_etcd.client()) as client:
+        listener = rendezvous.Listener(client, lambda: "/deaf/", listed, lambda events: None)
+        listener.thread.start()
+        assert heard.wait(10)
+        listener.stop()
+        listener.thread.join(10)
+    assert "what stands in etcd could not be taken in; trying again" in capfd.readouterr().out

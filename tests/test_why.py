@@ -894,6 +894,13 @@ def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
     assert evidence.see(cluster, "train").unseen == {}  # type: ignore[arg-type]
 
 
+def test_a_namespace_that_was_not_admitted_to_the_etcd_is_told_by_which_command_it_is() -> None:
+    waits = {"reason": "CreateContainerConfigError", "message": 'secret "outlast-etcd" not found'}
+    pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "state": {"waiting": waits}}])
+    (cause,) = storage.references(Seen("train", "team-a", pods=(pod,)), NOW)
+    assert cause.remedy == "admit the namespace to that etcd: outlast install --etcd --etcd-for team-a"
+
+
 def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:
     assert evidence.see(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
     forbidden = a_cluster("secret-missing", forbidden=(kinds.SECRET,))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from outlast.diagnosis import scheduling
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
+from outlast.manifests import rendezvous
 from outlast.manifests.request import Document
 
 _DEFAULT = "storageclass.kubernetes.io/is-default-class"
@@ -148,6 +149,8 @@ def references(seen: Seen, _: float) -> Iterator[Cause]:
         if kind == "secret":
             made = f"kubectl create secret generic {name} -n {seen.namespace} --from-literal=KEY=VALUE"
             remedy = f"make it ({made}) or correct `secrets`"
+            if name == rendezvous.LOGIN:
+                remedy = f"admit the namespace to that etcd: outlast install --etcd --etcd-for {seen.namespace}"
         else:
             remedy = f"make it (kubectl create configmap {name} -n {seen.namespace} --from-file=FILE) or correct the template"
         yield Cause(

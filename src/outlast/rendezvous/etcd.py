@@ -95,6 +95,14 @@ class Listener:
                 if not self._again.is_set():
                     failures += 1
                     self._again.wait(pause(failures, LONGEST_PAUSE_S))
+            except Exception:  # without this thread its process would hear nothing any more, and go on as if all were well
+                failures += 1
+                if failures == 1:
+                    print(
+                        f"outlast | what stands in etcd could not be taken in; trying again:\n{traceback.format_exc()}",
+                        flush=True,
+                    )
+                self._again.wait(LONGEST_PAUSE_S)
 
 
 class Client:

@@ -14,6 +14,7 @@ import contextlib
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ from outlast.runtime.ledger import Ledger
 from outlast.status import Failure, State
 
 TICK_S = 0.1
+LISTENING = 3
+"""How many times longer it is listened than decided, while there is always something new."""
 LEAVE_S = 15.0
 """How long workers may take to hear that it is over."""
 BROKEN_S = 30.0
@@ -92,12 +95,15 @@ class Host(decider.Decider):
         while not left or (self.reports and self.clock() < left):
             self._poke.clear()
             self._server.drop_silent()
+            began = time.monotonic()
             if self.farewell is None:
                 self._try_to_look()
             elif not left:
                 left = self.clock() + LEAVE_S
+            took_s = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._poke.wait(), TICK_S)
+            await asyncio.sleep(LISTENING * took_s)  # thousands of workers come one by one, and a look is at all of them
         self._all_heard.set()
         await self._server.stop()
 

@@ -351,6 +351,8 @@ class Server:
         """Those before it."""
         self._beats: dict[int, float] = {}
         self._complained_at = -math.inf
+        self._worded: tuple[object, bytes] | None = None
+        """What was said last, and its JSON form."""
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
@@ -381,7 +383,9 @@ class Server:
         if writer.transport.get_write_buffer_size() > _WORD_BYTES:
             writer.transport.abort()  # it reports and does not listen
             return
-        writer.write(self._seals[writer].sealed(json.dumps({kind: dataclasses.asdict(content)}).encode()))
+        if self._worded is None or self._worded[0] is not content:  # a world is said to each of its members
+            self._worded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
+        writer.write(self._seals[writer].sealed(self._worded[1]))
 
     def drop_silent(self) -> list[int]:
         """Hang up on members that have been silent for too long (a stopped process keeps its connection); who they were."""
