@@ -21,7 +21,8 @@ from rich.console import Console
 
 import fake
 from outlast import chaos, cli
-from outlast.backends import Backend, LogLine
+from outlast.backends import Backend, LogLine, local
+from outlast.backends.places import Run
 from outlast.cli import live, run, show, view
 from outlast.errors import NotFound, OutlastError, Unanswered
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
@@ -525,6 +526,31 @@ def test_digits_are_written_once(backend: fake.FakeBackend, outlast: Outlast, tm
 
 def test_the_version_names_what_a_bug_report_needs(backend: fake.FakeBackend, outlast: Outlast) -> None:
     assert outlast(backend, "version")[1].startswith("outlast 0.1")
+
+
+def test_the_version_is_an_option_too(backend: fake.FakeBackend, outlast: Outlast) -> None:
+    assert outlast(backend, "--version") == outlast(backend, "version")
+
+
+def test_a_job_that_does_not_train_has_no_rate_and_a_script_without_steps_has_none() -> None:
+    ranks = [RankStatus(rank=0, local_rank=0), RankStatus(rank=1, local_rank=1, step=7)]
+    page = show.page(a_status(state=State.SUSPENDED, workers=[WorkerStatus(index=0, pid=5, ranks=ranks)]), 1600.0)
+    assert "step        40/100\n" in page
+    assert "5    0 1:7 " in page
+
+
+def test_a_log_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
+    machine = local.LocalBackend(tmp_path)
+    places = machine._places("job")
+    places.state.mkdir(parents=True)
+    Run("r", 0.0, "job.yaml", str(tmp_path / "out"), str(tmp_path)).write(places)
+    with pytest.raises(NotFound, match="job has no log of worker 9; no worker has begun"):
+        list(machine.logs("job", worker=9))
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    (tmp_path / "out" / "logs" / "worker-0.log").write_text("a\n")
+    with pytest.raises(NotFound, match="job has no log of worker 9; there are those of 0"):
+        list(machine.logs("job", worker=9))
+    assert list(machine.logs("job", worker=0)) == [LogLine(0, "a")]
 
 
 def test_a_name_is_found_or_the_nearest_suggested() -> None:

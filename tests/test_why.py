@@ -796,6 +796,16 @@ def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bo
     assert (cause.rule, cause.wrong) == (rule, wrong)
 
 
+def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("")
+    for state in (State.FAILED, State.CANCELLED):
+        (cause,) = here.causes(a_status(state, file=str(tmp_path / "job.yaml")), [], NOW)
+        assert cause.remedy.endswith(f"outlast run {tmp_path}/job.yaml")
+        for file in ("", str(tmp_path / "gone.yaml")):
+            (cause,) = here.causes(a_status(state, file=file), [], NOW)
+            assert cause.remedy.endswith("outlast run FILE (its job file)")
+
+
 def test_a_job_here_that_starts_for_long_is_wrong() -> None:
     worker = WorkerStatus(index=0, state="fetching")
     status = a_status(State.PENDING, reason="starting", workers=[worker])

@@ -154,6 +154,8 @@ class JobStatus(_Model):
     goodput: float | None = None
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
     output: str = ""
+    file: str = ""
+    """The job file, of a job of this machine."""
     store: StoreStatus | None = None
     """The output in its store, if it has one."""
     launcher: int | None = None

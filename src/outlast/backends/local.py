@@ -226,6 +226,10 @@ class LocalBackend:
             if over:
                 break
             time.sleep(_LOOK_S)
+        if worker is not None and not files:
+            there = sorted(int(path.stem.removeprefix("worker-")) for path in directory.glob("worker-*.log"))
+            have = f"there are those of {', '.join(map(str, there))}" if there else "no worker has begun"
+            raise NotFound(f"{name} has no log of worker {worker}; {have}")
         for file in files.values():
             file.close()
 
@@ -397,7 +401,7 @@ class LocalBackend:
         """What the launcher wrote last. Where nothing is, the run may still be gone on with."""
         run = Run.read(places)
         try:
-            return JobStatus.model_validate_json(places.status.read_bytes())
+            return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(update={"file": run.file})
         except FileNotFoundError:
             lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
             name = places.state.name

@@ -51,6 +51,21 @@ app = typer.Typer(
 )
 
 
+def _versions(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    versions: Annotated[
+        bool, typer.Option("--version", callback=_versions, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Distributed PyTorch training that outlasts its machines."""
+
+
 def validate_(
     files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.", show_default=False)] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of job files, for editors.")] = False,

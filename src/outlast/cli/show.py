@@ -129,8 +129,9 @@ def failure(failed: Failure) -> str:
 def page(status: JobStatus, now: float) -> str:
     """All there is to know about a job, for a person."""
     running = units.human_seconds(lasted(status, now))
-    rate = f", {status.rate:.3g} steps/s" if status.rate else ""
-    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s and not status.state.final else ""
+    trains = not status.state.final and status.state not in ("Suspended", "Interrupted")
+    rate = f", {status.rate:.3g} steps/s" if status.rate and trains else ""
+    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s and trains else ""
     parts = [
         f"{status.name}: {state(status)}",
         "",
@@ -187,7 +188,7 @@ def jobs(statuses: Sequence[JobStatus], now: float) -> str:
 
 
 def _rank(rank: RankStatus) -> str:
-    return f"{rank.rank}:{'-' if rank.step is None else rank.step}"
+    return str(rank.rank) if rank.step is None else f"{rank.rank}:{rank.step}"
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:

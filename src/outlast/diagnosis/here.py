@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from outlast import contract, units
@@ -29,9 +31,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
         case State.SUCCEEDED:
             yield Cause("finished", f"it is finished, and all is well: {reason}", wrong=False)
         case State.CANCELLED:
-            yield Cause(
-                "cancelled", reason or "it was cancelled", (), f"start it anew with: outlast run {name}.yaml", wrong=False
-            )
+            yield Cause("cancelled", reason or "it was cancelled", (), f"start it anew with: {_again(status)}", wrong=False)
         case State.SUSPENDED:
             yield Cause("suspended", f"it is suspended: {reason}", (), f"go on with: outlast resume {name}", wrong=False)
         case State.INTERRUPTED:
@@ -62,10 +62,19 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
 
 
+def _again(status: JobStatus) -> str:
+    """The command that starts it anew."""
+    return (
+        f"outlast run {shlex.quote(status.file)}"
+        if status.file and os.path.exists(status.file)
+        else "outlast run FILE (its job file)"
+    )
+
+
 def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
     name, failure = status.name, status.failure
     code = status.exit_code if failure is None or failure.code < 0 else failure.code
-    tried = f"`outlast logs {name}` shows all; correct it and start it with: outlast run {name}.yaml"
+    tried = f"`outlast logs {name}` shows all; correct it and start it with: {_again(status)}"
     if code == contract.Exit.MISCONFIGURED:
         return Cause(
             "configuration",
