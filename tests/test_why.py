@@ -16,6 +16,8 @@ import fake
 import situations
 from fake_cluster import FakeCluster
 from outlast import cli, diagnosis, kinds, kube
+from outlast.backends import local
+from outlast.backends.places import Run
 from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage
 from outlast.diagnosis import seen as sight
 from outlast.errors import Forbidden, NotFound
@@ -797,13 +799,19 @@ def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bo
 
 
 def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp_path: Path) -> None:
+    machine = local.LocalBackend(tmp_path)
+    places = machine._places("job")
+    places.state.mkdir(parents=True)
+    Run("r", 0.0, str(tmp_path / "job.yaml"), "", "").write(places)
+    places.status.write_text(a_status(State.FAILED).model_dump_json())
+    assert machine._read(places).file == ""
     (tmp_path / "job.yaml").write_text("")
+    assert machine._read(places).file == str(tmp_path / "job.yaml")
     for state in (State.FAILED, State.CANCELLED):
         (cause,) = here.causes(a_status(state, file=str(tmp_path / "job.yaml")), [], NOW)
         assert cause.remedy.endswith(f"outlast run {tmp_path}/job.yaml")
-        for file in ("", str(tmp_path / "gone.yaml")):
-            (cause,) = here.causes(a_status(state, file=file), [], NOW)
-            assert cause.remedy.endswith("outlast run FILE (its job file)")
+        (cause,) = here.causes(a_status(state), [], NOW)
+        assert cause.remedy.endswith("outlast run FILE (its job file)")
 
 
 def test_a_job_here_that_starts_for_long_is_wrong() -> None:

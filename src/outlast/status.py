@@ -155,7 +155,7 @@ class JobStatus(_Model):
     """Share of the wall time spent on steps that were kept, 0 ... 1."""
     output: str = ""
     file: str = ""
-    """The job file, of a job of this machine."""
+    """The job file, of a job of this machine; empty when it is not there any more."""
     store: StoreStatus | None = None
     """The output in its store, if it has one."""
     launcher: int | None = None

@@ -401,7 +401,8 @@ class LocalBackend:
         """What the launcher wrote last. Where nothing is, the run may still be gone on with."""
         run = Run.read(places)
         try:
-            return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(update={"file": run.file})
+            file = run.file if Path(run.file).exists() else ""
+            return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(update={"file": file})
         except FileNotFoundError:
             lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
             name = places.state.name

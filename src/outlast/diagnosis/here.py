@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -64,11 +63,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
 
 def _again(status: JobStatus) -> str:
     """The command that starts it anew."""
-    return (
-        f"outlast run {shlex.quote(status.file)}"
-        if status.file and os.path.exists(status.file)
-        else "outlast run FILE (its job file)"
-    )
+    return f"outlast run {shlex.quote(status.file)}" if status.file else "outlast run FILE (its job file)"
 
 
 def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
