@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from outlast import kinds
+from outlast import kinds, wire
 from outlast.backends import pods as podwords
 from outlast.clock import Clock
 from outlast.contract import RENEW_S, Annotation, Label
@@ -95,6 +95,8 @@ class Cluster:
         """Whether agents reach the API server."""
         self.cut: set[str] = set()
         """Nodes, well ones, on which they do not."""
+        self.unreadable = False
+        """Whether the job's document is one that cannot be read."""
         self.set_by, self.slept = 0.0, 0.0
         """By how much the clock of the operator's machine was set, and for how long the machine was asleep."""
         self.clock = self.started()
@@ -188,7 +190,10 @@ class Cluster:
         pods = [d for (kind, _), d in documents.items() if kind == "Pod"]
         leases = [d for (kind, _), d in documents.items() if kind == "Lease"]
         nodes = {name: d for (kind, name), d in documents.items() if kind == "Node"}
-        listed = documents["ElasticJob", "train"], pods, leases, nodes
+        job = documents["ElasticJob", "train"]
+        if self.unreadable:
+            job = {**job, "spec": {}, wire.UNREADABLE: "its spec is nested more than 100 levels deep; make it flatter"}
+        listed = job, pods, leases, nodes
         now = self.clock()
         since = max(self.since - self.slept, self.clock.broken_at)
         plan = decide(observe.observe(*listed, now, since, self.has(), self.limits))

@@ -321,13 +321,14 @@ def test_without_what_pods_need_no_pod_is_made(api: apiserver.ApiServer, cluster
     assert not cluster.list_(kinds.POD)
 
 
-def test_a_pod_that_another_controller_made_for_the_job_gets_the_label_by_which_it_is_watched(
-    api: apiserver.ApiServer, cluster: kube.Cluster
+@pytest.mark.parametrize("given", [{}, {Label.JOB: "other"}], ids=["none", "of another job"])
+def test_a_pod_of_the_job_without_its_label_gets_the_label_by_which_it_is_watched(
+    given: dict[str, str], api: apiserver.ApiServer, cluster: kube.Cluster
 ) -> None:
     job = a_job(api)
     pod = a_pod(job, 0)
     labels = pod["metadata"]["labels"]
-    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train"}}})
+    old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train", **given}}})
     assert act(cluster, job, Plan(creates=(pod,)), NOW) == Done(None)
     there = cluster.get(kinds.POD, "train-worker-0")["metadata"]
     assert (there["uid"], there["labels"]) == (old["metadata"]["uid"], {"job-name": "train", **labels})

@@ -105,6 +105,19 @@ class Chaos(RuleBasedStateMachine):
     def it_is_suspended_or_resumed(self, suspend: bool) -> None:
         self.cluster.change(suspend=suspend)
 
+    @rule(seconds=st.integers(1, 60))
+    def its_document_cannot_be_read(self, seconds: int) -> None:
+        if not self.cluster.status:
+            return  # such a job has failed before it began
+        self.cluster.change()
+        self.cluster.unreadable = True
+        pods = {pod["metadata"]["uid"] for pod in self.cluster.alive()}
+        self.cluster.look()
+        assert {pod["metadata"]["uid"] for pod in self.cluster.alive()} == pods
+        self.cluster.run(seconds)
+        self.cluster.change()
+        self.cluster.unreadable = False
+
     @rule(seconds=st.integers(20, 90))
     def the_api_server_is_away(self, seconds: int) -> None:
         self.cluster.reached = False

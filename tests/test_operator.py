@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import apiserver
 import rights
@@ -222,6 +224,31 @@ def test_a_pod_whose_label_changes_is_of_its_new_job_only() -> None:
     assert known.cache.look(Key(ELASTIC_JOB, "default", "ours"), NOW).pods == []
     known.cache.remove(POD, a_document(POD, "p", 212, job="theirs"))
     assert shelf.jobs == {}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "wrote", "remove", "look"]), st.integers(0, 2), st.integers(0, 3)), max_size=30)
+)
+def test_whatever_labels_change_the_index_has_what_is_there_and_nothing_else(changes: list[tuple[str, int, int]]) -> None:
+    known = Known()
+    shelf = known.cache._shelves[POD]
+    for version, (what, pod, job) in enumerate(changes, 101):
+        document = a_document(POD, f"p{pod}", version, job=f"job-{job}")
+        if what == "put":
+            known.cache.put(POD, document)
+        elif what == "remove":
+            known.cache.remove(POD, document)
+        elif what == "wrote":
+            known.cache.wrote(POD, document)
+        else:
+            known.cache.look(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW)
+        listed = {(job, place) for (_, job), places in shelf.jobs.items() for place in places}
+        assert listed == {(each.job, place) for shelved in (shelf.held, shelf.ours) for place, each in shelved.items()}
+    known.cache.heard(POD, "500", NOW)
+    for job in range(4):
+        for found in known.cache.look(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW).pods:
+            assert found["metadata"]["labels"][Label.JOB] == f"job-{job}"
 
 
 def a_node(version: int, ready: str = "True", beat: str = "1", taints: Sequence[Document] = ()) -> Document:

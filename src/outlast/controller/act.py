@@ -239,8 +239,8 @@ class _Way:
 
 
 def _in_the_way(cluster: Writes, wanted: Document, job: Mapping[str, Any]) -> _Way | None:
-    """What has the name of a pod that could not be created; None when that is a pod of this very job. One without our label,
-    made by the controller that we stand in for, gets it: by that pods are watched."""
+    """What has the name of a pod that could not be created; None when that is a pod of this very job. One without our label
+    gets it, for by that pods are watched: the controller that we stand in for has made it, or somebody has changed the label."""
     kind, meta = kind_of(wanted), wanted["metadata"]
     try:
         there = cluster.get(kind, meta["name"], namespace=meta.get("namespace"))["metadata"]
@@ -249,8 +249,8 @@ def _in_the_way(cluster: Writes, wanted: Document, job: Mapping[str, Any]) -> _W
     if any(owner["uid"] == job["metadata"]["uid"] for owner in there.get("ownerReferences") or ()):
         if there.get("deletionTimestamp"):
             return _Way(f"{kind} {meta['name']} is still going; it is made anew when it has gone")
-        if Label.JOB not in (there.get("labels") or {}):
-            log.info("%s %s was made by another controller of this job, and goes on", kind, meta["name"])
+        if (there.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
+            log.info("%s %s of this job had not its label, by which it is watched, and goes on with it", kind, meta["name"])
             cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
         return None
     if there.get("deletionTimestamp"):
