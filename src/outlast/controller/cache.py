@@ -169,7 +169,7 @@ class Shelf:
     def of(self, job: Place) -> list[Document]:
         """The documents of a job, by name."""
         found = [self.effective(place) for place in sorted(self.jobs.get(job, ()))]
-        return [_read(each) for each in found if each is not None]
+        return [_read(each) for each in found if each is not None and each.job == job[1]]
 
     def _reach(self, version: int) -> None:
         """Lists come in no order; only what a standing watch says tells how far it is."""

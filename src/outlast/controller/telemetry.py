@@ -1,7 +1,7 @@
 """What the operator counts, and Prometheus' text format for it.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/. The format is a page of text; a client library would be one more
-dependency of the image, and its global registry could not be made anew for each test. Times are arguments.
+dependency of the image for it. Times are arguments.
 """
 
 from __future__ import annotations
