@@ -62,6 +62,7 @@ RIGHTS = (
     Right("get", kinds.POD, "log"),
     Right("create", kinds.POD, "exec", needed=False),
     Right("create", kinds.POD, "portforward", needed=False),
+    *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
     Right("list", kinds.EVENT, needed=False),
     Right("list", kinds.CLAIM, needed=False),
     Right("list", kinds.QUOTA, needed=False),
