@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +66,8 @@ def script(mistake: str) -> None:
                 return
             if mistake == "due":
                 continue
+            if mistake == "" and step == 2 and first:
+                time.sleep(2.5 * stall.STILL_S)  # evaluates
             if mistake != "interrupted" or first:
                 run.interrupted()
             if mistake == "twice" and first and step == 2:
@@ -92,6 +95,11 @@ def test_ranks_in_different_calls_of_the_session_are_named_at_once(
     said = rf"OutlastError: rank 0 is in {one} {HERE}, {rest} in {others} {HERE}; every rank must make the same calls in the same"
     for error in end.errors:
         assert re.search(said, error), error
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
+    assert done("", tmp_path, 2).codes == [0, 0]
 
 
 # Who waits for whom

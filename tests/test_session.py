@@ -119,6 +119,22 @@ def test_resizing_consumes_every_sample_once_and_keeps_the_loss(tmp_path: Path, 
     assert end.results[0]["resumed"] == 13
 
 
+def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_path: Path):
+    plan = functools.partial(Training, schedule=False, epochs=2)
+    for generation, (ranks, batch, leave_at) in enumerate([(2, 32, 3), (3, 50, 4), (1, 20, 9), (2, 64, 0)], start=1):
+        end = world(plan(batch=batch, leave_at=leave_at), tmp_path, ranks, generation=generation)
+        assert set(end.codes) == {75 if leave_at else 0}, end.errors
+        worlds.again(end)
+    consumed = [(record["epoch"], index) for record in records(tmp_path) for index in record["indices"]]
+    assert Counter(consumed) == Counter((epoch, index) for epoch in range(2) for index in range(150))
+    # 96 samples in 3 steps of 32, 50 in 1 of 50, 4 + 80 in 5 of 20 or fewer, then 70 in 2 of 64 or fewer
+    assert end.results[0]["step"] == 11
+    assert "outlast: batch is 64 from step 9 on, it was 20; the run has 11 steps instead of 13" in end.errors[0]
+    shown = progress.read(tmp_path / "workers" / "0", 0)
+    assert shown is not None
+    assert (shown.step, shown.steps) == (11, 11)
+
+
 def test_the_loss_of_a_step_does_not_depend_on_the_number_of_ranks(tmp_path: Path):
     losses = [world(Training("plain"), tmp_path / str(ranks), ranks).results[0]["losses"] for ranks in (1, 2, 3)]
     for other in losses[1:]:

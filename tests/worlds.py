@@ -38,6 +38,7 @@ class Training:
     batch: int = 32
     microbatch: int | None = None
     epochs: int = 4
+    schedule: bool = True
     kill_at: int = 0
     """Every rank of the first generation kills itself after this step, when a checkpoint has been committed."""
     leave_at: int = 0
@@ -95,7 +96,7 @@ def train(plan: Training) -> None:
         )
         stream = Stream((images, labels), plan.batch, seed=1, epochs=plan.epochs, microbatch=plan.microbatch)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=stream.total_steps)
-        parts = {"model": net, "optimizer": optimizer, "schedule": schedule, "stream": stream}
+        parts = {"model": net, "optimizer": optimizer, "stream": stream, **({"schedule": schedule} if plan.schedule else {})}
         step = resumed = run.resume(parts)
         consumed = (run.output / f"consumed-{run.rank}-{run.generation}.jsonl").open("a", buffering=1)
 
@@ -113,7 +114,8 @@ def train(plan: Training) -> None:
                 part.backward()
                 loss += part.detach()
             optimizer.step()
-            schedule.step()
+            if plan.schedule:
+                schedule.step()
             step += 1
             record(
                 epoch=batch.epoch,
