@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -132,6 +133,8 @@ def test_a_call_and_a_collective_that_wait_for_each_other_are_a_deadlock():
         [waiting(0, default=5), waiting(0, default=5)],  # a slow network
         [waiting(0, "barrier", default=6), waiting(0, default=5)],  # the second is only late
         [waiting(0, "barrier", default=6), waiting(0, "", default=6)],  # evaluates for long
+        [waiting(0, "barrier"), waiting(0)],  # nobody counts
+        [waiting(0, "barrier", default=6), dataclasses.replace(waiting(0, default=6), blocks=False)],  # a GPU computes
     ],
 )
 def test_what_is_only_slow_is_no_deadlock(standings: list[Standing]):

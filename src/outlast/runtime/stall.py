@@ -52,7 +52,10 @@ class Standing:
     at: str = ""
     """The script's line that it is in: `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Collectives begun of each group that the script has made."""
+    """Collectives begun of each group that the script has made; empty when they are not counted."""
+    blocks: bool = True
+    """Whether being in `waits` means to wait for what was begun last. Not so in the backward pass of a GPU, which the main thread
+    leaves to others."""
 
 
 def deadlock(standings: Sequence[Standing]) -> str:
@@ -67,7 +70,7 @@ def deadlock(standings: Sequence[Standing]) -> str:
         )  # the one waits in a call, the other in a collective, and neither has begun what the other waits in
     else:
         names = {each.waits for each in others}
-        same = all(each.begun == others[0].begun for each in others)  # else some are only late
+        same = all(each.blocks and each.begun and each.begun == others[0].begun for each in others)  # else some are only late
         certain = same and len(names) > 1
     if not certain:
         return ""
@@ -137,7 +140,7 @@ class Watch:
                 return
             now = time.monotonic()
             before, used = used, _used(main)
-            position = (id(frame), frame.f_code, frame.f_lasti, self.calls, _begun())
+            position = (id(frame), frame.f_code, frame.f_lasti, self.calls, self._begun())
             if position != last or used - before > BUSY * pause:
                 last, since, pause = position, now, LOOK_S
                 if said:
@@ -169,8 +172,8 @@ class Watch:
         if self._store is None or ranks == 1:
             return ""
         waits, at = where(frame)
-        begun = {name: count for name, count in _begun().items() if name not in self._ours}
-        ours = Standing(self.calls, self.call, waits, at, begun)
+        blocks = waits not in ("backward", "forward") or not sys.modules["torch"].cuda.is_initialized()
+        ours = Standing(self.calls, self.call, waits, at, self._begun(), blocks)
         if not ours.call and not ours.waits:
             self._say("")
             return ""
@@ -183,6 +186,19 @@ class Watch:
                 return ""
             found.append(Standing(**json.loads(text)))
         return deadlock(found)
+
+    def _begun(self) -> dict[str, int]:
+        """Collectives begun, by group; empty when they cannot all be counted."""
+        begun: dict[str, int] = {}
+        dist: Any = sys.modules.get("torch.distributed")
+        try:
+            for group, name in list(dist.distributed_c10d._world.pg_names.items()) if dist else []:
+                if name not in self._ours:
+                    backends = (group._get_backend(device) for device in group._device_types)
+                    begun[name] = sum(backend._get_sequence_number_for_group() for backend in backends)
+        except (AttributeError, RuntimeError):  # half imported, or a backend that does not count
+            return {}
+        return begun
 
 
 _watch = Watch()
@@ -200,18 +216,6 @@ def store() -> Any:
         return dist.distributed_c10d._get_default_store().clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # a store that is no server's
         return None
-
-
-def _begun() -> dict[str, int]:
-    """Collectives begun, by group."""
-    begun: dict[str, int] = {}
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not hasattr(dist, "distributed_c10d"):  # not imported, or not yet to its end
-        return begun
-    for group, name in dict(dist.distributed_c10d._world.pg_names).items():
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
-            begun[name] = group._get_sequence_number_for_group()
-    return begun
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
