@@ -56,8 +56,11 @@ def main(action: str, pick: float, turns: int, stopped_s: float, running_s: floa
     pid = found[rank]
     print(json.dumps({"rank": rank, "pid": pid}), flush=True)
     os.kill(pid, SIGNALS[action])
-    if action != "slow":
+    if action != "slow" or os.fork():  # a child goes on, so that nobody has to hold a connection meanwhile
         return 0
+    os.setsid()
+    for descriptor in (0, 1, 2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
     try:
         for _ in range(turns):
             os.kill(pid, signal.SIGSTOP)
