@@ -221,7 +221,7 @@ def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_i
         elsewhere.wait(name, lambda s: s.step > step)
         # and back again: who takes the run up last goes on with it
         step = elsewhere.backend.status(name).store.step
-        machine.submit(job)
+        machine.submit(job, take_over=True)
         machine.wait(name, lambda s: s.step > step + 5)
         assert elsewhere.end(name).state is State.INTERRUPTED
         lines = [json.loads(line)["step"] for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()]
