@@ -233,9 +233,6 @@ def _failures_learned(look: Look, said: keys.Said) -> None:
     look.say(State.RESTARTING, failure.reason, "WorkerFailed", note=True, warning=True)
 
 
-# --------------------------------------------------------------------------------------------------------------- pods that end
-
-
 # ------------------------------------------------------------------------------------------------------------------ the world
 
 
@@ -452,9 +449,6 @@ def _avoided(look: Look) -> tuple[str, ...]:
     return tuple(sorted({*leaving, *(node for node, count in counts.items() if count >= AVOID)}))
 
 
-# ------------------------------------------------------------------------------------------------------------------- failures
-
-
 def _stuck(pod: Pod) -> bool:
     """Whether a pod waits for something that people should know of."""
     return bool(pod.waits) and not pod.waits.startswith(("waits to be scheduled", "is being started"))
@@ -465,9 +459,6 @@ def _goes(look: Look, pod: Pod) -> bool:
     owners = pod.document["metadata"].get("ownerReferences") or ()
     kind, name = (look.seen.document["apiVersion"], look.seen.document["kind"]), look.seen.name
     return pod.leaves or any((each["apiVersion"], each["kind"], each["name"]) == (*kind, name) for each in owners)
-
-
-# ------------------------------------------------------------------------------------------------------------------- progress
 
 
 def _why(reason: str) -> str:

@@ -119,6 +119,9 @@ class Operator:
         """Why pods of a job could not be made when that was tried last."""
         self._listens: dict[Kind, threading.Thread] = {}
         """The watches of Kueue, by kind."""
+        self._deciding = threading.Lock()
+        """One look at a time is computed: several are not faster in Python, and would take their share from the watches, who read
+        too late then that Leases were renewed."""
         self._unready: dict[str, float] = {}
         """Since when nodes do not answer, as far as we have heard."""
         self._looking: dict[Key, float] = {}
@@ -327,8 +330,9 @@ class Operator:
 
     def look(self, key: Key) -> None:
         """Look at a job once, and do what is to be done about it. Raises ClusterError."""
-        now = self._clock()
-        looked = self.cache.look(key, now)
+        with self._deciding:
+            now = self._clock()
+            looked = self.cache.look(key, now)
         since = max(looked.since, now - self.leadership.heard_for(), self._clock.broken_at)
         looked = dataclasses.replace(looked, since=since, refused=self._refused.get(key, ""))
         if looked.job is None:
@@ -337,7 +341,9 @@ class Operator:
         old = looked.job.get("status") or {}
         if not old and kueue.queue(looked.job) and not any(kind.group == kueue.GROUP for kind in self._found):
             self._look_around()  # it may have been installed a moment ago
-        plan = self.deciders[key.kind](looked, now, self._has(key))
+        has = self._has(key)
+        with self._deciding:
+            plan = self.deciders[key.kind](looked, now, has)
         done = act.Done(plan.look_again)
         if plan or plan.notes:
             if plan.status is not None:
