@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import tempfile
 import threading
 import uuid
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from outlast import store
 from outlast.backends import stored
-from outlast.errors import Unreachable
+from outlast.errors import StoreError, Unreachable
 from outlast.report import goodput
 from outlast.runtime import growing, ownership, push, sync
 
@@ -64,6 +65,42 @@ def test_a_file_that_cannot_be_read_keeps_no_other_from_being_sent(tmp_path: Pat
     sender = growing.Sender(place, tmp_path)
     assert sender.push(["ledger/a.jsonl", LOG, "ledger/gone.jsonl"], GO) == len(b"a line\n")
     assert sender.failed == [("ledger/a.jsonl", "it cannot be read: Is a directory")]
+
+
+def test_what_is_no_log_or_has_an_odd_name_keeps_no_other_from_being_pushed(tmp_path: Path):
+    place, logs = a_place(), tmp_path / "logs"
+    append(tmp_path / LOG, b"a line\n")
+    (logs / "tensorboard.log").mkdir()
+    (logs / "tensorboard.log/events").write_bytes(b"x")
+    os.mkfifo(logs / "pipe.log")
+    Path(os.fsdecode(os.fsencode(logs) + b"/\xff.log")).write_bytes(b"x")
+    (tmp_path / "else").write_bytes(b"x")
+    pusher = push.Pusher(tmp_path, place, "run", "owner", 2, lambda _: None)
+    with pytest.raises(
+        push.Unpushed, match=r"logs/\\udcff.log could not be pushed: it cannot be the name of an object: .*rename it"
+    ):
+        pusher.push(GO)
+    assert text(place, LOG) == b"a line\n"
+    assert place.get("else") == place.get("logs/tensorboard.log/events") == b"x"
+
+
+def test_a_file_that_the_store_refuses_keeps_no_other_from_being_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place, refused = a_place(), [True]
+    append(tmp_path / LOG, b"a line\n")
+    append(tmp_path / "logs/odd.log", b"odd\n")
+    put = store.Store.put
+
+    def refusing(self: store.Store, key: str, data: bytes) -> str:
+        if "odd" in key and refused:
+            raise StoreError(f"{key} is not taken")
+        return put(self, key, data)
+
+    monkeypatch.setattr(store.Store, "put", refusing)
+    sender = growing.Sender(place, tmp_path)
+    assert sender.push(["logs/odd.log", LOG], GO) == len(b"a line\n")
+    assert sender.failed == [("logs/odd.log", "logs/odd.parts/00000000-0-ec9b1c08.log is not taken")]
+    refused.clear()
+    assert sender.push(["logs/odd.log", LOG], GO) == len(b"odd\n")
 
 
 def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

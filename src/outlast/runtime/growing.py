@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outlast import contract
-from outlast.errors import Missing, Stopped
+from outlast.errors import Denied, Missing, NoBucket, Stopped, StoreError, Unreachable
 from outlast.runtime import tree
 from outlast.store import Store
 
@@ -130,22 +130,33 @@ class Sender:
         self._tried: dict[str, Part] = {}
         """Parts whose arrival is not certain: sent again as they were, they are there once."""
         self.failed: list[tuple[str, str]] = []
-        """Files that the last push could not read, and why."""
+        """Files that the last push could not read or send, and why."""
 
     def forget(self, path: str) -> None:
         """Somebody else may have sent parts of this file meanwhile."""
         self._known.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send what is new in these files; their number of bytes. Raises StoreError and Stopped; what has arrived stays."""
+        """Send what is new in these files; their number of bytes. Raises Stopped, and what goes wrong with all files, such as
+        Unreachable; what has arrived stays."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
 
     def _try(self, path: str, stop: threading.Event) -> int:
+        if wrong := self._store.impossible(f"{place(path)}/{0:08d}-{0}-{0:08x}{os.path.splitext(path)[1]}"):
+            spoken = path.encode(errors="backslashreplace").decode()
+            self.failed.append((spoken, f"it cannot be the name of an object: {wrong}; rename it"))
+            return 0
         try:
             return self._push(path, stop)
         except FileNotFoundError:
+            return 0
+        except (Stopped, NoBucket, Denied, Unreachable):  # so will the others be
+            raise
+        except StoreError as error:
+            self.forget(path)
+            self.failed.append((path, str(error)))
             return 0
         except OSError as error:
             self.failed.append((path, f"it cannot be read: {error.strerror}"))
@@ -176,7 +187,7 @@ class Sender:
         number = max((part.number for part in self._known[path]), default=-1) + 1
         if tried := self._tried.get(path):
             data = os.pread(file, tried.size, tried.start)
-            if tried.start == start and zlib.crc32(data) == tried.crc32:
+            if tried.number == number and tried.start == start and zlib.crc32(data) == tried.crc32:
                 return tried, data
             number = max(number, tried.number + 1)
         data = os.pread(file, size, start)

@@ -143,7 +143,10 @@ class Pusher:
     def _grown(self) -> list[str]:
         """The growing files that are ours to push."""
         found = [
-            f"{place}/{path.name}" for place in (contract.LOGS, contract.LEDGER) for path in (self._output / place).glob("*")
+            f"{place}/{path.name}"
+            for place in (contract.LOGS, contract.LEDGER)
+            for path in (self._output / place).glob("*")
+            if os.path.isfile(path)  # to open a pipe waits for ever
         ]
         if self._first():
             found.append(contract.METRICS)
