@@ -61,8 +61,8 @@ class Place:
         return status
 
 
-def indexed(job: spec.Job, source: Path, fresh: bool) -> list[kube.Document]:
-    del source, fresh
+def indexed(job: spec.Job, source: Path, run: str | None, fresh: bool) -> list[kube.Document]:
+    del source, run, fresh
     return manifests.render(job, "indexed-job")
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import apiserver
-from outlast import kube
-from outlast.backends import kubernetes
+from outlast import kube, store
+from outlast.backends import kubernetes, stored
+from outlast.errors import Superseded
+from outlast.runtime import ownership
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -127,6 +130,36 @@ def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServ
     assert code == 0
     assert "is ended first" in out
     assert kinds(api).count("jobs.batch") == 1
+
+
+def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
+    monkeypatch.setattr(stored.store, "open_", lambda url: place)
+
+    def word() -> str:
+        (job,) = (each for (kind, *_), each in api.documents.items() if kind == "jobs.batch")
+        assert "OUTLAST_FRESH" not in str(job)
+        return str(job["metadata"]["labels"]["outlast.dev/run"])
+
+    def taken(word: str, home: str) -> object:
+        return ownership.take(place, ownership.record("train", word, word), home=home)
+
+    assert outlast("submit", "job.yaml", "--as", "indexed-job")[0] == 0
+    run = taken(word(), "team-a/train")
+    code, _, err = outlast("submit", "job.yaml", "--as", "indexed-job", "--take-over")
+    assert (code, "outlast cancel train removes it" in err) == (2, True)
+    assert taken(word(), "team-a/train") == run  # nobody was made to stop
+    first = word()
+    api.documents.clear()  # another cluster
+    api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "default"}})
+    code, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job", "--take-over")
+    assert (code, "took the run in" in out) == (0, True)
+    assert taken(word(), "team-b/train") == run
+    with pytest.raises(Superseded):
+        taken(first, "team-a/train")
+    assert outlast("submit", "job.yaml", "--as", "indexed-job")[1].splitlines()[0].endswith("runs this very file already")
 
 
 def test_a_name_that_somebody_else_has_is_not_taken_over(api: apiserver.ApiServer, outlast: Outlast) -> None:

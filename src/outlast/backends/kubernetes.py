@@ -65,16 +65,16 @@ _AGENTS_S = 5.0
 """How often they are asked whether they are done while logs are followed."""
 
 
-def rendered(job: Job, source: Path, fresh: bool) -> list[Document]:
-    """The documents of a job for the operator, with the run's id in them anew when it is to be `fresh`."""
+def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
+    """The documents of a job for the operator: of a submission that is called `run`, or as its file is; `fresh` begins anew."""
     from outlast import manifests
 
     del source
-    return manifests.render(job, "elasticjob", run=new_run(job) if fresh else None)
+    return manifests.render(job, "elasticjob", run=run, fresh=fresh)
 
 
 def new_run(job: Job) -> str:
-    """The id of a run that is not to go on with any other, although its file is the same."""
+    """The id of a submission that is not to be taken for any other, although its file is the same."""
     return f"{job.metadata.name}-{CHANCE.getrandbits(32):08x}"
 
 
@@ -83,7 +83,9 @@ class KubernetesBackend:
 
     look_s = 2.0
 
-    def __init__(self, cluster: kube.Cluster, *, documents: Callable[[Job, Path, bool], list[Document]] = rendered) -> None:
+    def __init__(
+        self, cluster: kube.Cluster, *, documents: Callable[[Job, Path, str | None, bool], list[Document]] = rendered
+    ) -> None:
         self.cluster = cluster
         self._documents = documents
         self._unserved: set[kube.Kind] = set()
@@ -217,23 +219,22 @@ class KubernetesBackend:
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
         """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`. `take_over`: whoever trains its run in
-        the store now, in another namespace for instance, is made to stop."""
-        if take_over:
-            from outlast.backends import stored
-            from outlast.manifests import places
-
-            if not (url := places.store(job)):
-                raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
-            yield stored.release(url)
-        documents = self._documents(job, source, fresh)
+        the store now, in another namespace for instance, is made to stop. Raises AlreadyRunning when that may be this job."""
+        url = self._to_take(job, fresh) if take_over else ""
+        own = new_run(job) if fresh or take_over else None  # the owner that is made to stop may have been given the same file
+        documents = self._documents(job, source, own, fresh)
         wanted = _workload(documents)
-        if fresh:  # its name is that of no file, so that of the file is written into it
-            title = _workload(self._documents(job, source, False))["metadata"]["name"]
+        if own:  # its name is that of no file, so that of the file is written into it
+            title = _workload(self._documents(job, source, None, False))["metadata"]["name"]
             wanted["metadata"].setdefault("annotations", {})[FILE] = title
         elif again := next((each for each in self._all(job.metadata.name) if _same_file(each, wanted)), None):
             yield self._again(again, wanted)
             return
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
+        if take_over:
+            from outlast.backends import stored
+
+            yield stored.release(url)
         workloads = [each["metadata"] for each in self._all(job.metadata.name)]
         alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
         beside: List[Document] = []
@@ -256,6 +257,20 @@ class KubernetesBackend:
             elif kind in _KINDS:
                 for each in beside:
                     self._give(each, new)
+
+    def _to_take(self, job: Job, fresh: bool) -> str:
+        """The store with the run that a job is to take from whoever trains it, who is not this job as it is here."""
+        from outlast.manifests import places
+
+        if not (url := places.store(job)):
+            raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
+        name = job.metadata.name
+        if not fresh and (there := self._all(name)):
+            raise AlreadyRunning(
+                f"{name} is there already, as {there[0]['kind']} {there[0]['metadata']['name']}; "
+                f"outlast cancel {name} removes it, then --take-over takes the run from whoever trains it elsewhere"
+            )
+        return url
 
     def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[List[Document], str]:
         """See that there is the Secret by which workers know each other; it stays as it is while a workload uses it."""

@@ -72,12 +72,19 @@ def render(
 
 @contextlib.contextmanager
 def rendered(
-    job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None, room: int | None = None
+    job: Job,
+    topology: str,
+    *,
+    source: Path,
+    namespace: str | None,
+    run: str | None = None,
+    fresh: bool = False,
+    room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
     """The documents of a job, in the order in which they are to be applied, and its code, which has to be put where they say
     (`Parcel.put`) before they are.
 
-    `run` is the id of one that begins from the beginning, `room` how much code may be in a ConfigMap (default: as much as it
+    `run` and `fresh` are as for `manifests.render`, `room` is how much code may be in a ConfigMap (default: as much as it
     holds). Raises InvalidJob with the name of the job's file.
     """
     from outlast import manifests, shipping
@@ -88,7 +95,7 @@ def rendered(
         files = texts(places.files(parcel.job.spec))
         try:
             made = manifests.render(
-                parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code, fresh=run is not None
+                parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code, fresh=fresh
             )
         except InvalidJob as error:
             raise InvalidJob(error.problems, source=str(source)) from error

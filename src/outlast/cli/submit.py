@@ -76,13 +76,20 @@ def submit(
 
 
 def documents(
-    job: Job, topology: str, *, source: Path, namespace: str | None, run: str | None = None, put: bool = True
+    job: Job,
+    topology: str,
+    *,
+    source: Path,
+    namespace: str | None,
+    run: str | None = None,
+    fresh: bool = False,
+    put: bool = True,
 ) -> list[Document]:
     """The documents of a job, in the order in which they are to be applied; its code is where they say, unless not to be `put`
     there. Raises InvalidJob with the name of its file."""
     from outlast.cli import render
 
-    with render.rendered(job, topology, source=source, namespace=namespace, run=run) as (made, parcel):
+    with render.rendered(job, topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
         if parcel.sentence:
             _say(parcel.sentence)
         if put:
@@ -99,9 +106,8 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
     else:
         cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
-    def made(wanted: Job, source: Path, fresh: bool) -> list[Document]:
-        run = kubernetes.new_run(wanted) if fresh else None
-        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run)
+    def made(wanted: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
+        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh)
 
     place = kubernetes.KubernetesBackend(cluster, documents=made)
     if not cluster.has_namespace():
