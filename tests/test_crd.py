@@ -611,16 +611,17 @@ def an_etcd(wanted: install.Etcd) -> tuple[dict[str, Any], dict[str, str]]:
     """The StatefulSet, and the flags of its members."""
     (members,) = [each for each in install.etcd(wanted=wanted) if each["kind"] == "StatefulSet"]
     (container,) = members["spec"]["template"]["spec"]["containers"]
-    return members["spec"], dict(flag.removeprefix("--").split("=", 1) for flag in container["command"][1:])
+    flags = (flag.removeprefix("--").partition("=") for flag in container["command"][1:])
+    return members["spec"], {name: value for name, _, value in flags}
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_members_of_etcd_tell_clients_their_own_names(count: int) -> None:
     members, flags = an_etcd(install.Etcd(count))
     host = "outlast-etcd-peers.$(OUTLAST_NAMESPACE).svc.cluster.local"
-    assert flags["advertise-client-urls"] == f"http://$(OUTLAST_POD).{host}:2379"
-    assert flags["initial-advertise-peer-urls"] == f"http://$(OUTLAST_POD).{host}:2380"
-    assert flags["initial-cluster"] == ",".join(f"outlast-etcd-{n}=http://outlast-etcd-{n}.{host}:2380" for n in range(count))
+    assert flags["advertise-client-urls"] == f"https://$(OUTLAST_POD).{host}:2379"
+    assert flags["initial-advertise-peer-urls"] == f"https://$(OUTLAST_POD).{host}:2380"
+    assert flags["initial-cluster"] == ",".join(f"outlast-etcd-{n}=https://outlast-etcd-{n}.{host}:2380" for n in range(count))
     assert (members["serviceName"], members["replicas"]) == ("outlast-etcd-peers", count)
 
 
@@ -634,10 +635,10 @@ def test_peers_find_members_that_are_not_ready_and_clients_those_that_are() -> N
 @pytest.mark.parametrize("storage", [None, "gp3", "none"])
 def test_etcd_is_where_its_storage_says(storage: str | None) -> None:
     members, flags = an_etcd(install.Etcd(1, storage))
-    (mount,) = members["template"]["spec"]["containers"][0]["volumeMounts"]
-    assert flags["data-dir"].startswith(mount["mountPath"])
+    mounts = members["template"]["spec"]["containers"][0]["volumeMounts"]
+    (mount,) = [each for each in mounts if flags["data-dir"].startswith(each["mountPath"])]
     if storage == "none":
-        (volume,) = members["template"]["spec"]["volumes"]
+        (volume,) = [each for each in members["template"]["spec"]["volumes"] if each["name"] == mount["name"]]
         assert (volume["name"], volume["emptyDir"]) == (mount["name"], {"sizeLimit": "2Gi"})
         assert "volumeClaimTemplates" not in members
     else:
