@@ -36,7 +36,7 @@ _STARTING_S = 10.0
 """How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
 _DYING_S = 2.0
 """How long the lock of an output may outlive the launcher that held it."""
-_LEAVING_S = 90.0
+_LEAVING_S = 300.0
 """How long a launcher that has written the end may take to leave: it reads the whole ledger once more, for the goodput."""
 
 
