@@ -145,3 +145,10 @@ def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_el
         with pytest.raises(AlreadyRunning, match="--take-over takes the run from it"):
             stored.unfinished(place, ours, ended=None, home="host:/here", say=refuse)
     assert stored.unfinished(place, ours, ended=None, home="host:/here", take_over=True) is not None
+
+
+def test_machines_that_are_called_the_same_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored.socket, "gethostname", lambda: "ubuntu")
+    here, there = (stored.home(tmp_path / machine / "jobs/digits") for machine in ("here", "there"))
+    assert here.partition(" (id ")[2] != there.partition(" (id ")[2]
+    assert stored.home(tmp_path / "here/jobs/digits") == here

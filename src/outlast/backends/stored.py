@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import socket
 import time
@@ -19,7 +20,7 @@ from outlast.backends.places import Run
 from outlast.errors import NotFound, OutlastError
 from outlast.remote import alive, register
 from outlast.remote import run as runs
-from outlast.runtime import growing, ledger, push, sync
+from outlast.runtime import growing, ledger, push, sync, tree
 from outlast.status import State
 
 _ADVICE = (
@@ -74,8 +75,15 @@ def release(url: str) -> str:
 
 
 def home(state: Path) -> str:
-    """Where this machine's jobs with their state there are trained, see `remote.alive`."""
-    return f"{socket.gethostname()}:{state}"
+    """Where this machine's jobs with their state there are trained, see `remote.alive`. Machines may be called the same, e.g.
+    `localhost` or `ubuntu`, so what they are told apart by is drawn once and kept beside the jobs."""
+    kept = state.parent / ".id"
+    if not kept.exists():
+        state.parent.mkdir(parents=True, exist_ok=True)
+        with tree.Landing(str(kept)) as landing:
+            tree.write(landing.fd, secrets.token_hex(4).encode(), 0)
+            landing.land_first()  # or somebody else was faster
+    return f"{socket.gethostname()}:{state} (id {kept.read_text()})"
 
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None) -> int:
