@@ -126,6 +126,23 @@ def test_a_file_that_was_cut_back_goes_on_from_there(tmp_path: Path):
     assert (tmp_path / "fetched").read_bytes() == text(place, METRICS)
 
 
+def test_what_a_superseded_sender_still_sent_is_no_part_of_the_metrics(tmp_path: Path):
+    place, ours, theirs = a_place(), tmp_path / "ours", tmp_path / "theirs"
+    append(theirs / METRICS, b'{"step": 1}\n')
+    zombie = growing.Sender(place, theirs)
+    zombie.push([METRICS], GO)
+    growing.fetch(place, METRICS, ours / METRICS)
+    sender = growing.Sender(place, ours)
+    append(ours / METRICS, b'{"step": 2, "loss": 0.5}\n')
+    sender.push([METRICS], GO)
+    append(theirs / METRICS, b'{"step": 2, "loss": 0.25}\n{"step": 3}\n')
+    zombie.push([METRICS], GO)  # it had looked whether it may before we came
+    for each in (sender, growing.Sender(place, ours)):
+        append(ours / METRICS, b'{"step": 3, "loss": 0.5}\n')
+        each.push([METRICS], GO)
+        assert text(place, METRICS) == (ours / METRICS).read_bytes()
+
+
 def test_a_log_that_lost_its_end_takes_nothing_from_the_store(tmp_path: Path):
     place = a_place()
     for lines in (b"1\n", b"2\n", b"3\n"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import os
 import re
 import threading
@@ -41,7 +42,7 @@ _KNOWN = 16
 """Of a file's parts, how many the sender keeps in mind; should none of them be in the file, it lists them all."""
 _END = 64 << 10
 """Bytes by which a whole file of an earlier version, whose checksum we do not know, is recognised."""
-_NAME = re.compile(r"(\d{8})-(\d+)-([0-9a-f]{8})")
+_NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
@@ -108,9 +109,14 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(found: Sequence[Part]) -> list[tuple[Part, int]]:
-    """What makes the file: parts, and where in it the bytes end that later ones have left of each."""
+    """What makes the file: parts, and where in it the bytes end that later ones have left of each.
+
+    Of two with one number, one is of a sender that was superseded while it sent it: the other is gone on with.
+    """
     made, limit = [], None
-    for part in reversed(found):
+    for _, group in itertools.groupby(reversed(found), lambda part: part.number):
+        same = list(group)
+        part = next((each for each in same if each.end == limit), same[0])
         end = part.end if limit is None else min(part.end, limit)
         if part.start < end:
             made.append((part, end))
