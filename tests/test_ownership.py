@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from outlast import store
+from outlast import checkpoints, store
 from outlast.errors import Superseded
 from outlast.remote import run as runs
-from outlast.runtime import ownership, probes
+from outlast.runtime import growing, ownership, probes, push
 from outlast.runtime.ownership import Ended
 
 
@@ -93,3 +96,27 @@ def test_who_only_looks_sees_the_newest_generation_of_disk_and_store_and_takes_n
         assert ownership.seen(place, tmp_path / "elsewhere", "a", stored=True) == taken_here
     assert ownership.seen(place, tmp_path / "elsewhere", "a", stored=False) == 0
     assert ownership.seen(place, tmp_path, "b", stored=True) == 0
+
+
+def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place: store.Store, tmp_path: Path) -> None:
+    def trained(word: str) -> str:
+        run = taken(place, word)
+        assert isinstance(run, str)
+        for _ in range(2):  # its worker was started again
+            ownership.set_aside(tmp_path, run)
+            ownership.fetch_own(place, tmp_path, 0)
+            checkpoints.take(tmp_path / "checkpoints", run, None)
+            (tmp_path / "logs").mkdir(exist_ok=True)
+            (tmp_path / f"{word}.json").write_text("{}")
+            with (tmp_path / "logs/worker-0.log").open("a") as log:
+                log.write(f"{word}\n")
+            push.Pusher(tmp_path, place, run, word, 2, lambda _: None).push(threading.Event())
+        return run
+
+    runs.end(place, trained("a"), "Succeeded", "", 0)
+    trained("b")
+    with ThreadPoolExecutor(1) as pool:
+        assert b"".join(growing.pieces(place, "logs/worker-0.log", pool)) == b"b\nb\n"
+    assert [name for name in place.names() if name.endswith(".json")] == ["b.json", "run.json"]
+    assert (tmp_path / "previous/a/logs/worker-0.log").read_text() == "a\na\n"
+    assert checkpoints.owner(tmp_path / "previous/a/checkpoints") == "a"

@@ -224,6 +224,11 @@ def generation(directory: Path, run: str) -> int:
     return last if holder == run else 0
 
 
+def owner(directory: Path) -> str:
+    """The run that may commit in `directory`; empty before one came."""
+    return _fence(directory)[0]
+
+
 def first(directory: Path, run: str) -> bool:
     """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known: where workers share no disk,
     only one directory is, and what it holds counts."""

@@ -279,12 +279,18 @@ class Agent:
         self.output.mkdir(parents=True, exist_ok=True)
         begun = ownership.record(self.job.metadata.name, word, word)
         home, fresh = ownership.home(environ), environ.get(contract.Env.FRESH) == "1"
-        run = ownership.take(where, begun, home=home, fresh=fresh, say=lambda text: print(f"outlast | {text}", flush=True))
+
+        def say(text: str) -> None:
+            print(f"outlast | {text}", flush=True)
+
+        run = ownership.take(where, begun, home=home, fresh=fresh, say=say)
         if isinstance(run, ownership.Ended):
             return run
         environ[contract.Env.RUN], environ[contract.Env.OWNER] = run, word
         if self._store:
-            self._heart = alive.Heart(lambda: where, run, word, home, self.index, self._lost)
+            if self._heart is None:  # else this is another attempt
+                self._heart = alive.Heart(lambda: where, run, word, home, self.index, self._lost)
+            ownership.set_aside(self.output, run, say)
             ownership.fetch_own(where, self.output, self.index)
         self._log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         self._pusher = pusher.Pusher(environ)

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -31,7 +32,7 @@ from outlast import checkpoints, contract, remote, store
 from outlast.errors import Superseded
 from outlast.remote import alive, register
 from outlast.remote import run as runs
-from outlast.runtime import growing
+from outlast.runtime import growing, locks, push
 
 _ADVICE = (
     "end it there, or give this job another name or output. "
@@ -121,6 +122,25 @@ def take(
     if there.ended or there.owner != new.owner:
         runs.take(where, there.run, new.owner)
     return there.run
+
+
+def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: None) -> None:
+    """Move what another run has left in this directory, on a volume that outlives pods, to `previous/`, as in the store: nothing
+    of it is this run's. Workers may share the directory."""
+    directory = output / contract.CHECKPOINTS
+    if checkpoints.owner(directory) in ("", run):
+        return
+    with locks.exclusive(output / push.OWN / "room", waiting=lambda: None, stop=threading.Event()):
+        if (other := checkpoints.owner(directory)) in ("", run):
+            return
+        aside = output / runs.PREVIOUS / other
+        aside.mkdir(parents=True, exist_ok=True)
+        found = [entry for entry in output.iterdir() if entry.name not in (push.OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
+        for entry in [*found, directory]:  # which goes last, since it says whose all of them are
+            try:
+                entry.rename(next(to for n in range(1 << 30) if not (to := aside / f"{entry.name}{'+' * n}").exists()))
+            except OSError as problem:
+                say(f"{entry}, which run {other} has left, cannot be moved to {aside}: {problem.strerror}")
 
 
 def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
