@@ -84,7 +84,7 @@ def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(be
 
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench: Bench, how: str) -> None:
-    bench.agent._pusher.said = {"pushed": 999_999.0, "since": 999_999.0, "backlog": 0, "step": 3}
+    bench.agent._pusher.heard({"pushed": 999_999.0, "since": 999_999.0, "backlog": 0, "step": 3})
     bench.looks()
     bench.disturbed(how)
     bench.looks()
@@ -92,6 +92,11 @@ def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench:
     ages = {name: value for name, value in bench.agent.health.metrics.items() if name.endswith("_seconds")}
     assert sorted(ages) == ["progress_age_seconds", "sync_age_seconds", "sync_failing_seconds"]
     assert all(0 <= value < 10 for value in ages.values())
+
+
+def test_a_store_that_fails_does_so_since_we_heard_of_it_and_not_since_somebody_asked(bench: Bench) -> None:
+    bench.agent._pusher.heard({"pushed": None, "since": 1.0, "backlog": 5, "step": 3})
+    assert bench.agent._pusher.metrics()["sync_failing_seconds"] > 0
 
 
 REPORTS, LOOKS = "it reports", "we look"

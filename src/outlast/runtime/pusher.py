@@ -16,6 +16,8 @@ from outlast.clock import Seen
 
 AGAIN_S = 5.0
 """How long to wait before a pusher that died is started again."""
+_TIMES = ("pushed", "since")
+"""What it says when, by its wall clock."""
 STOP_S = 10.0
 """How long a pusher may take to stop before it is killed."""
 SUPERSEDED = 3
@@ -92,15 +94,21 @@ class Pusher:
         assert child.stdout is not None
         for line in child.stdout:
             try:
-                self.said = dict(json.loads(line))
+                self.heard(dict(json.loads(line)))
             except ValueError:
                 os.write(2, line)
+
+    def heard(self, said: dict[str, Any]) -> None:
+        """Take in what it says. Its times are as old as this moment: see `metrics`."""
+        for key in _TIMES:
+            self._seen.age(key, said.get(key))
+        self.said = said
 
     def metrics(self) -> dict[str, float]:
         """What it said, for `/metrics`. Ages count from when we heard of it: its wall clock may have been set meanwhile."""
         if not (said := self.said):
             return {}
-        pushed_s, failing_s = (self._seen.age(key, said[key]) for key in ("pushed", "since"))
+        pushed_s, failing_s = (self._seen.age(key, said[key]) for key in _TIMES)
         found = {
             "sync_failing_seconds": failing_s if said["since"] else 0.0,
             "sync_backlog_bytes": float(said["backlog"]),
