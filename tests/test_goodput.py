@@ -604,3 +604,15 @@ def test_the_json_holds_the_whole_account():
     assert document["incidents"][0]["text"] == KILLED
     assert document["segments"][0] == {"start": 0, "end": 1, "bucket": "queue"}
     assert document["steps_kept"] == 100
+
+
+def test_numbers_that_no_process_writes_are_no_numbers() -> None:
+    huge = 10**400
+    told = [
+        {"t": 1.0, "kind": "submitted"},
+        {"t": 2.0, "kind": "step", "step": 1},
+        {"t": 3.0, "kind": "step", "step": huge},
+        {"t": 4.0, "kind": "step", "step": 2, "steps": huge},
+        {"t": huge, "kind": "step", "step": 3},
+    ]
+    assert goodput.buckets(told, 5.0).steps_kept == 2

@@ -56,6 +56,8 @@ def test_lines_that_are_no_events_are_left_out(tmp_path):
         '{"t": 2, "kind": "step"}\n[1]\n{"t": 3}\n\nnull\n\xff\n{"t": 1, "kind": "world"}\n{"t": 4, "ki'
     )
     (tmp_path / "notes.txt").write_text("not a ledger")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "directory.jsonl").mkdir()
     assert list(ledger.read(tmp_path)) == [{"t": 1, "kind": "world"}, {"t": 2, "kind": "step"}]
 
 

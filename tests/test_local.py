@@ -442,3 +442,23 @@ def test_harm_is_repeated_as_often_as_was_asked_for(here: Here) -> None:
             here.backend, "job", "term", worker=None, every=timedelta(milliseconds=1), times=3, rng=random.Random(0)
         )
         assert len(list(itertools.islice(harm, 9))) == 3
+
+
+def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
+    for name in ("worker-10.log", "worker-2.log", "worker-2-copy.log", "worker-.log", "worker-x.log"):
+        (tmp_path / name).touch()
+    assert sorted(local._logs(tmp_path)) == [2, 10]
+
+
+@pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])
+@pytest.mark.parametrize("piece", [1, 2, 1 << 20])
+def test_the_last_lines_of_a_log_are_found_by_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
+) -> None:
+    monkeypatch.setattr(local, "_PIECE", piece)
+    (tmp_path / "log").write_bytes(text.encode())
+    lines = text.removesuffix("\n").split("\n") if text else []
+    for last in (None, 0, 1, 2, 9):
+        tail = local._Tail(tmp_path / "log", last)
+        assert list(tail.lines(rest=True)) == (lines if last is None else lines[max(0, len(lines) - last) :])
+        tail.close()

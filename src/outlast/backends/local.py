@@ -32,6 +32,8 @@ from outlast.runtime import code, daemon, environment, ledger, locks, prepare
 from outlast.status import JobStatus, State, WorkerStatus
 
 _LOOK_S = 0.1
+_PIECE = 1 << 20
+"""Bytes of a log that are read at a time."""
 _STARTING_S = 10.0
 """How long a launcher may take until it holds its lock: Python starts slowly on a busy machine."""
 _DYING_S = 2.0
@@ -217,8 +219,8 @@ class LocalBackend:
         files: dict[int, _Tail] = {}
         while True:
             over = not follow or self._over(name)
-            for path in sorted(directory.glob("worker-*.log"), key=lambda path: int(path.stem.removeprefix("worker-"))):
-                index = int(path.stem.removeprefix("worker-"))
+            there = _logs(directory)
+            for index, path in sorted(there.items()):
                 if index not in files and worker in (None, index):
                     files[index] = _Tail(path, tail)
             for index, file in files.items():
@@ -227,8 +229,7 @@ class LocalBackend:
                 break
             time.sleep(_LOOK_S)
         if worker is not None and not files:
-            there = sorted(int(path.stem.removeprefix("worker-")) for path in directory.glob("worker-*.log"))
-            have = f"there are those of {', '.join(map(str, there))}" if there else "no worker has begun"
+            have = f"there are those of {', '.join(map(str, sorted(there)))}" if there else "no worker has begun"
             raise NotFound(f"{name} has no log of worker {worker}; {have}")
         for file in files.values():
             file.close()
@@ -424,24 +425,44 @@ class LocalBackend:
         return None if status.state.final else status
 
 
+def _logs(directory: Path) -> dict[int, Path]:
+    """The workers' logs. Other files may lie beside them."""
+    found = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
+    return {int(named[1]): directory / named[0] for named in found if named}
+
+
 class _Tail:
     """Reads the lines that are appended to a file."""
 
     def __init__(self, path: Path, last: int | None) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._rest = b""
         if last is not None:
-            lines = self._file.read().splitlines(keepends=True)
-            self._rest = b"".join(lines[len(lines) - min(last, len(lines)) :])
+            self._file.seek(self._before(last))
 
     def lines(self, *, rest: bool) -> Iterator[str]:
         """The whole lines that are there now; with `rest` also an unfinished last one."""
-        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        while piece := self._file.read(_PIECE):
+            *whole, self._rest = (self._rest + piece).split(b"\n")
+            for line in whole:
+                yield line.decode(errors="replace")
         if rest and self._rest:
-            whole.append(self._rest)
-            self._rest = b""
-        for line in whole:
+            line, self._rest = self._rest, b""
             yield line.decode(errors="replace")
+
+    def _before(self, last: int) -> int:
+        """Where the last lines begin."""
+        start = end = self._file.seek(0, os.SEEK_END)
+        found = 0
+        while start and last:
+            start, cut = max(0, start - _PIECE), min(start, _PIECE)
+            self._file.seek(start)
+            piece = self._file.read(cut)
+            while (cut := piece.rfind(b"\n", 0, cut)) >= 0:
+                found += start + cut + 1 < end  # what comes after the last newline is a line if there is anything
+                if found == last:
+                    return start + cut + 1
+        return start if last else end
 
     def close(self) -> None:
         self._file.close()

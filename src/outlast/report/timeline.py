@@ -77,7 +77,7 @@ def microseconds(t: float) -> int:
 
 def _int(event: Event, field: str) -> int | None:
     value = event.get(field)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _FOREVER else None
 
 
 def _text(event: Event, field: str, otherwise: str) -> str:

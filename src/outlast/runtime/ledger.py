@@ -142,7 +142,7 @@ def read(directory: Path) -> Events:
 
         return pieces
 
-    return Events(source(path, path.stat().st_size) for path in sorted(directory.glob("*.jsonl")))
+    return Events(source(path, path.stat().st_size) for path in sorted(directory.glob("*.jsonl")) if path.is_file())
 
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -159,7 +159,7 @@ def _events(source: Source) -> Iterator[Event]:
     for line in lines(source()):
         try:
             event = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and isinstance(t := event.get("t"), int | float) and t == t and "kind" in event:
             yield event
