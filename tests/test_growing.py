@@ -10,6 +10,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +34,8 @@ def bytes_in(place: store.Store) -> int:
     return sum(entry.size for entry in place.entries())
 
 
-def text(place: store.Store, path: str) -> bytes:
-    with ThreadPoolExecutor(2) as pool:
+def text(place: store.Store, path: str, *, threads: int = 2) -> bytes:
+    with ThreadPoolExecutor(threads) as pool:
         return b"".join(growing.pieces(place, path, pool))
 
 
@@ -111,6 +112,29 @@ def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytes
     assert [(part.start, part.size) for part in growing.parts(place, LOG)] == [(0, 1000), (1000, 1000), (2000, 500)]
     assert growing.fetch(place, LOG, tmp_path / "fetched")
     assert (tmp_path / "fetched").read_bytes() == b"x" * 2500
+
+
+def test_many_small_parts_are_fetched_together_and_few_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = a_place()
+    sender = growing.Sender(place, tmp_path)
+    for n in range(32):
+        append(tmp_path / LOG, b"%04d\n" % n)
+        sender.push([LOG], GO)
+    together, get = threading.Barrier(16), store.Store.range
+
+    def met(self: store.Store, *asked: Any) -> memoryview:
+        together.wait(10)
+        return get(self, *asked)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.Store, "range", met)
+        assert growing.fetch(place, LOG, tmp_path / "fetched")
+        assert text(place, LOG, threads=16) == (tmp_path / "fetched").read_bytes() == (tmp_path / LOG).read_bytes()
+    asked = []
+    with ThreadPoolExecutor(4) as pool:
+        for n, _ in enumerate(growing._ahead(pool, ((5, asked.append, (n,)) for n in range(32)), 20)):
+            assert len(asked) <= n + 4
+    assert sorted(asked) == list(range(32))
 
 
 def test_a_file_that_was_cut_back_goes_on_from_there(tmp_path: Path):

@@ -27,8 +27,6 @@ _ADVICE = (
     "end it there, or give this job another name or output; --take-over takes the run from it, "
     "--fresh begins another one and keeps what is there in previous/"
 )
-_AT_ONCE = 8
-"""Requests for pieces of logs and ledgers."""
 
 
 def reach(url: str) -> store.Store:
@@ -142,7 +140,7 @@ def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Ite
     if not found and runs.read(place) is None:
         raise NotFound(f"{url} holds no job; give <output>/<name of the job>")
     for number, key in sorted(found.items()):
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(growing.AHEAD) as pool:
             lines = ledger.lines(growing.pieces(place, key, pool)) if tail is None else growing.tail(place, key, tail)
             yield from (LogLine(number, line.decode(errors="replace")) for line in lines)
 
@@ -150,5 +148,5 @@ def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Ite
 def events(place: store.Store) -> ledger.Events:
     """The ledger as it is in a store."""
     found = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
-    pool = ThreadPoolExecutor(_AT_ONCE)
+    pool = ThreadPoolExecutor(growing.AHEAD)
     return ledger.Events(partial(growing.pieces, place, path, pool) for path in found)

@@ -22,22 +22,29 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from outlast import contract
 from outlast.errors import Denied, Missing, NoBucket, Stopped, StoreError, Unreachable
 from outlast.runtime import tree
 from outlast.store import Store
 
+T = TypeVar("T")
+
 PART = 8 << 20
 """Bytes of the largest part: one request, and small enough to be held."""
 _AT_ONCE = 8
+"""Parts that are sent at a time."""
 _PIECE = 1 << 20
-_AHEAD = 8
-"""Bytes that are read of a part at a time, and how many such pieces ahead of who reads them."""
+"""Bytes that are read of a part at a time by who reads a file as a stream."""
+AHEAD = 32
+_HELD = 64 << 20
+_HELD_READ = 8 << 20
+"""Requests for parts, most of which are small, at a time, and bytes that are asked for ahead: of a fetch, and of a stream, of
+which there may be many."""
 _KNOWN = 16
 """Of a file's parts, how many the sender keeps in mind; should none of them be in the file, it lists them all."""
 _END = 64 << 10
@@ -229,21 +236,16 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
     made = as_file(parts(store, path))
     if to.exists() or not made:
         return to.exists()
-    with tree.Landing(str(to)) as landing, ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
+    with tree.Landing(str(to)) as landing, ThreadPoolExecutor(AHEAD, "outlast-growing") as pool:
 
         def bring(part: Part, start: int, end: int) -> None:
             if stop is not None and stop.is_set():
                 raise Stopped(f"fetching {path} was stopped")
             tree.write(landing.fd, store.range(part.key, start - part.start, end - part.start), start)
 
-        waiting: collections.deque[Future[None]] = collections.deque()
-        for part, end in made:
-            for start in range(part.start, end, PART):
-                waiting.append(pool.submit(bring, part, start, min(end, start + PART)))
-                if len(waiting) > 2 * _AT_ONCE:
-                    waiting.popleft().result()
-        for each in waiting:
-            each.result()
+        pieces = ((part, at, min(end, at + PART)) for part, end in made for at in range(part.start, end, PART))
+        for _ in _ahead(pool, ((end - at, bring, (part, at, end)) for part, at, end in pieces), _HELD):
+            pass
         landing.land_first()
     return True
 
@@ -254,13 +256,23 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
     found = parts(store, path)
     made = as_file(found) if path == contract.METRICS else [(part, part.end) for part in found]
     wanted = ((part, at, min(end - part.start, at + _PIECE)) for part, end in made for at in range(0, end - part.start, _PIECE))
-    coming: collections.deque[Future[memoryview]] = collections.deque()
-    for part, start, end in wanted:
-        coming.append(pool.submit(store.range, part.key, start, end))
-        if len(coming) >= _AHEAD:
-            yield bytes(coming.popleft().result())
+    asked = ((end - start, store.range, (part.key, start, end)) for part, start, end in wanted)
+    yield from map(bytes, _ahead(pool, asked, _HELD_READ))
+
+
+def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
+    """The results of jobs, in their order, of which so many bytes at most are under way or wait to be taken."""
+    coming: collections.deque[tuple[int, Future[T]]] = collections.deque()
+    held = 0
+    for size, do, arguments in jobs:
+        while coming and (held + size > most or len(coming) >= AHEAD):
+            was, first = coming.popleft()
+            held -= was
+            yield first.result()
+        coming.append((size, pool.submit(do, *arguments)))
+        held += size
     while coming:
-        yield bytes(coming.popleft().result())
+        yield coming.popleft()[1].result()
 
 
 def tail(store: Store, path: str, count: int) -> list[bytes]:
