@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from outlast import store
 from outlast.backends import places, stored
-from outlast.errors import AlreadyRunning, Superseded
+from outlast.errors import AlreadyRunning, Denied, Superseded, Unreachable
 from outlast.remote import alive
 from outlast.remote import run as runs
 from outlast.runtime import ownership
@@ -112,6 +113,35 @@ def test_only_worker_0_speaks_while_it_does(place: store.Store) -> None:
     before = etag(place)
     second.once(place, first=False)  # nobody has spoken since it looked last
     assert etag(place) != before
+
+
+def test_who_may_not_delete_asks_all_the_same(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken(place, "a", A)
+    alive.beat(place, "a", A)
+
+    def refuse(*_: object) -> None:
+        raise Denied("you may not delete here")
+
+    monkeypatch.setattr(store.Store, "delete", refuse)
+    assert (held := alive.held(place, "a", B)) is not None
+    assert held[0].where == A
+
+
+def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken(place, "a", A)
+    monkeypatch.setattr(alive, "BEAT_S", 0.001)
+    faults = iter([RuntimeError("nobody foresaw this"), Unreachable("the store is away")])
+    spoken = threading.Event()
+
+    def once(self: alive.Heart, place: store.Store, *, first: bool) -> None:
+        if fault := next(faults, None):
+            raise fault
+        spoken.set()
+
+    monkeypatch.setattr(alive.Heart, "once", once)
+    heart = alive.Heart(lambda: place, "a", "a", A)
+    assert spoken.wait(10)
+    heart.stop()
 
 
 def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -> None:

@@ -7,6 +7,7 @@ the same `where` are one owner: they never wait for each other. Times are the st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import secrets
@@ -67,7 +68,8 @@ def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
     try:
         ago = max(0.0, place.head(key).modified - there.modified)
     finally:
-        place.delete([key])
+        with contextlib.suppress(StoreError):  # it is empty, and nobody takes it for anything
+            place.delete([key])
     return (there, ago) if ago < DEAD_S else None
 
 
@@ -148,6 +150,8 @@ class Heart:
                 self.silent = True
                 self._lost(str(reason))
                 return
+            except Exception as problem:  # who is silent is taken for dead, and loses the run
+                print(f"outlast | that we train run {self._run} could not be said: {problem!r}", flush=True)
             self._stop.wait(BEAT_S)
 
     def once(self, place: Store, *, first: bool) -> None:
