@@ -54,6 +54,26 @@ def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_tra
     assert cluster.step >= step + 230
 
 
+@pytest.mark.parametrize("back", [3, 4])
+def test_workers_that_are_heard_again_one_after_another_cost_the_others_nothing(back: int) -> None:
+    cluster = training(5)
+    before, generation = len(cluster.writes), cluster.status["generation"]
+    cluster.reached = False
+    cluster.run(60)
+    cluster.reached = True
+    others = list(cluster.agents.values())[back:]
+    for agent in others:
+        agent.frozen = True  # its next attempt comes later
+    cluster.run(12)
+    for agent in others:
+        agent.frozen = False
+    cluster.run(30)
+    assert (deleted(cluster, before), cluster.status["restarts"], cluster.status["generation"]) == ([], 0, generation)
+    assert memory.why(cluster.status["conditions"], "Running") == "Training"
+    cluster.agent_of(1).frozen = True
+    cluster.until(lambda c: c.status["generation"] > generation, 60)
+
+
 def test_a_world_that_stays_silent_is_made_anew_and_counts_once() -> None:
     cluster = training(MANY)
     before, began = len(cluster.writes), cluster.now

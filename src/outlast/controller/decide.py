@@ -325,7 +325,7 @@ def _formed(look: Look, new: world.World) -> None:
 def _waits(look: Look, state: world.State, reason: str) -> None:
     """Nothing is to be decided; say how it stands, and what pods wait for if that is why."""
     if state.world is not None and state.called is None:
-        heard_again = memory.why(look.memory.conditions, State.RUNNING) == ends.UNHEARD and not looks.missed(look)
+        heard_again = memory.why(look.memory.conditions, State.RUNNING) == looks.UNHEARD and not looks.missed(look)
         if look.memory.state is not State.RUNNING or heard_again:
             look.say(State.RUNNING, reason, "Training")
         return

@@ -18,8 +18,6 @@ BREATH_S = 10.0
 """A pause after a pod that was lost as soon as it was made: its node would refuse the next one as well."""
 AGAIN_S = 10.0
 """While most are unheard: how often it is looked whether they are heard again, which is no change."""
-UNHEARD = "Unheard"
-"""Reason of the condition while most workers cannot be heard."""
 
 
 def workers_done(look: Look) -> None:
@@ -137,7 +135,7 @@ def unheard_workers(look: Look) -> None:
             f"most of the {len(look.seen.told)} workers have said nothing for {silence_s:g} s though their nodes are well: the "
             f"path from them to the API server is taken for broken, and nobody for dead before {held_s:g} s are over"
         )
-        look.say(look.memory.state, reason, UNHEARD, note=True, warning=True)
+        look.say(look.memory.state, reason, looks.UNHEARD, note=True, warning=True)
 
 
 def leaving_nodes(look: Look) -> None:

@@ -18,6 +18,8 @@ from outlast.rendezvous.world import Standing
 from outlast.status import State
 
 _SECONDS_LEFT = re.compile(r" \(\d+ s left\)")
+UNHEARD = "Unheard"
+"""Reason of the condition while most workers cannot be heard."""
 
 
 class Look:
@@ -95,11 +97,14 @@ class Look:
     @functools.cached_property
     def unheard(self) -> list[Told]:
         """Most of the workers, if they fell silent together while their nodes are well: it is longer than any renewal takes that
-        they were heard. Then the path to the API server is taken for broken, and nobody for dead."""
+        they were heard. Then the path to the API server is taken for broken, and nobody for dead. They come back one after
+        another, as each of them tries again: until all have, those that are still missed are no more dead than before."""
         should = [told for pod in self._living if (told := self.seen.told.get(pod.index)) and pod.node_lost is None]
         should = [told for told in should if told.member.standing is not Standing.DONE]
         late = [told for told in should if self.until(heard(self, told), lease_s(self, told) / 2) is None]
-        return late if 2 * len(late) > len(should) else []
+        state = self.memory.state
+        held = state is not None and memory.why(self.memory.conditions, state) == UNHEARD
+        return late if held or 2 * len(late) > len(should) else []
 
     @property
     def patience(self) -> world.Patience:
