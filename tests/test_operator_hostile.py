@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 
 import apiserver
+import test_decide_scale
 from outlast import contract, kube
 from outlast.backends.kubernetes import KubernetesBackend
-from outlast.controller import deciders
+from outlast.controller import deciders, observe
+from outlast.controller.decide import decide
 from outlast.controller.observe import Limits
 from outlast.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 from test_operator import World, world  # noqa: F401  # the fixture
@@ -155,3 +158,24 @@ def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: 
             running.wait(30)
     print(f"{peak} KiB at most")
     assert peak < 256 * 1024
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("report", '{"generation": 1e999}'),
+        ("report", '{"generation": 1000000000000000000000000000000}'),
+        ("report", '{"since": Infinity}'),
+        ("report", '{"failed": true, "failure": {"code": 1e30, "reason": "r", "time": NaN, "step": 1e999}}'),
+        ("progress", '{"committed": 1e999}'),
+        ("progress", '{"generation": 1, "step": Infinity, "time": NaN}'),
+        ("progress", '{"generation": 1, "step": "many", "time": 1.0}'),
+    ],
+)
+def test_numbers_in_a_lease_that_are_none_cost_its_job_no_look(where: str, said: str) -> None:
+    job, pods, leases, nodes = test_decide_scale.documents(2)
+    key = {"report": contract.Annotation.REPORT, "progress": contract.Annotation.PROGRESS}[where]
+    notes = leases[0]["metadata"]["annotations"]
+    notes[key] = json.dumps({**json.loads(notes.get(key, "{}")), **json.loads(said)})
+    plan = decide(observe.observe(job, pods, leases, nodes, test_decide_scale.NOW, test_decide_scale.NOW - 1000))
+    json.dumps(plan.status, allow_nan=False)

@@ -20,6 +20,7 @@ from outlast.controller.queues import Found
 from outlast.errors import InvalidJob
 from outlast.manifests import gang, kueue
 from outlast.rendezvous import decider, keys
+from outlast.rendezvous.local import Report, is_count, is_number
 from outlast.rendezvous.world import Member, Standing
 from outlast.status import Failure
 
@@ -336,23 +337,15 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
     annotations = meta.get("annotations") or {}
     try:
         index = int((meta.get("labels") or {})[Label.WORKER])
-        report = from_json(annotations[Annotation.REPORT])
+        report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        standing = Standing(report["standing"])
-        member = Member(
-            index,
-            str(report["address"]),
-            standing,
-            int(report["generation"]),
-            float(report["since"]),
-            bool(report["failed"]),
-        )
+        member = Member(index, report.address, Standing(report.standing), report.generation, float(report.since), report.failed)
         beat = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
-        holder, said = fields.get("holderIdentity"), report.get("run")
-        reached = progress.get("step"), progress.get("steps"), int(progress.get("committed") or 0)
-        when = progress.get("generation"), float(progress.get("time") or 0.0)
+        holder, said = fields.get("holderIdentity"), report.run
+        step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
+        time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
-        failed = report.get("failure") or {}
+        failed = report.failure or {}
         failure, echo = decider.reported(failed, index, member.generation, member.since) if failed else (None, False)
         decided = _decided(annotations.get(Annotation.DECIDED, ""))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # of another version, or nobody's: it says nothing
@@ -361,7 +354,12 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
         return []
     if holders.get(index, holder) != holder:
         return []
-    return [(index, Told(member, beat, failure, echo, *reached, *when, decided, lasts))]
+    return [(index, Told(member, beat, failure, echo, step, steps, committed or 0, generation, time, decided, lasts))]
+
+
+def _count(value: object) -> int | None:
+    """A number of something that a member tells; None when it is none."""
+    return value if is_count(value) and isinstance(value, int) else None
 
 
 def _decided(text: str) -> tuple[int, keys.Said] | None:

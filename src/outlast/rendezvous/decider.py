@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import ValidationError
-
 from outlast import contract, restarts
 from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
@@ -55,8 +53,12 @@ def reported(told: Mapping[str, Any], worker: int, generation: int, now: float) 
     failure = {key: told[key] for key in _FACTS if key in told}
     where, echo = {"worker": worker, "generation": generation}, bool(told.get("echo"))
     try:
+        if not (
+            local.is_count(told.get("code")) and local.is_number(told.get("time", 0.0)) and local.is_count(told.get("step") or 0)
+        ):
+            raise ValueError("no code, time or step is like this")
         return Failure.model_validate({**failure, **where}), echo
-    except ValidationError:
+    except ValueError:
         reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
         return Failure.model_validate({"code": contract.Exit.FAILED.value, "reason": reason, "time": now, **where}), echo
 
