@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import re
 import time
@@ -143,6 +144,43 @@ def test_what_is_only_slow_is_no_deadlock(standings: list[Standing]):
 
 def test_different_collectives_of_one_number_are_a_deadlock():
     assert stall.deadlock([waiting(0, "barrier", default=6), waiting(0, default=6)]).startswith("ranks 0 and 1 are in loss.back")
+
+
+class Words:
+    """A store in which ranks say where they are."""
+
+    def __init__(self, *others: Standing) -> None:
+        self.said: dict[str, bytes] = {}
+        for rank, standing in enumerate(others, 1):
+            self.say(rank, standing)
+
+    def say(self, rank: int, standing: Standing) -> None:
+        self.set(f"outlast/still/{rank}", json.dumps(dataclasses.asdict(standing)))
+
+    def set(self, key: str, text: str) -> None:
+        self.said[key] = text.encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.said.keys() >= set(keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.said[key] for key in keys]
+
+
+def test_what_a_rank_said_before_it_moved_on_is_no_part_of_a_deadlock(monkeypatch: pytest.MonkeyPatch):
+    """Rank 1 has waited for rank 0 in the forward pass, and goes on; rank 0 is stopped in its backward pass."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    watch, ours = stall.Watch(), waiting(0, default=6)
+    watch._store = words = Words(waiting(0, "forward", default=6))
+    assert [watch._compared(dataclasses.replace(ours, looks=look)) for look in range(1, 9)] == [""] * 8
+    words.say(1, waiting(0, default=7))
+    assert watch._compared(dataclasses.replace(ours, looks=9)) == ""
+    words.say(1, dataclasses.replace(waiting(0, "barrier", default=6), looks=1))
+    assert watch._compared(dataclasses.replace(ours, looks=10)) == ""
+    words.say(1, dataclasses.replace(waiting(0, "barrier", default=6), looks=2))
+    assert watch._compared(dataclasses.replace(ours, looks=11)).startswith("ranks 0 and 1 are in")
 
 
 def test_many_ranks_are_counted():

@@ -53,6 +53,8 @@ class Standing:
     """The script's line that it is in: `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Collectives begun of each group that the script has made; empty when they are not counted."""
+    looks: int = 0
+    """How often it has said something: what has not been said anew may be over."""
     blocks: bool = True
     """Whether being in `waits` means to wait for what was begun last. Not so in the backward pass of a GPU, which the main thread
     leaves to others."""
@@ -115,6 +117,9 @@ class Watch:
         self._ours: set[str] = set()
         self._store: Any = None
         self._thread: threading.Thread | None = None
+        self._looks = 0
+        self._suspected: list[tuple[Standing, int]] = []
+        """Where all ranks are when that may be a deadlock, and how often each had said something by then."""
 
     def own(self, group: Any) -> Any:
         """Take note of a group that is not the script's; threads of ours use them at times of their own. Returns it."""
@@ -140,19 +145,26 @@ class Watch:
                 return
             now = time.monotonic()
             before, used = used, _used(main)
-            position = (id(frame), frame.f_code, frame.f_lasti, self.calls, self._begun())
+            begun = self._begun()
+            position = (id(frame), frame.f_code, frame.f_lasti, self.calls, begun)
             if position != last or used - before > BUSY * pause:
                 last, since, pause = position, now, LOOK_S
+                self._suspected = []
                 if said:
                     said = not self._say("")
             elif now - since >= STILL_S:
                 with contextlib.suppress(Exception):  # torch raises what it likes when a store is gone; then others have ended
-                    sentence = self._compared(frame)
+                    standing = self._standing(frame, begun)
                     said = True
-                    if sentence and sys._current_frames().get(main) is frame and frame.f_lasti == last[2]:
+                    if self._still(frame, position) and (sentence := self._compared(standing)) and self._still(frame, position):
                         end(sentence)
                 pause = min(PATIENCE, pause * 1.5) if now - since > 10 * STILL_S else LOOK_S
             del frame
+
+    def _still(self, frame: FrameType, position: tuple[Any, ...]) -> bool:
+        """Whether the main thread is where it was: what was read of it one after another belongs together."""
+        here = sys._current_frames().get(threading.main_thread().ident or 0)
+        return here is frame and (frame.f_lasti, self.calls, self._begun()) == position[2:]
 
     def _say(self, text: str) -> bool:
         with contextlib.suppress(Exception):
@@ -161,8 +173,18 @@ class Watch:
             return True
         return False
 
-    def _compared(self, frame: FrameType) -> str:
-        """Say where we are, and compare with the others."""
+    def _standing(self, frame: FrameType, begun: Mapping[str, int]) -> Standing:
+        """Where we are."""
+        waits, at = where(frame)
+        blocks = waits not in ("backward", "forward") or not sys.modules["torch"].cuda.is_initialized()
+        self._looks += 1
+        return Standing(self.calls, self.call, waits, at, begun, self._looks, blocks)
+
+    def _compared(self, ours: Standing) -> str:
+        """Say where we are, and compare with the others: the sentence, once all have said the same anew since we suspected it.
+
+        Then all were there at that moment. What one says stands for up to PATIENCE after it has moved on, and while it is stopped.
+        """
         dist: Any = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_available() or not dist.is_initialized():
             return ""
@@ -171,21 +193,18 @@ class Watch:
             self._store = store()
         if self._store is None or ranks == 1:
             return ""
-        waits, at = where(frame)
-        blocks = waits not in ("backward", "forward") or not sys.modules["torch"].cuda.is_initialized()
-        ours = Standing(self.calls, self.call, waits, at, self._begun(), blocks)
         if not ours.call and not ours.waits:
             self._say("")
             return ""
         self._say(json.dumps(dataclasses.asdict(ours)))
-        found = []
-        for rank in range(ranks):
-            key = f"outlast/still/{rank}"
-            text = self._store.get(key).decode() if self._store.check([key]) else ""
-            if not text:
-                return ""
-            found.append(Standing(**json.loads(text)))
-        return deadlock(found)
+        keys = [f"outlast/still/{rank}" for rank in range(ranks)]
+        texts = self._store.multi_get(keys) if self._store.check(keys) else [b""]
+        found = [Standing(**json.loads(text)) for text in texts] if all(texts) else []
+        sentence, before = deadlock(found), self._suspected
+        if not sentence or [dataclasses.replace(each, looks=0) for each in found] != [standing for standing, _ in before]:
+            self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in found] if sentence else []
+            return ""
+        return sentence if all(each.looks > looks for each, (_, looks) in zip(found, before, strict=True)) else ""
 
     def _begun(self) -> dict[str, int]:
         """Collectives begun, by group; empty when they cannot all be counted."""
