@@ -60,8 +60,8 @@ def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[
         name = f"train-worker-{id}"
         labels = {Label.JOB: "train", Label.WORKER: str(id), Label.GENERATION: "1"}
         report = {
-            "run": "train-01234567", "id": id, "standing": "training", "generation": 1, "since": NOW - 600, "address": "10.0.0.1:1",
-            "failed": False,
+            "run": "train-01234567", "id": id, "standing": "training", "generation": 1, "since": NOW - 600,
+            "address": "10.0.0.1:1", "failed": False,
         }  # fmt: skip
         meta = {"name": name, "namespace": "team", "uid": f"pod-{id}", "labels": labels, "creationTimestamp": CREATED}
         state = {"name": "worker", "ready": True, "state": {"running": {}}}
