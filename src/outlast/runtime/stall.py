@@ -183,7 +183,7 @@ class Watch:
     def _compared(self, ours: Standing) -> str:
         """Say where we are, and compare with the others: the sentence, once all have said the same anew since we suspected it.
 
-        Then all were there at that moment. What one says stands for up to PATIENCE after it has moved on, and while it is stopped.
+        Then all were there at that moment. What one says stands while it is stopped, and for up to PATIENCE after it moved on.
         """
         dist: Any = sys.modules.get("torch.distributed")
         if dist is None or not dist.is_available() or not dist.is_initialized():
