@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
-from outlast.runtime import lifecycle, progress
+from outlast.runtime import elastic, lifecycle, progress, shim
 from outlast.runtime.progress import Progress
 from outlast.runtime.ranks import Ranks
 
@@ -94,3 +96,28 @@ def test_what_an_earlier_container_left_is_forgotten(tmp_path: Path, bystander) 
     written(tmp_path, a_record(bystander.pid))
     ranks.forget()
     assert ranks.look() == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "hung"), [("open", False), ("restore", False), ("first step", True), ("train", True), ("save", False)]
+)
+def test_a_hang_says_something_of_a_step_only_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, hung: bool
+):
+    monkeypatch.setenv(contract.Env.WORKER, "0")
+    written(tmp_path, dataclasses.replace(a_record(1, started=1), phase=phase))
+    verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "time": 0.0}
+    (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
+    handler: Any = SimpleNamespace(generation=1)
+    said = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
+    assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
+
+
+def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.WORKER, "0")
+    monkeypatch.setenv(contract.Env.STATE, str(tmp_path))
+    handler: Any = SimpleNamespace(generation=1)
+    process = SimpleNamespace(local_rank=0, exitcode=-40)
+    assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
+    shim.record_death(40, 0.0)
+    assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0: was killed by signal 40"

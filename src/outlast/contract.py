@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+import signal
 
 API_VERSION = "outlast.dev/v1alpha1"
 KIND = "ElasticJob"
@@ -36,6 +37,14 @@ def exit_code(status: int) -> int:
 def killed(code: int) -> bool:
     """Whether an exit code says that somebody killed the process: SIGHUP, SIGINT, SIGKILL, SIGUSR1's 138 and SIGTERM."""
     return code in (129, 130, 137, 138, 143)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; most of the real-time ones have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Env:

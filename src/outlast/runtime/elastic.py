@@ -40,6 +40,8 @@ _SCRIPTS = (
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError"),
 )
 """Errors that say that the script is wrong, or does not go with what is installed."""
+_STEPS = ("first step", "train")
+"""Phases in which a hang says something of the step. Who hangs while it opens, restores or saves waits for a store or a disk."""
 _PREFIX = "[rank ${rank}] "
 """Of each line that one of several processes writes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
@@ -172,7 +174,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_echo(record)),
-        "hung": bool(verdict.get("stuck")),
+        "hung": bool(verdict.get("stuck")) and reached is not None and reached.phase in _STEPS,
         "early": record["type"] if _early(record, reached) else "",
         "step": reached.step if reached else None,
         "committed": reached.committed if reached else None,
@@ -202,7 +204,7 @@ def _is_cause(failure: dict[str, Any]) -> bool:
 
 
 def _how(exitcode: int) -> str:
-    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"exited with code {exitcode}"
+    return f"was killed by {contract.signal_name(-exitcode)}" if exitcode < 0 else f"exited with code {exitcode}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def record_death(number: int, when: float) -> None:
     path = error_path()
     if os.path.exists(path):
         return
-    name = signal.Signals(number).name
+    name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
     record = {
         "rank": int(os.environ.get("RANK", "0")),
         "type": name,
