@@ -412,6 +412,7 @@ def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
     assert moto_proxy.counts["PUT"] == 1  # having learnt, it does not give up half-way any more
 
 
+@pytest.mark.slow
 def test_slow_parts_go_on(moto_proxy: Proxy, file: Path) -> None:
     place = filled(moto_proxy, patience_s=2)
     moto_proxy.intake = 5 * MIB
