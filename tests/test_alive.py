@@ -182,3 +182,14 @@ def test_machines_that_are_called_the_same_are_told_apart(tmp_path: Path, monkey
     here, there = (stored.home(tmp_path / machine / "jobs/digits") for machine in ("here", "there"))
     assert here.partition(" (id ")[2] != there.partition(" (id ")[2]
     assert stored.home(tmp_path / "here/jobs/digits") == here
+
+
+def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_one(place: store.Store, tmp_path: Path) -> None:
+    runs.claim(place, runs.Run("old", "job", 1.0, state="Running", owner="dead"))
+    assert stored.unfinished(place, None, ended=None, home="host:/here") is not None
+    runs.claim(place, runs.Run("new", "job", 2.0, state="Running", owner="them"), replace=True)
+    runs.set_aside(place, "new")
+    with pytest.raises(AlreadyRunning, match=r"run new of job job in .* has not ended"):
+        stored.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), before=None)
+    assert (now := runs.read(place)) is not None
+    assert now.run == "new"

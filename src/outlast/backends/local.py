@@ -80,7 +80,7 @@ class LocalBackend:
         before = Run.read(places) if unfinished else None
         url = before.store if before else _store(placed)
         place = stored.reach(url) if url else None
-        elsewhere = None
+        elsewhere = ended = None
         if place and not fresh:
             home, ended = stored.home(places.state), self._ended(places)
             elsewhere = stored.unfinished(place, before, ended=ended, home=home, take_over=take_over, say=say)
@@ -97,7 +97,8 @@ class LocalBackend:
         owner = secrets.token_hex(8)
         if place:
             new = runs.Run(run_id, job.metadata.name, submitted, owner=owner)
-            generation = stored.take_over(place, output, new, before=before)
+            replace = fresh or (earlier is None and ended is not None)
+            generation = stored.take_over(place, output, new, before=before, replace=replace)
         places.state.mkdir(parents=True, exist_ok=True)
         code, self.notices = _snapshot(placed, source, places.code, (self._state, output), submitted)
         placed = _frozen(placed, places.state)

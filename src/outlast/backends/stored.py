@@ -84,13 +84,14 @@ def home(state: Path) -> str:
     return f"{socket.gethostname()}:{state} (id {kept.read_text()})"
 
 
-def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None) -> int:
+def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None, replace: bool = False) -> int:
     """Take a run up: from now on others add nothing to it. What it has left there and is not here is brought, but for
     checkpoints. The generation that is fenced off; the next one is ours.
 
     `before` is the run as this machine has had it. If somebody else has had it since, what lies here is older and goes aside.
+    Raises AlreadyRunning when another run has the place by now and has not ended, unless that is to be replaced.
     """
-    old = runs.claim(place, new, replace=True)
+    old = runs.claim(place, new, replace=replace)
     runs.set_aside(place, new.run)
     runs.take(place, new.run, new.owner)
     latest, directory = register.read(place, new.run), output / contract.CHECKPOINTS
