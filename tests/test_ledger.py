@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from outlast.runtime import ledger
@@ -122,3 +123,11 @@ def test_a_full_disk_drops_events_and_ends_nothing(tmp_path):
     assert steps == list(range(len(steps)))
     assert 0 < len(steps) < 1000
     assert Path(tmp_path / "a.jsonl").stat().st_size <= 20_000
+
+
+def test_a_line_that_comes_in_many_pieces_is_put_together_once():
+    pieces = [b"a\nb", *[b"x" * 10_000] * 3_000, b"\n", b"c\n\n", b"d"]
+    began = time.process_time()
+    found = list(ledger.lines(pieces))
+    assert (found[0], len(found[1]), found[2:]) == (b"a", 30_000_001, [b"c", b"", b"d"])
+    assert time.process_time() - began < 2  # in proportion to the bytes

@@ -437,18 +437,22 @@ class _Tail:
 
     def __init__(self, path: Path, last: int | None) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
-        self._rest = b""
+        self._begun: list[bytes] = []
+        """Of a line that has not ended."""
         if last is not None:
             self._file.seek(self._before(last))
 
     def lines(self, *, rest: bool) -> Iterator[str]:
         """The whole lines that are there now; with `rest` also an unfinished last one."""
         while piece := self._file.read(_PIECE):
-            *whole, self._rest = (self._rest + piece).split(b"\n")
-            for line in whole:
-                yield line.decode(errors="replace")
-        if rest and self._rest:
-            line, self._rest = self._rest, b""
+            first, *others = piece.split(b"\n")
+            self._begun.append(first)
+            if others:
+                for line in (b"".join(self._begun), *others[:-1]):
+                    yield line.decode(errors="replace")
+                self._begun = others[-1:]
+        if rest and (line := b"".join(self._begun)):
+            self._begun = []
             yield line.decode(errors="replace")
 
     def _before(self, last: int) -> int:

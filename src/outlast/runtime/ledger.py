@@ -147,11 +147,15 @@ def read(directory: Path) -> Events:
 
 def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a text that comes in pieces, without their newlines."""
-    rest = b""
+    begun: list[bytes] = []
     for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from whole
-    if rest:
+        first, *others = piece.split(b"\n")
+        begun.append(first)
+        if others:
+            yield b"".join(begun)
+            yield from others[:-1]
+            begun = others[-1:]
+    if rest := b"".join(begun):
         yield rest
 
 
