@@ -160,6 +160,21 @@ def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
     assert ownership.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
 
 
+def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_change(place: store.Store, tmp_path: Path) -> None:
+    environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10", "OUTLAST_RUN": "a", "OUTLAST_MEMBER": "uid"}
+    homes = []
+    for authorities in ("before", "after"):
+        (tmp_path / "ca.crt").write_text(authorities)
+        homes.append(ownership.home(environ, tmp_path / "ca.crt"))
+    taken(place, "a", homes[0])
+    heart, later = a_heart(place, "a", homes[0]), a_heart(place, "a", homes[1], index=1)
+    heart.once(place, first=True)
+    later.once(place, first=True)
+    heart.once(place, first=False)
+    later.once(place, first=False)
+    assert taken(place, "a", homes[1]) == "a"
+
+
 def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_else(place: store.Store) -> None:
     runs.claim(place, runs.Run("r", "job", 1.0, state="Running", owner="us"))
     alive.beat(place, "r", "host:/elsewhere")

@@ -91,9 +91,12 @@ def place(output: Path, url: str) -> store.Store:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Where this pod's job is trained, see `remote.alive`: the same for all its pods. Clusters are told apart by their
-    authorities, where pods can see them."""
+    """Where this pod's job is trained, see `remote.alive`: the same for all its pods. Jobs of an operator are told apart by their
+    run, which is no other's; the others by their cluster's authorities, where pods can see them: pods that were started before
+    and after those have changed are taken for two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
+    if contract.Env.MEMBER in environ:
+        return f"{name} ({environ[contract.Env.RUN]})"
     with contextlib.suppress(OSError):
         return f"{name} of cluster {hashlib.sha256(authorities.read_bytes()).hexdigest()[:8]}"
     return name
