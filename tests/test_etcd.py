@@ -318,6 +318,22 @@ def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
         client.range("x")
 
 
+def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etcd: Server) -> None:
+    for n in range(20):  # a token says what its etcd had done by then, and one that has done less waits
+        own_etcd.auth("role/add", name=f"role-{n}")
+    own_etcd.auth("user/add", name="root", password="r")
+    own_etcd.auth("user/grant", user="root", role="root")
+    own_etcd.auth("enable")
+    address = etcd.address(own_etcd.endpoint, {"user": "root", "password": "r"}, {})
+    with contextlib.closing(etcd.Etcd(address, answer_s=0.5)) as client:
+        client.range("x")
+        own_etcd.lose_data()
+        with pytest.raises(EtcdAway, match="does not answer"):
+            client.txn([], [put("x", "1")])
+        client.txn([], [put("x", "1")])
+        assert client.range("x").found[0].value == "1"
+
+
 def test_users_that_are_made_and_changed_meanwhile_are_no_obstacle(tmp_path: Path) -> None:
     if not binary():
         pytest.skip("there is no etcd here")

@@ -293,6 +293,8 @@ class Etcd:
                 with self._send(self._connection, path, body, self._token) as answer:
                     text = answer.read()
             except TimeoutError as problem:
+                if not kept:  # an etcd that has lost its data lets a token of before wait, perhaps for ever
+                    self._token = ""
                 raise EtcdAway(f"{self._named(where)} does not answer within {self._answer_s:.2g} s") from problem
             except (OSError, http.client.HTTPException) as problem:
                 self._hang_up()
