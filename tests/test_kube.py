@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import socket
 import stat
@@ -575,6 +576,25 @@ def test_bookmarks_move_a_watch_on_without_being_told(api: apiserver.ApiServer, 
     watched.end()
     assert watched.said == [("added", "one")]
     assert watched.versions[1] == "777"
+
+
+def test_a_watch_of_what_never_changes_is_neither_lost_nor_begun_late(
+    api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused: list[int] = []
+    monkeypatch.setattr(kube, "_pause", lambda failures: paused.append(failures) or 0.0)
+    monkeypatch.setattr(kube, "_STOOD_S", 0.0)
+    watched = Watched(cluster)
+    for times in (1, 2, 3):
+        api.until(lambda: sum("watch=true" in path for path in api.asked) == times and len(api.watchers) == 1)  # noqa: B023
+        api.cut()  # the server ends it, and has sent no bookmark
+    api.until(lambda: sum("watch=true" in path for path in api.asked) == 4)
+    watched.end()
+    assert paused == []
+    assert None not in watched.versions
+    asked = [float(found[1]) for path in api.asked if (found := re.search(r"timeoutSeconds=(\d+)", path))]
+    assert len(asked) == 4
+    assert max(asked) < kube._SILENCE_S
 
 
 def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

@@ -50,10 +50,13 @@ _SERVERS = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "gen
 _CONNECT_S = 10.0
 _READ_S = 65.0
 """The API server ends ordinary requests after 60 s."""
-_WATCH_S = 290
-"""A watch is begun anew after about so long, as client-go does; the server may end it sooner."""
+_WATCH_S = 140
+"""The server is asked to end a watch after at most so long; the next goes on where it ended. That is before `_SILENCE_S`: of a
+kind to which nothing has happened since the server began, it sends no bookmarks, and only the end shows that it was there."""
 _SILENCE_S = 150.0
-"""A watch over which nothing has come for so long, no bookmark either, is taken for dead. Bookmarks come every minute."""
+"""A watch over which nothing has come for so long, no bookmark and no end either, is taken for dead."""
+_STOOD_S = 30.0
+"""A watch that stood for so long before the server ended it has not failed, although nothing has come."""
 _MESSAGE = 2**20
 """Bytes of the longest message over a websocket; a kubelet's are 32 KiB."""
 _LAST_S = 1.0
@@ -417,6 +420,7 @@ class Cluster:
                     version = yield from known.differences(self._pages(kind, **select))  # type: ignore[arg-type]
                     begun = True
                 failures += 1  # unless anything comes: a connection that ends at once is no better than none
+                since = time.monotonic()
                 for reached, change in self._changes(kind, version, stop, tell=tell, **select):
                     version, failures = reached, 0
                     if change is not None:
@@ -424,6 +428,8 @@ class Cluster:
                         yield change
                     else:
                         tell(version)
+                if time.monotonic() - since >= _STOOD_S:
+                    failures = 0
             except _Gone:
                 version = ""
                 tell(None)
