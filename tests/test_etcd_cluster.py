@@ -36,7 +36,7 @@ def an_etcd(namespace: str, wanted: install.Etcd) -> list[Document]:
     (container,) = documents[-1]["spec"]["template"]["spec"]["containers"]
     container["image"] = os.environ["OUTLAST_TEST_IMAGE"]
     container["env"].append({"name": "HOME", "value": "/tmp"})
-    for probe, path in (("startupProbe", "/version"), ("livenessProbe", "/version"), ("readinessProbe", "/health")):
+    for probe, path in (("startupProbe", "/metrics"), ("livenessProbe", "/metrics"), ("readinessProbe", "/health")):
         container[probe]["httpGet"]["path"] = path
     return documents
 
