@@ -31,6 +31,7 @@ def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: s
     """A heart that beats only when it is told to."""
     heart = alive.Heart.__new__(alive.Heart)
     heart._run, heart._owner, heart._where, heart._index, heart._etag = run, owner, home, index, ""
+    heart._doubted = False
     return heart
 
 
@@ -149,8 +150,31 @@ def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -
     here, there = a_heart(place, "a", f"{A} of cluster 1"), a_heart(place, "a", f"{A} of cluster 2")
     here.once(place, first=True)
     there.once(place, first=True)
+    here.once(place, first=False)
+    there.once(place, first=False)
     with pytest.raises(Superseded, match=r"is trained by team-a/cifar10 of cluster 2 now"):
         here.once(place, first=False)
+    for _ in range(3):
+        there.once(place, first=False)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Store, index: int) -> None:
+    taken(place, "a", A)
+    runs.take(place, "a", "b")  # A was silent for long
+    ours = a_heart(place, "a", B, owner="b")
+    hearts = [ours, a_heart(place, "a", B, index=1, owner="b")]
+    for _ in range(2):
+        for heart in hearts:
+            heart.once(place, first=False)
+    alive.beat(place, "a", A)  # which it had begun before
+    hearts[index].once(place, first=False)
+    for _ in range(3):
+        for heart in hearts:
+            heart.once(place, first=False)
+    there = alive.last(place)
+    assert there is not None
+    assert there.where == B
 
 
 def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ class Heart:
         self._index, self._lost = index, lost
         self._stop = threading.Event()
         self._etag = ""
+        self._doubted = False
+        """Whether somebody else has spoken since we did."""
         self.silent = False
         """Whether somebody else has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
@@ -160,7 +162,11 @@ class Heart:
         there = last(place)
         foreign = there is not None and there.run == self._run and there.where != self._where and not there.left
         if there is not None and foreign and not first and there.etag != self._etag and self._etag:
-            raise Superseded(f"run {self._run} in {place.url} is trained by {there.where} now")
+            if self._doubted:
+                raise Superseded(f"run {self._run} in {place.url} is trained by {there.where} now")
+            self._doubted = True  # it may be the last word of an owner that stood still before it was sent
+        elif not foreign:
+            self._doubted = False
         if self._index == 0 or there is None or there.left or there.etag == self._etag:
             beat(place, self._run, self._where)
             there = last(place)
