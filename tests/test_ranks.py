@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
-from outlast.runtime import elastic, lifecycle, progress, shim
+from outlast.runtime import elastic, lifecycle, progress, ranks, shim
 from outlast.runtime.progress import Progress
 from outlast.runtime.ranks import Ranks
 
@@ -121,3 +122,14 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, m
     assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
     shim.record_death(40, 0.0)
     assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0: was killed by signal 40"
+
+
+def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(ranks, "DUMP_S", 0.3)
+    (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "py-spy").chmod(0o755)
+    began = time.monotonic()
+    ranks.dump_stacks(list(range(1, 17)), tmp_path / "stacks")
+    assert time.monotonic() - began < 16 * 0.3
+    assert (tmp_path / "stacks").read_text().count("no stack") == 16

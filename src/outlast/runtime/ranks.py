@@ -12,13 +12,18 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import contract
 from outlast.clock import Seen
 from outlast.runtime import progress
 from outlast.runtime.lifecycle import Process
+
+DUMP_S = 10.0
+"""How long py-spy may take; an agent that gives no sign of life for 20 s is taken for stuck."""
 
 
 class Ranks:
@@ -64,16 +69,21 @@ def _state(record: progress.Progress) -> str:
 
 
 def dump_stacks(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path` with py-spy; a problem with that is written there instead."""
-    texts = []
-    for pid in pids:
-        py_spy = Path(sys.executable).with_name("py-spy")
-        argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
-            texts.append(done.stdout or f"process {pid}: py-spy says: {done.stderr}")
-        except (OSError, subprocess.TimeoutExpired) as problem:
-            texts.append(f"process {pid}: no stack: {problem}\n")
+    """Write the Python stacks of processes to `path` with py-spy, of all at once: whoever asks gives no sign of life meanwhile. A
+    problem with that is written there instead."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    end = time.monotonic() + DUMP_S
+    with ThreadPoolExecutor(max(1, len(pids))) as crew:
+        texts = list(crew.map(lambda pid: _stack(py_spy, pid, end - time.monotonic()), pids))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(texts))
+
+
+def _stack(py_spy: Path, pid: int, seconds: float) -> str:
+    argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
+        return done.stdout or f"process {pid}: py-spy says: {done.stderr}"
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return f"process {pid}: no stack: {problem}\n"
