@@ -6,6 +6,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,3 +121,19 @@ def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place:
     assert [name for name in place.names() if name.endswith(".json")] == ["b.json", "run.json"]
     assert (tmp_path / "previous/a/logs/worker-0.log").read_text() == "a\na\n"
     assert checkpoints.owner(tmp_path / "previous/a/checkpoints") == "a"
+
+
+def test_of_two_that_take_a_run_at_once_the_second_knows_of_the_first(
+    place: store.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken(place, "a")
+    write, meanwhile = runs._write, iter(["c"])
+
+    def slowly(*asked: Any) -> bool:
+        for owner in meanwhile:
+            runs.take(place, "a", owner)
+        return write(*asked)
+
+    monkeypatch.setattr(runs, "_write", slowly)
+    now = runs.take(place, "a", "b")
+    assert (now.owner, now.before) == ("b", ("a", "c"))

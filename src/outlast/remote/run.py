@@ -124,6 +124,10 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
 
 def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
     """Change the record of a run; as it is now. Raises Superseded when another run owns the place, or another owner than `by`."""
+    return _change(store, run, by, lambda record: dataclasses.replace(record, **changes))
+
+
+def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> Run:
     conditional = store.conditional()
     for _ in range(_ATTEMPTS):
         record, etag, problem = _load(store)
@@ -132,7 +136,7 @@ def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
             raise Superseded(f"run {run} no longer owns {store.url}: {owner}")
         if by and record.owner != by:
             raise Superseded(_elsewhere(store, run))
-        new = dataclasses.replace(record, **changes)
+        new = changed(record)
         if new == record or _write(store, new, etag, conditional):
             return new
     raise _restless(store)
@@ -140,9 +144,12 @@ def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
 
 def take(store: Store, run: str, owner: str) -> Run:
     """Take a run up, or go on with it: it is `owner`'s from now on, and others add nothing to it."""
-    old = update(store, run)
-    before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
-    return update(store, run, owner=owner, before=before, state="Running", reason="", exit_code=None)
+
+    def taken(old: Run) -> Run:
+        before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
+        return dataclasses.replace(old, owner=owner, before=before, state="Running", reason="", exit_code=None)
+
+    return _change(store, run, "", taken)
 
 
 def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:
