@@ -16,6 +16,7 @@ from outlast.backends import workers
 from outlast.backends.launcher import Launcher
 from outlast.backends.local import LocalBackend
 from outlast.backends.places import Places
+from outlast.backends.workers import Ended, Worker
 from outlast.errors import OutlastError
 from outlast.rendezvous import decider, world
 from outlast.rendezvous.handler import Handler
@@ -214,3 +215,19 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
     launcher._finish()
     backend = LocalBackend(tmp_path / "state", start=lambda *_: None)
     assert backend.status("job").goodput == goodput.buckets(backend.events("job"), None).goodput > 0
+
+
+def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those_that_never_came_back_are_more(tmp_path: Path):
+    machine = Machine()
+    launcher = a_launcher(tmp_path, machine)
+    launcher.known = world.State({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
+    launcher.known = launcher.known.after(world.Call(2, "lost worker 0", False, launcher.clock()))
+    counted = []
+    for index in (0, 1, 1):
+        launcher._died(Ended(Worker(index, 1, 1), 137, ""))
+        for _ in range(20):
+            machine.goes_on(0.1)
+            launcher.judge_when_settled()
+        counted.append(launcher.restarts)
+        launcher.staff._vain[1] += index  # it is started again
+    assert counted == [1, 1, 2]

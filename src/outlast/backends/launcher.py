@@ -242,6 +242,9 @@ class Launcher(Decider):
             self.joiners[index] = f"{end.reason}; it will be started again"
             return
         generation, step = self.generation(), self.status.step
+        inside = self.known.world is not None and index in self.known.world.members and self.staff.trained(index)
+        if inside and self.judged >= generation:
+            return  # it goes with the failure of its world, which is counted
         died = Failure(worker=index, code=end.code, reason=end.reason, generation=generation, step=step, time=time.time())
         self.add_failure(died, echo=False)
 

@@ -148,6 +148,10 @@ class Staff:
         """This worker is in a world: when it dies it is started again at once."""
         self._vain[index] = 0
 
+    def trained(self, index: int) -> bool:
+        """Whether this worker has been in a world since its last start."""
+        return not self._vain[index]
+
     def pause(self, index: int) -> None:
         """Start this worker again only after a pause that grows with its vain starts."""
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._vain[index], len(BACKOFF_S) - 1)]
