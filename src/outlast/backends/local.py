@@ -556,13 +556,25 @@ def _output(job: spec.Job, state: Path) -> Path:
 def _unused(output: Path) -> None:
     """Raise AlreadyRunning when a launcher with its state elsewhere drives a job of this output; one that dies gets a moment."""
     deadline = time.monotonic() + _DYING_S
-    while not locks.free(output / contract.OWNER):
+    while not _free(output):
         if time.monotonic() > deadline:
             whose = (output / contract.OWNER).read_text() or "another launcher"
             raise AlreadyRunning(
                 f"output {output} is in use by the job in {whose}; end it there, or give this job another name or output"
             )
         time.sleep(_LOOK_S)
+
+
+def _free(output: Path) -> bool:
+    try:
+        return locks.free(output / contract.OWNER)
+    except OSError as problem:
+        raise _unwritable(output, problem) from problem
+
+
+def _unwritable(output: Path, problem: OSError) -> OutlastError:
+    why = problem.strerror or problem
+    return OutlastError(f"output: cannot write to {output}: {why}; choose another directory or mend its rights")
 
 
 def _make_room(output: Path, code: Path, run: str) -> None:
@@ -583,9 +595,7 @@ def _make_room(output: Path, code: Path, run: str) -> None:
                 shutil.move(entry, kept / entry.name)
         (output / contract.LEDGER).mkdir(exist_ok=True)
     except OSError as problem:
-        raise OutlastError(
-            f"output: cannot write to {output}: {problem.strerror or problem}; choose another directory or mend its rights"
-        ) from problem
+        raise _unwritable(output, problem) from problem
 
 
 def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path], submitted: float) -> tuple[Path, list[str]]:
