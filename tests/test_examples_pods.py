@@ -39,7 +39,7 @@ class Pods:
         there = {
             "etcds://outlast-etcd.outlast-system:2379": self._etcd.endpoint,
             "$(POD_IP)": "127.0.0.1",
-            "--rdzv-id=$(NAMESPACE)/hand-made": f"--rdzv-id={self.directory.name}",
+            "$(NAMESPACE)": self.directory.name,
             "/code/train.py": str(ROOT / "examples" / "train.py"),
             "/out": str(self.directory / name),
         }

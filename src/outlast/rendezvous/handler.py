@@ -130,7 +130,8 @@ class Handler(RendezvousHandler):
         return True
 
     def get_run_id(self) -> str:
-        return self._run_id
+        """As torch is to know it, which begins the name of a directory with it."""
+        return self._run_id.replace("/", ".")
 
     def is_closed(self) -> bool:
         return self._client.closed is not None
