@@ -159,7 +159,7 @@ def test_editing_the_requirements_does_not_change_a_run_on_its_way(tmp_path: Pat
 # Virtual environments
 
 
-@pytest.mark.parametrize("installer", ["pip", "uv"])
+@pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.slow), "uv"])
 def test_requirements_come_on_top_of_our_python(maker: Maker, installer: str):
     """Torch stays the one below, other versions of small packages come before those below, and our entry points stay visible."""
     uv = shutil.which("uv")

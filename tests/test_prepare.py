@@ -245,6 +245,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_fetch_that_is_killed_again_and_again_goes_on_where_it_was(tmp_path: Path, rclone: Place):
     """kill -9 at random moments. Files that were whole are not fetched again: their inodes stay."""
     rng = random.Random(5)

@@ -503,7 +503,9 @@ every_moment = pytest.mark.parametrize(
     [(False, False), (False, True), (True, False), (True, True)],
     ids=["killed before", "killed after", "failed", "answer lost"],
 )
-each_register = pytest.mark.parametrize("conditional", [True, False], ids=["swapped", "named"])
+each_register = pytest.mark.parametrize(
+    "conditional", [pytest.param(True, id="swapped"), pytest.param(False, id="named", marks=pytest.mark.slow)]
+)
 
 
 @every_moment
