@@ -80,6 +80,8 @@ def test_the_roles_allow_nothing_that_the_operator_does_not_do(world: World) -> 
 
     world.start(deciders=deciders.of(Limits()), every_s=0.5)
     api.until(lambda: has("PATCH .*/pods/own-volcano-worker-0") and workloads("waits") and workloads("evicted"))
+    own = {f"own-{gang}-worker-{n}" for gang in ("volcano", "coscheduling") for n in (0, 1)}
+    api.until(lambda: own <= set(world.pods()))  # what is made for them is there, so that a change patches it
     condition = {"status": "True", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}
     for conditions in (("QuotaReserved", "Admitted"), ("QuotaReserved", "Admitted", "Evicted")):
         admission = {"podSetAssignments": [{"name": "main", "flavors": {}, "count": 2}]}

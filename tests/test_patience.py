@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
 from outlast import store
-from outlast.errors import Denied, StoreError, Unreachable
-from outlast.patience import patiently
+from outlast.errors import Denied, Stopped, StoreError, Unreachable
+from outlast.patience import give_up, interruptibly, patiently
 
 
 def attempts(*takes_s: float, wrong: type[StoreError] = Unreachable) -> tuple[Callable[[], int], list[float]]:
@@ -57,3 +60,19 @@ def test_a_store_has_all_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     place = store.open_("s3://bucket", patience_s=2)
     attempt, _ = attempts(1.2, 0.1)
     assert place._do("read", "key", attempt) == 3
+
+
+def test_a_signal_that_comes_with_the_first_request_ends_the_wait() -> None:
+    over = threading.Event()
+
+    def attempt() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        over.wait(20)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: give_up("told to"))
+    try:
+        with pytest.raises(Stopped, match="told to"):
+            interruptibly(attempt)
+    finally:
+        over.set()
+        signal.signal(signal.SIGUSR1, before)

@@ -83,9 +83,9 @@ def interruptibly(attempt: Callable[[], T]) -> T:
             result.set_exception(error)
 
     global _waiting
-    threading.Thread(target=work, name="store", daemon=True).start()
-    _waiting = True
+    _waiting = True  # before the work begins: a signal that comes with its first request must not be lost
     try:
+        threading.Thread(target=work, name="store", daemon=True).start()
         return result.result()
     finally:
         _waiting = False
