@@ -46,6 +46,7 @@ def python(script: str, *args: str, cwd: Path) -> str:
     return subprocess.run(command, cwd=cwd, env={**os.environ, **world}, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.slow
 def test_the_own_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     first = python("train.py", "--steps=20", "--save-every=10", "--out=kept", cwd=tmp_path)
     assert [line.split(" loss ")[0] for line in first.splitlines()] == ["step 10", "step 20"]

@@ -266,6 +266,7 @@ def real_race(seed: int, saved: Saved, tmp_path: Path, place: Store) -> None:
         assert (restored.path / name).read_bytes() == content(5, 2, name)
 
 
+@pytest.mark.slow
 def test_racing_generations_mix_nothing_in_a_real_store(saved: Saved, tmp_path: Path, s3: Bucket):
     for seed in range(8):
         real_race(seed, saved, tmp_path, store.open_(f"{s3.url}/{seed}"))

@@ -35,6 +35,7 @@ def test_a_wrong_configuration_is_not_tried_again(machine):
     assert status.failure.log_tail == "rank 0 step 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
     code = machine.directory / "code"
@@ -154,6 +155,7 @@ def test_a_script_that_is_not_there_is_named_before_anything_starts(machine):
     assert not (machine.directory / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02")))
     machine.at_step(name, 3)

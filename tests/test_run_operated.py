@@ -126,6 +126,7 @@ def all_steps(pods: Pods) -> None:
     assert sorted(set(steps)) == list(range(1, 101))
 
 
+@pytest.mark.slow
 def test_training_outlasts_the_api_server_and_a_worker_that_is_killed_and_comes_back_as_another_pod(operated):
     with operated() as operator:
         pods = operator.pods

@@ -400,6 +400,7 @@ def test_a_slow_answer_goes_on(moto_proxy: Proxy) -> None:
     assert place.get("b/x") == OLD  # 2 s
 
 
+@pytest.mark.slow
 def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
     place = filled(moto_proxy, patience_s=2)
     data = os.urandom(6 * MIB)
