@@ -630,8 +630,7 @@ def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], sub
     code.copy(path, entries, into, submitted)
     notices = []
     if withheld:
-        said = f"without {tree.some(withheld)}, which may hold credentials ({tree.bring_back(withheld)})"
-        notices.append(f"code: {said}; pods do not get it either")
+        notices.append(f"code: {tree.without_credentials(withheld)}; pods do not get it either")
     if ignored:
         said = f"without {tree.some(ignored)}, as .gitignore or .outlastignore says ({tree.bring_back(ignored)})"
         notices.append(f"code: {said}")

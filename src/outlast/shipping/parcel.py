@@ -122,12 +122,8 @@ def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path
     fields = made.job.spec
     environment = fields.environment.model_copy(update=dict(_in_code(fields.environment, root.resolve(), names)))
     changed = made.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
-    return dataclasses.replace(made, job=changed, sentence=made.sentence + _without(withheld))
-
-
-def _without(withheld: Collection[str]) -> str:
-    """What is said of files that look like credentials; nothing without any."""
-    return f"; without {tree.some(withheld)}, which may hold credentials ({tree.bring_back(withheld)})" if withheld else ""
+    without = f"; {tree.without_credentials(withheld)}" if withheld else ""
+    return dataclasses.replace(made, job=changed, sentence=made.sentence + without)
 
 
 def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:

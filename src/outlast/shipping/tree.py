@@ -162,6 +162,11 @@ def some(names: Collection[str]) -> str:
     return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
 
 
+def without_credentials(withheld: Collection[str]) -> str:
+    """What is said of files that look like credentials, here and to who submits."""
+    return f"without {some(withheld)}, which may hold credentials ({bring_back(withheld)})"
+
+
 def bring_back(names: Collection[str]) -> str:
     """How to make code of what was left out."""
     return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
