@@ -233,6 +233,12 @@ def test_the_only_job_needs_no_name(backend: fake.FakeBackend, outlast: Outlast,
     assert outlast(backend, "status")[1].startswith("one: Succeeded: all steps are done\n")
     assert JobStatus.model_validate_json(outlast(backend, "status", "-o", "json")[1]).name == "one"
     a_machine_with_jobs(backend, outlast, job_file, "two")
+    _, out, err = outlast(backend, "status")
+    assert (out[:14], err) == ("two: Succeeded", "outlast | two: the newest of 2 jobs; outlast list shows all\n")
+    backend.runs["one"].status.state = State.SUSPENDED
+    _, out, err = outlast(backend, "status")
+    assert (out[:14], err) == ("one: Suspended", "outlast | one: the only unfinished one of 2 jobs; outlast list shows all\n")
+    backend.runs["two"].status.state = State.RUNNING
     assert outlast(backend, "status") == (2, "", "Error: which job? there are one, two\n")
     assert outlast(backend, "status", "ome") == (2, "", "Error: no job ome; did you mean one? there are one, two\n")
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -20,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast import chaos, contract, files, spec
+from outlast import chaos, cli, contract, files, spec
 from outlast.backends import local
 from outlast.backends.local import LocalBackend
 from outlast.backends.places import Places, Wanted
@@ -85,6 +87,58 @@ class Here:
 @pytest.fixture
 def here(tmp_path: Path) -> Here:
     return Here(tmp_path)
+
+
+def outlast(here: Here, *words: object) -> tuple[int, str]:
+    """Runs a command on this backend: exit code, and what it prints."""
+    done = io.StringIO()
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stdout(done), contextlib.redirect_stderr(done):
+        cli.main([str(word) for word in words], backend=here.backend)
+    return int(ended.value.code or 0), done.getvalue()
+
+
+def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.submit()
+    (here.output / "last.pt").write_text("weights")
+    here.leave(State.SUSPENDED)
+    refused = "Error: job job has not ended (Suspended); outlast cancel job ends it for good\n"
+    assert outlast(here, "forget", "job", "--yes") == (2, refused)
+    assert outlast(here, "forget", "--all-finished", "--yes") == (0, "no job has ended\n")
+    here.leave(State.FAILED)
+    assert outlast(here, "forget", "--older-than", "7d") == (0, "no job has ended longer than 7d ago\n")
+    code, said = outlast(here, "forget", "job")
+    assert code == 2
+    assert said.endswith("Error: this removes 1 job; add --yes if they may be removed\n")
+    code, said = outlast(here, "forget", "--all-finished", "--yes")
+    assert code == 0
+    assert re.fullmatch(
+        rf"removed job: {here.places.state} \(.* KiB\); its output stays in {here.output} \(.*B; --output removes it, too\)\n",
+        said,
+    )
+    assert (here.places.state.exists(), (here.output / "last.pt").exists(), here.backend.list()) == (False, True, [])
+
+    here.submit()
+    here.leave(State.SUCCEEDED)
+    monkeypatch.setattr(local, "_DYING_S", 0.0)
+    with open(here.output / contract.OWNER, "a") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        code, said = outlast(here, "forget", "job", "--output", "--yes")
+        assert (code, here.places.run.exists()) == (2, True)
+        assert "is in use by the job in" in said
+    assert outlast(here, "forget", "job", "--output", "-y")[0] == 0
+    assert (here.output.exists(), here.places.state.exists()) == (False, False)
+
+
+def test_git_ignores_the_state_but_nothing_that_is_not_ours(here: Here) -> None:
+    state = here.places.state.parent.parent
+    state.mkdir()
+    (state / "mine.py").write_text("")
+    here.submit()
+    assert not (state / ".gitignore").exists()
+    (state / "mine.py").unlink()
+    here.leave(State.SUCCEEDED)
+    here.submit()
+    assert (state / ".gitignore").read_text() == "*\n"
 
 
 # The job's own files

@@ -19,8 +19,9 @@ HEAD = """\
 
 <!-- Written by `python docs/guide/commands.py > docs/guide/commands.md` from each command's --help. -->
 
-The name of a job may be left out when there is only one. Jobs are those of the working directory: their state is in `.outlast/`,
-or where the environment variable `OUTLAST_STATE_DIR` says; or those of a cluster, see [training in a cluster](kubernetes.md).
+Jobs are those of the working directory: their state is in `.outlast/`, or where the environment variable `OUTLAST_STATE_DIR`
+says; or those of a cluster, see [training in a cluster](kubernetes.md). Without a name a command means the only unfinished job,
+or the newest when all have finished, and says which; in a cluster, which others use too, only the only one.
 
 | exit code | meaning |
 |---|---|

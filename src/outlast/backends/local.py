@@ -100,6 +100,7 @@ class LocalBackend:
             replace = fresh or (earlier is None and ended is not None)
             generation = stored.take_over(place, output, new, before=before, replace=replace)
         places.state.mkdir(parents=True, exist_ok=True)
+        _ignored_by_git(self._state)
         code, self.notices = _snapshot(placed, source, places.code, (self._state, output), submitted)
         placed = _frozen(placed, places.state)
         files.replace(places.job, spec.dump(placed), durable=True)
@@ -319,6 +320,33 @@ class LocalBackend:
         run = Run.read(places)
         if run.store and state.final and (problem := stored.end(run, state, reason, contract.Exit.FAILED)):
             raise OutlastError(f"job {name} is {str(state).lower()} here, but {run.store} does not say so: {problem}")
+
+    def forget(self, name: str, *, output: bool = False) -> None:
+        """Remove the state of a job that has ended, its copy of the code with it, and with `output` its output on this machine.
+
+        What is in a store stays. Raises OutlastError for a job that has not ended, or whose output another job uses.
+        """
+        places = self._known(name)
+        status = self.status(name)
+        if not status.state.final:
+            raise OutlastError(f"job {name} has not ended ({status.state}); outlast cancel {name} ends it for good")
+        self._not_running(places)
+        there = Path(Run.read(places).output)
+        if output:
+            _unused(there)
+        try:
+            places.run.unlink()  # first: half a state directory is no job
+            shutil.rmtree(places.state)
+            if output and there.exists():
+                shutil.rmtree(there)
+        except OSError as problem:
+            raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
+
+    def kept(self, name: str) -> tuple[Path, Path, str]:
+        """Where what is kept of a job lies: its state, its output, and the URL of that in its store or an empty one."""
+        places = self._known(name)
+        run = Run.read(places)
+        return places.state, Path(run.output), run.store
 
     def _wish(self, places: Places, **changes: object) -> None:
         dataclasses.replace(Wanted.read(places), **changes).write(places)  # type: ignore[arg-type]
@@ -570,6 +598,12 @@ def _free(output: Path) -> bool:
         return locks.free(output / contract.OWNER)
     except OSError as problem:
         raise _unwritable(output, problem) from problem
+
+
+def _ignored_by_git(state: Path) -> None:
+    """Have git ignore the directory of our state, unless it holds anything that is not ours."""
+    if {entry.name for entry in state.iterdir()} <= {"jobs", "runs"}:
+        (state / ".gitignore").write_text("*\n")
 
 
 def _unwritable(output: Path, problem: OSError) -> OutlastError:

@@ -20,6 +20,7 @@ from outlast.cli import (
     checkpoints,
     data,
     doctor,
+    forget,
     image,
     inside,
     install,
@@ -130,6 +131,7 @@ app.command(cls=which.takes("[NAME] N"))(jobs.scale)
 app.command()(jobs.suspend)
 app.command()(jobs.resume)
 app.command()(jobs.cancel)
+app.command()(forget.forget)
 app.command()(why.why)
 app.command()(top.top)
 app.command("exec", cls=which.takes("NAME -- COMMAND"))(inside.exec_)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +23,7 @@ from outlast.errors import NotFound, OutlastError
 if TYPE_CHECKING:
     from outlast.backends import Backend
     from outlast.backends.kubernetes import KubernetesBackend
+    from outlast.status import JobStatus
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
 TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")]
@@ -92,7 +94,7 @@ def suffix(namespace: str | None, context: str | None) -> str:
     return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
 
 
-def _names(incomplete: str) -> list[str]:
+def names(incomplete: str) -> list[str]:
     """For the shell's completion."""
     return [status.name for status in backends.find().list() if status.name.startswith(incomplete)]
 
@@ -100,7 +102,10 @@ def _names(incomplete: str) -> list[str]:
 NameArgument = Annotated[
     str | None,
     typer.Argument(
-        metavar="NAME", help="Name of the job; may be left out when there is only one.", show_default=False, autocompletion=_names
+        metavar="NAME",
+        help="Name of the job. Default: the only unfinished one, else the newest; in a cluster the only one.",
+        show_default=False,
+        autocompletion=names,
     ),
 ]
 
@@ -115,8 +120,24 @@ def job(place: Backend, name: str | None) -> str:
         if not names and not there.cluster.has_namespace():
             raise there.nowhere()
         return show.one_of("job", None, names, none=none)
-    known = [status.name for status in place.list()]
+    statuses = place.list()
+    if name is None and len(statuses) > 1 and (found := meant(statuses)):
+        name, reason = found
+        print(f"outlast | {name}: {reason}; outlast list shows all", file=sys.stderr)
+    known = [status.name for status in statuses]
     return show.one_of("job", name, known, none="no job has been run here; start one with `outlast run FILE`, in this directory")
+
+
+def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
+    """Of several jobs (the newest last) the one that a command without a name means, and why: the only unfinished one, or the
+    newest when all have finished. None when several are unfinished."""
+    match [status.name for status in statuses if not status.state.final]:
+        case []:
+            return statuses[-1].name, f"the newest of {len(statuses)} jobs"
+        case [name]:
+            return name, f"the only unfinished one of {len(statuses)} jobs"
+        case _:
+            return None
 
 
 def in_store(given: str | None) -> str | None:

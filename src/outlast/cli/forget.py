@@ -1,0 +1,112 @@
+"""`outlast forget`: remove what is kept of jobs that have ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast import units
+from outlast.cli import show, terminal, which
+from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.errors import OutlastError
+
+if TYPE_CHECKING:
+    from outlast.backends.local import LocalBackend
+    from outlast.status import JobStatus
+
+
+def forget(
+    ctx: typer.Context,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Names of jobs.", show_default=False, autocompletion=which.names),
+    ] = None,
+    all_finished: Annotated[bool, typer.Option("--all-finished", help="All jobs that have ended.")] = False,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="TIME", help="All jobs that ended longer ago than this, such as 7d.")
+    ] = None,
+    output: Annotated[bool, typer.Option("--output", help="Remove their output on this machine, too.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Remove what is kept of jobs that have ended.
+
+    That is their state and the copy of their code; with --output also checkpoints, logs and results on this machine. What is in a
+    store stays. In a cluster it is the job and what was made for it; claims and output stay. A job that has not ended is refused:
+    outlast cancel ends it.
+
+    \b
+    Examples:
+      outlast forget cifar10
+      outlast forget cifar10 --output
+      outlast forget --all-finished
+      outlast forget --older-than 7d --yes
+      outlast forget cifar10 -n team-a
+    """
+    from outlast.backends import local
+
+    age = _age(older_than)
+    if bool(names) == (all_finished or age is not None):
+        raise typer.BadParameter("give the names of jobs, or --all-finished, or --older-than TIME")
+    place = which.place(ctx, names[0] if names else None, namespace, context)
+    if names:
+        chosen = [which.job(place, name) for name in dict.fromkeys(names)]
+        for name in chosen:
+            if not (status := place.status(name)).state.final:
+                more = f"outlast cancel {name}{which.suffix(namespace, context)} ends it for good"
+                raise OutlastError(f"job {name} has not ended ({status.state}); {more}")
+    else:
+        chosen = ended(place.list(), time.time(), age or timedelta())
+    if not chosen:
+        print("no job has ended" if age is None else f"no job has ended longer than {older_than} ago")
+        return
+    here = place if isinstance(place, local.LocalBackend) else None
+    if here is None and output:
+        raise OutlastError("--output is for jobs of this machine; remove what a job left in a store or a volume there")
+    lines = {name: _kept(here, name, output) if here else f"{name}, and what was made for it" for name in chosen}
+    if not yes:
+        print("\n".join(lines.values()))
+        cluster = which.in_cluster(place)
+        where = f" in namespace {cluster.cluster.namespace} of {cluster.cluster.context}" if cluster else ""
+        terminal.confirm(f"this removes {show.count(len(chosen), 'job')}{where}", "they may be removed")
+    for name, line in lines.items():
+        if here:
+            here.forget(name, output=output)
+        else:
+            place.cancel(name)
+        print(f"removed {line}")
+
+
+def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str]:
+    """Names of the jobs that ended at least `age` ago."""
+    return [s.name for s in statuses if s.state.final and now - (s.finished or s.submitted) >= age.total_seconds()]
+
+
+def _age(text: str | None) -> timedelta | None:
+    try:
+        return None if text is None else units.duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--older-than {text}: {error}") from error
+
+
+def _kept(here: LocalBackend, name: str, output: bool) -> str:
+    """What goes and what stays of a job of this machine."""
+    state, there, url = here.kept(name)
+    said = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
+    if there.exists():
+        size = units.human_bytes(_size(there))
+        said.append(f"{there} ({size})" if output else f"its output stays in {there} ({size}; --output removes it, too)")
+    if url:
+        said.append(f"what is in {url} stays")
+    return "; ".join(said)
+
+
+def _size(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())
