@@ -700,6 +700,9 @@ def local(place: str) -> Path | None:
 
 
 def _text(path: Path) -> str:
+    if path.suffix == ".py":
+        ways = f"`outlast run {path}` trains with it, `outlast init {path}` writes its job file"
+        raise OutlastError(f"{path} is a Python script, not a job file; {ways}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:

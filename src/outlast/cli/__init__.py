@@ -30,6 +30,7 @@ from outlast.cli import (
     render,
     results,
     run,
+    script,
     submit,
     sync,
     terminal,
@@ -122,8 +123,9 @@ def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", 
     raise typer.Exit(evaluation.main(args or ()))
 
 
-app.command()(run.run)
-app.command()(submit.submit)
+app.command(cls=script.Command)(run.run)
+app.command(cls=script.Command)(submit.submit)
+app.command(cls=script.Command)(script.init)
 app.command("list")(jobs.list_)
 app.command()(jobs.status)
 app.command()(jobs.logs)

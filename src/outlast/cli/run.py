@@ -6,15 +6,16 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outlast import unread
-from outlast.cli import which
-from outlast.cli.which import FileArgument, SetOption, TitleOption
+from outlast.cli import script, which
+from outlast.cli.script import ModuleOption, WorkersOption
+from outlast.cli.which import FileOrScript, SetOption, TitleOption
 from outlast.errors import InvalidJob, NotFound, OutlastError
 
 if TYPE_CHECKING:
@@ -30,9 +31,10 @@ _CANCEL_S = 180.0
 
 def run(
     ctx: typer.Context,
-    file: FileArgument,
+    file: FileOrScript,
     detach: Annotated[bool, typer.Option("-d", "--detach", help="Return at once; the job runs in the background.")] = False,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Number of workers, instead of the file's.")] = None,
+    module: ModuleOption = False,
+    workers: WorkersOption = None,
     name: TitleOption = None,
     set_: SetOption = None,
     chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Carry out this schedule of harm during the run.")] = None,
@@ -43,19 +45,24 @@ def run(
         bool, typer.Option("--take-over", help="Go on with the run of this name in the store even if another machine trains it.")
     ] = False,
 ) -> None:
-    """Train: start the job of a file, or go on with it.
+    """Train: start a script or the job of a file, or go on with it.
+
+    With a script every option comes before it, and what follows is the script's, as with python. It runs as one worker with a
+    process for each GPU, and the job has the script's name.
 
     Shows the run until it ends. Ctrl-C saves and leaves (exit code 75), and the same command goes on from there; a second Ctrl-C
     kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
 
     \b
     Examples:
-      outlast run job.yaml
+      outlast run train.py --steps 100
+      outlast run --workers 2 -m package.train
       outlast run job.yaml --detach
       outlast run job.yaml --workers 4 --set checkpoint.every=1m --set 'args=[--epochs=2]'
       outlast run job.yaml --fresh --chaos chaos.yaml
     """
-    wanted = load(file, workers=workers, name=name, set_=set_ or ())
+    gpus = script.gpus() if script.named(file, module=module) else 0
+    wanted = load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
     if chaos is not None:
         from outlast import chaos as schedules
 
@@ -67,10 +74,10 @@ def run(
         _end(place, name)
         before = None
     going_on = before is not None and not before.state.final
-    for sentence in (*unread.anywhere(wanted), *unread.here(wanted)):
+    for sentence in (*script.misplaced(ctx, file), *unread.anywhere(wanted), *unread.here(wanted)):
         print(f"outlast | {name}: {sentence}", file=sys.stderr)
     with _patient(wanted):
-        place.submit(wanted, source=file, chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
+        place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
     for notice in place.notices:
         print(f"outlast | {notice}", file=sys.stderr)
     if detach:
@@ -106,26 +113,46 @@ def _patient(job: Job) -> Iterator[None]:
         timer.cancel()
 
 
-def load(file: Path, *, workers: int | None = None, name: str | None = None, set_: Iterable[str] = ()) -> Job:
-    """The job in a file, with what the command line says instead; raises InvalidJob."""
+def load(
+    file: str | Path,
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    workers: int | None = None,
+    name: str | None = None,
+    set_: Iterable[str] = (),
+    gpus: int = 0,
+) -> Job:
+    """The job in a file, or of a script or module with its arguments, with what the command line says instead.
+
+    `gpus` are those that the workers of a script share. Raises InvalidJob.
+    """
     from outlast import spec
 
-    job = spec.load(file)
     changes = [_assignment(text) for text in set_]
-    if workers is not None:
-        changes.append((("spec", "workers", "replicas"), workers))
-    if name is not None:
-        changes.append((("metadata", "name"), name))
+    if script.named(file, module=module):
+        here = Path.cwd()
+        text = script.job_file(
+            str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here
+        )
+        job = spec.anchor(spec.parse(text, source=str(file)), here)
+    else:
+        job, here = spec.load(file), Path(file).parent
+        text = Path(file).read_text(encoding="utf-8-sig")
+        if workers is not None:
+            changes.append((("spec", "workers", "replicas"), workers))
+        if name is not None:
+            changes.append((("metadata", "name"), name))
     if not changes:
         return job
     import yaml
 
-    written = spec.parse(file.read_text(), source=str(file))
+    written = spec.parse(text, source=str(file))
     document = written.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for path, value in changes:
         _put(document, path, value)
     try:
-        return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), file.parent)
+        return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
     except InvalidJob as error:  # the lines are those of a file that nobody sees
         raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
 

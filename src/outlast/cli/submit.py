@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast import patience, unread
-from outlast.cli import which
-from outlast.cli.which import ContextOption, FileArgument, NamespaceOption, SetOption, TitleOption, TopologyOption
-from outlast.errors import Absent, NotFound, NotServed, StoreError
+from outlast.cli import script, which
+from outlast.cli.script import ModuleOption, WorkersOption
+from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
+from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
 
 if TYPE_CHECKING:
     from outlast.backends.kubernetes import KubernetesBackend
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def submit(
     ctx: typer.Context,
-    file: FileArgument,
+    file: FileOrScript,
     topology: TopologyOption = "elasticjob",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Let the cluster check it, and show what would change; change nothing.")
@@ -34,12 +35,14 @@ def submit(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Go on with its run in the store even if another cluster or namespace trains it.")
     ] = False,
+    module: ModuleOption = False,
+    workers: WorkersOption = None,
     name: TitleOption = None,
     set_: SetOption = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Train in a cluster: apply the job of a file.
+    """Train in a cluster: apply the job of a file, or of a script.
 
     elasticjob needs the operator (outlast install); the other topologies need nothing. The same file again changes nothing, and
     goes on with a suspended job.
@@ -48,25 +51,29 @@ def submit(
     Examples:
       outlast submit job.yaml
       outlast submit job.yaml --as indexed-job -n team-a --follow
+      outlast submit --set image=train:1 --workers 4 train.py --steps 100
       outlast submit job.yaml --dry-run --set workers.replicas=8
     """
     from outlast import manifests
     from outlast.cli import run
 
-    job = run.load(file, name=name, set_=set_ or ())
+    job = run.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
+    if script.named(file, module=module) and not job.spec.image:
+        raise OutlastError(f"{file} needs an image in a cluster, with torch and Outlast: add --set image=NAME before it")
+    source = Path(file)
     place = _place(ctx, job, topology, namespace, context)
     title = job.metadata.name
-    for sentence in (*unread.anywhere(job), *manifests.warnings(job, topology)):
+    for sentence in (*script.misplaced(ctx, file), *unread.anywhere(job), *manifests.warnings(job, topology)):
         _say(f"{title}: {sentence}")
     if dry_run:
-        made = documents(job, topology, source=file, namespace=place.cluster.namespace, put=False)
+        made = documents(job, topology, source=source, namespace=place.cluster.namespace, put=False)
         for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
             _say(sentence)
         for document in made:
             print(_change(place.cluster, document), flush=True)
         _warn(place.cluster)
         return
-    for sentence in place.apply(job, source=file, fresh=fresh, take_over=take_over):
+    for sentence in place.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)
     options = which.suffix(namespace, context)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from outlast.status import JobStatus
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
+FileOrScript = Annotated[
+    str,
+    typer.Argument(metavar="FILE", help="A job file, or a Python script; the script's arguments follow.", show_default=False),
+]
 TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")]
 SetOption = Annotated[
     list[str] | None,

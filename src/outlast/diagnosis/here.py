@@ -63,6 +63,8 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
 
 def _again(status: JobStatus) -> str:
     """The command that starts it anew."""
+    if status.file.endswith(".py"):
+        return f"outlast run ... {shlex.quote(status.file)} ... (the same options and arguments)"
     return f"outlast run {shlex.quote(status.file)}" if status.file else "outlast run FILE (its job file)"
 
 

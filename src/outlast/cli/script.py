@@ -1,0 +1,190 @@
+"""A script in place of a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
+
+Both make the same job file. `run` reads it and never writes it; `init` writes it with its comments, for people to edit. As with
+python and torchrun, options before the script are ours, and every word after it is the script's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from outlast import contract
+from outlast.errors import NotFound, OutlastError
+
+ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="FILE is a Python module, such as package.train.")]
+WorkersOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Number of workers; default: the file's, and 1 for a script.")
+]
+
+
+class Command(TyperCommand):
+    """A command of a job file, or of a script with its arguments, which are left in `ctx.args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_interspersed_args = False  # to find the first word that is no option
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.allow_extra_args = bool(given.get("file")) and named(str(given["file"]), module=bool(given.get("module")))
+        ctx.allow_interspersed_args = not ctx.allow_extra_args
+        rest: list[str] = super().parse_args(ctx, args)
+        return rest
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[OPTIONS]", "FILE [ARGS]..."]
+
+
+def named(file: str | Path, *, module: bool = False) -> bool:
+    """Whether this is a script or module, and no job file."""
+    return module or str(file).endswith(".py")
+
+
+def init(
+    ctx: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; its arguments follow.", show_default=False)],
+    module: ModuleOption = False,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers.")] = 1,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job; default: the script's.")] = None,
+    into: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write; - prints.")] = Path("job.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+) -> None:
+    """Write the job file of a script, with comments.
+
+    It is the job that `outlast run` runs with the same script, options and arguments.
+
+    \b
+    Examples:
+      outlast init train.py
+      outlast init --workers 2 train.py --steps 100
+      outlast init -o - -m package.train
+    """
+    if not named(file, module=module):
+        raise OutlastError(f"{file}: give a Python script, such as train.py, or a module with -m")
+    directory = Path.cwd() if str(into) == "-" else into.parent.resolve()
+    text = job_file(file, ctx.args, module=module, workers=workers, name=name, gpus=gpus(), directory=directory)
+    if str(into) == "-":
+        print(text, end="")
+        return
+    if not force and into.exists():
+        raise OutlastError(f"{into} exists; --force replaces it, -o writes another file")
+    try:
+        into.write_text(text)
+    except OSError as error:
+        raise OutlastError(f"{into} cannot be written: {error.strerror}; choose another place with -o") from error
+    print(f"wrote {into}; train with: outlast run {into}")
+
+
+def job_file(
+    file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path
+) -> str:
+    """The text of a script's job file that is to lie in `directory`. Raises NotFound when there is no such script.
+
+    A script below the working directory finds what it finds under python, so all of that directory is the code; of one elsewhere
+    it is the script's own directory.
+    """
+    here = Path.cwd()
+    if module:
+        own = (here / file.partition(".")[0]).exists() or (here / f"{file.partition('.')[0]}.py").exists()
+        source, code = "", here if own else None
+        runs = f"module: {_quoted(file)}"
+    else:
+        path = Path(file).expanduser().absolute()
+        source, top = _read(path), here if here in path.parents and here != Path.home() else path.parent
+        code, runs = top, f"script: {_quoted(str(path.relative_to(top)))}"
+    share = max(1, gpus // workers) if gpus else 0
+    lines = [
+        "# yaml-language-server: $schema=elasticjob.json",
+        "# Editors complete this file once the schema is there: outlast validate --schema > elasticjob.json",
+        "apiVersion: outlast.dev/v1alpha1",
+        "kind: ElasticJob",
+        "metadata:",
+        f"  name: {_quoted(name or title(file, module=module))}",
+        "spec:",
+        *(f"  # {sentence}" for sentence in _saving(source)),
+        f"  {runs}",
+        *([f"  code: {_quoted(_from(directory, code))}"] if code and (module or code != directory) else []),
+        *(["  args:", *(f"    - {_quoted(word)}" for word in args)] if args else []),
+        "  workers:",
+        f"    replicas: {workers}",
+        "    # min: 1    # With these two it grows and shrinks while it runs: outlast scale 3",
+        "    # max: 4",
+        "  resources:",
+        f"    gpu: {share}    # of each worker, with a process for each; 0 trains on the CPU",
+        "  checkpoint:    # of scripts that use outlast.training",
+        "    every: 5m",
+        "    keep: 3",
+        "  restarts:",
+        "    limit: 10    # failures within the window; a newer checkpoint refunds them",
+        "    window: 1h",
+        "  hang:",
+        "    limit: 10m",
+        "  # output: s3://bucket/runs         # default: .outlast/runs",
+        "  # data: [{from: ./data}]           # the script finds it in $OUTLAST_DATA",
+        "  # environment: {requirements: requirements.txt}",
+        "  # image: registry/image:tag        # of the pods, for outlast submit",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _from(directory: Path, place: Path) -> str:
+    """A place as a path from `directory`, if it is below it."""
+    return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
+
+
+def _saving(source: str) -> Iterator[str]:
+    """What a script of this kind has to do to go on after a failure."""
+    if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
+        yield "It uses outlast.training, which saves, and goes on exactly where it was."
+    elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
+        yield "To go on after a failure: output_dir in $OUTLAST_OUTPUT, and resume from its newest checkpoint."
+    else:
+        yield "To go on after a failure the script saves checkpoints, in $OUTLAST_OUTPUT, and loads the newest when it starts."
+
+
+def title(file: str, *, module: bool = False) -> str:
+    """A job's name from its script's or module's."""
+    stem = file.rpartition(".")[2] if module else Path(file).stem
+    words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"job-{words}")[: contract.LONGEST_NAME].strip("-")
+
+
+def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
+    """Our own options behind a script in which they do not occur: the script gets them."""
+    source = _read(Path(file).expanduser()) if named(file) and ctx.args else ""
+    ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
+    for word in ctx.args if source else ():
+        option = word.partition("=")[0]
+        if option in ours and option not in source:
+            yield f"{option} comes after {file}, so the script gets it; for Outlast write it before: outlast run {option} ... {file}"
+
+
+def gpus() -> int:
+    """How many GPUs this machine shows."""
+    from outlast.backends import workers
+
+    return len(workers.gpus())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError as error:
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], 1)
+        remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a script or of a job file"
+        raise NotFound(f"{path}: there is no such file; {remedy}") from error
+    except OSError as error:
+        raise OutlastError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _quoted(text: str) -> str:
+    """Text as YAML that reads as the same text."""
+    import yaml
+
+    plain = re.fullmatch(r"(--)?[A-Za-z_][\w./=,+-]*", text, re.ASCII) and yaml.safe_load(text) == text
+    return text if plain else yaml.safe_dump(text, default_style='"', width=sys.maxsize).strip()
