@@ -15,9 +15,14 @@ from outlast.cli import terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
 
 
+def _completed(incomplete: str) -> list[str]:
+    """For the shell's completion: actions, then jobs."""
+    return [*(action for action in harm.ACTIONS if action.startswith(incomplete)), *which.names(incomplete)]
+
+
 def chaos(
     ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True)],
+    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=_completed)],
     worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Harm this worker.")] = None,
     random_: Annotated[bool, typer.Option("--random", help="Harm a random worker, as without --worker.")] = False,
     every: Annotated[str | None, typer.Option(metavar="TIME", help="Again and again, so often, until the job ends.")] = None,

@@ -19,7 +19,9 @@ def group() -> None:
 
 @app.command()
 def get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Which one: digits.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Which one: digits.", show_default=False, autocompletion=lambda: ["digits"])
+    ],
     to: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; data/NAME without it.", show_default=False)] = None,
 ) -> None:
     """Write a dataset as files that the recipes read. What is there already stays.

@@ -178,7 +178,7 @@ def _say(sentence: str) -> None:
 
 def scale(
     ctx: typer.Context,
-    words: Annotated[list[str], typer.Argument(hidden=True)],
+    words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=which.names)],
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:

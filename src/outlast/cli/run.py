@@ -132,9 +132,7 @@ def load(
     changes = [_assignment(text) for text in set_]
     if script.named(file, module=module):
         here = Path.cwd()
-        text = script.job_file(
-            str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here
-        )
+        text = script.job_file(str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here)
         job = spec.anchor(spec.parse(text, source=str(file)), here)
     else:
         job, here = spec.load(file), Path(file).parent

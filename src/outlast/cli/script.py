@@ -80,9 +80,7 @@ def init(
     print(f"wrote {into}; train with: outlast run {into}")
 
 
-def job_file(
-    file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path
-) -> str:
+def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
     """The text of a script's job file that is to lie in `directory`. Raises NotFound when there is no such script.
 
     A script below the working directory finds what it finds under python, so all of that directory is the code; of one elsewhere
@@ -161,7 +159,8 @@ def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
     for word in ctx.args if source else ():
         option = word.partition("=")[0]
         if option in ours and option not in source:
-            yield f"{option} comes after {file}, so the script gets it; for Outlast write it before: outlast run {option} ... {file}"
+            remedy = f"for Outlast write it before: outlast {ctx.info_name} {option} ... {file}"
+            yield f"{option} comes after {file}, so the script gets it; {remedy}"
 
 
 def gpus() -> int:

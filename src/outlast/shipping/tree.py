@@ -137,8 +137,9 @@ def listed(
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
-    """Places in a directory of code that are no code: `but`, and what the job names as data, models or output. The script is code,
-    even where it takes the place of the job file."""
+    """Places in a directory of code that are no code: `but`, and what the job names as data, models or output.
+
+    The script is code even where `but` names it, in place of a job file."""
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *(place for place in _named(fields) if place != root and place not in root.parents)]
 
