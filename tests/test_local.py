@@ -79,8 +79,10 @@ class Here:
 
     def code(self) -> dict[str, str]:
         """The files of the copy that the job runs in; a link is shown as what it points to."""
-        paths = sorted(path for path in self.places.code.rglob("*") if path.is_symlink() or path.is_file())
-        name = lambda path: str(path.relative_to(self.places.code))  # noqa: E731
+        work = self.output / "work"
+        found = (path for path in work.rglob("*") if path.is_symlink() or path.is_file())
+        paths = sorted(path for path in found if path.name != ".outlast-files")
+        name = lambda path: str(path.relative_to(work))  # noqa: E731
         return {name(path): f"-> {path.readlink()}" if path.is_symlink() else path.read_text() for path in paths}
 
 
@@ -172,9 +174,9 @@ def test_a_run_that_goes_on_takes_the_new_code_and_keeps_what_the_job_wrote(here
     here.write("model.py", "v1")
     here.write("snapshot.pt", "of another run")
     run = here.submit()
-    (here.places.code / "snapshot.pt").write_text("of this run")
-    (here.places.code / "out").mkdir()
-    (here.places.code / "out" / "samples.txt").write_text("of this run")
+    (here.output / "work" / "snapshot.pt").write_text("of this run")
+    (here.output / "work" / "out").mkdir()
+    (here.output / "work" / "out" / "samples.txt").write_text("of this run")
     here.leave(State.INTERRUPTED)
     here.write("train.py", "v2", at=LONG_AGO - 1)  # put there with mv, which keeps its time
     (here.source / "new").mkdir()
@@ -191,7 +193,7 @@ def test_a_run_that_goes_on_takes_the_new_code_and_keeps_what_the_job_wrote(here
 
 def test_resume_goes_on_with_the_code_as_it_is(here: Here) -> None:
     here.submit()
-    (here.places.code / "snapshot.pt").write_text("of this run")
+    (here.output / "work" / "snapshot.pt").write_text("of this run")
     here.leave(State.SUSPENDED)
     here.write("train.py", "v2", at=SOON)
     here.backend.resume("job")
@@ -227,7 +229,7 @@ def test_a_file_in_the_place_of_a_directory_is_refused_with_the_way_out(here: He
     (here.source / "part").rmdir()
     here.write("part", "a file now")
     with pytest.raises(
-        OutlastError, match=r"code: cannot copy .*/code/part is a directory, .*/src/part is not; mend that, or use --fresh"
+        OutlastError, match=r"code: cannot copy .*/work/part is a directory, .*/src/part is not; mend that, or use --fresh"
     ):
         here.submit()
     assert here.code() == {"train.py": "v1", "part/a.py": "v1"}
@@ -243,7 +245,7 @@ def test_a_run_gets_the_files_that_pods_would_get_and_says_which_it_does_not(her
     here.submit()
     entries = tree.listed(here.source, outside=lambda _: None)
     assert sorted(here.code()) == [entry.name for entry in entries] == [".gitignore", "datasets", "sub/a.py", "train.py"]
-    assert (here.places.code / "datasets").resolve() == tmp_path / "elsewhere"
+    assert (here.output / "work" / "datasets").resolve() == tmp_path / "elsewhere"
     assert here.backend.notices == [
         "code: without .env, which may hold credentials (!.env in .outlastignore brings it back); pods do not get it either",
         "code: without data, sub/b.log, as .gitignore or .outlastignore says (!data in .outlastignore brings it back)",
@@ -267,25 +269,15 @@ def test_more_than_code_can_be_is_refused_and_not_run_in_place(here: Here) -> No
 
 def test_a_new_run_starts_clean_and_the_old_ones_files_are_kept(here: Here) -> None:
     first = here.submit()
-    (here.places.code / "snapshot.pt").write_text("of the first")
+    (here.output / "work" / "snapshot.pt").write_text("of the first")
     (here.output / "model.pt").write_text("of the first")
     here.leave(State.SUCCEEDED)
     assert here.submit() != first
     assert here.code() == {"train.py": "v1"}
     (kept,) = (here.output / "previous").iterdir()
-    assert (kept / "code" / "snapshot.pt").read_text() == "of the first"
+    assert (kept / "work" / "snapshot.pt").read_text() == "of the first"
     assert (kept / "model.pt").read_text() == "of the first"
     assert not (here.output / "model.pt").exists()
-
-
-def test_the_code_is_kept_although_somebody_removed_the_output(here: Here) -> None:
-    here.submit()
-    (here.places.code / "snapshot.pt").write_text("of the first")
-    here.leave(State.FAILED)
-    here.output.rename(here.output.with_name("moved"))
-    here.submit()
-    (kept,) = (here.output / "previous").iterdir()
-    assert (kept / "code" / "snapshot.pt").read_text() == "of the first"
 
 
 def test_a_mistake_in_the_job_file_costs_the_old_run_nothing(here: Here) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import random
 import signal
 import subprocess
@@ -342,7 +343,7 @@ class Worker:
 
     def place(self, where: str, *, runs: str = "train.py") -> dict[str, str]:
         code.place(where, self.into, self.shared, runs=runs, say=self.said.append, stop=threading.Event())
-        return contents(self.into)
+        return {name: text for name, text in contents(self.into).items() if name != ".outlast-files"}
 
 
 @pytest.fixture
@@ -455,6 +456,7 @@ def test_code_whose_workers_are_killed_again_and_again_arrives_whole(worker: Wor
                 rest = process.stdout.read()
         assert rest == b"done\n"
         found = contents(worker.into)
+        assert json.loads(found.pop(".outlast-files")).keys() == expected.keys()
         assert found.pop("snapshot.pt", "the job's") == "the job's"
         assert found == expected
         (worker.into / "snapshot.pt").write_text("the job's")
@@ -464,8 +466,10 @@ def test_a_first_version_that_was_killed_on_its_way_leaves_nothing(worker: Worke
     put(place, train_py="v1")
     worker.into.mkdir()
     (worker.into / "old.py").write_text("half of something")
+    (worker.into / ".outlast-files").write_text(json.dumps({"old.py": [1, 1]}))
+    (worker.into / "checkpoint.pt").write_text("fetched")  # what the run has written on another machine
     code._Note(place.url, "", 0.0, False).write(worker.shared / "code.json")  # as the kill left it
-    assert worker.place(place.url) == {"train.py": "v1"}
+    assert worker.place(place.url) == {"train.py": "v1", "checkpoint.pt": "fetched"}
 
 
 @pytest.mark.parametrize(

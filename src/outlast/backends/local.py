@@ -89,7 +89,7 @@ class LocalBackend:
         output = Path(before.output) if before else _output(placed, self._state)
         _unused(output)
         if before is None:
-            _make_room(output, places.code, run_id)
+            _make_room(output, run_id)
             places.run.unlink(missing_ok=True)  # first: half a state directory is no job
             if places.state.exists():
                 shutil.rmtree(places.state)
@@ -101,7 +101,7 @@ class LocalBackend:
             generation = stored.take_over(place, output, new, before=before, replace=replace)
         places.state.mkdir(parents=True, exist_ok=True)
         _ignored_by_git(self._state)
-        code, self.notices = _snapshot(placed, source, places.code, (self._state, output), submitted)
+        code, self.notices = _snapshot(placed, source, output / contract.WORK, places.state, (self._state, output), submitted)
         placed = _frozen(placed, places.state)
         files.replace(places.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
@@ -322,7 +322,7 @@ class LocalBackend:
             raise OutlastError(f"job {name} is {str(state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove the state of a job that has ended, its copy of the code with it, and with `output` its output on this machine.
+        """Remove the state of a job that has ended, and with `output` its output on this machine.
 
         What is in a store stays. Raises OutlastError for a job that has not ended, or whose output another job uses.
         """
@@ -611,15 +611,13 @@ def _unwritable(output: Path, problem: OSError) -> OutlastError:
     return OutlastError(f"output: cannot write to {output}: {why}; choose another directory or mend its rights")
 
 
-def _make_room(output: Path, code: Path, run: str) -> None:
-    """An output directory for `run`; what an earlier one left there, and in its copy of the code, is moved to `previous/`."""
+def _make_room(output: Path, run: str) -> None:
+    """An output directory for `run`; what an earlier one left there, its working directory included, is moved to `previous/`."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         if checkpoints.generation(output / contract.CHECKPOINTS, run):
             return  # it is the run's own: only what this machine knew of it is lost
         earlier = [entry for entry in output.iterdir() if entry.name != "previous"]
-        if code.is_dir() and not code.is_symlink():
-            earlier.append(code)
         if earlier:
             kept = output / "previous" / time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
             while kept.exists():
@@ -632,7 +630,9 @@ def _make_room(output: Path, code: Path, run: str) -> None:
         raise _unwritable(output, problem) from problem
 
 
-def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path], submitted: float) -> tuple[Path, list[str]]:
+def _snapshot(
+    job: spec.Job, source: Path, into: Path, state: Path, not_code: Sequence[Path], submitted: float
+) -> tuple[Path, list[str]]:
     """The directory that the job runs in, a copy of `code`, so that editing it does not change a run on its way; and what people
     should know of what is not in it.
 
@@ -645,9 +645,9 @@ def _snapshot(job: spec.Job, source: Path, into: Path, not_code: Sequence[Path],
     if path and path.is_dir():
         return into, _copied(job, path, into, (source, *not_code), submitted)
     into.mkdir(exist_ok=True)
-    code.submitted_again(into.parent)
+    code.submitted_again(state)
     if path:
-        prepare.place_code(job, into, into.parent, say=lambda _: None, stop=threading.Event())
+        prepare.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
     return into, []
 
 

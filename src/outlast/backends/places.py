@@ -68,11 +68,6 @@ class Places:
         """What the launcher decided, for people."""
         return self.state / "launcher.log"
 
-    @property
-    def code(self) -> Path:
-        """The copy of the job's code that it runs in, if there is one; the job may write there."""
-        return self.state / "code"
-
     def worker(self, index: int) -> Path:
         """State directory of a worker."""
         return self.state / "workers" / str(index)

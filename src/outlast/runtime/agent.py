@@ -228,6 +228,10 @@ class Agent:
                     return
             elif phase is Phase.CODE:
                 self._preparation.code()
+                if self.alone:
+                    from outlast.runtime import work
+
+                    work.enter(self.environ, self._preparation.say, self._leaving)
             elif phase is Phase.ENVIRONMENT:
                 self._preparation.environment()
             elif phase is Phase.DATA:
@@ -256,10 +260,12 @@ class Agent:
 
     def _restore(self) -> None:
         from outlast import store
-        from outlast.runtime import restore
+        from outlast.runtime import restore, work
 
-        place = store.open_(self._store)
-        restore.restore(self.output, place, self.environ[contract.Env.RUN], lambda text: print(f"outlast | {text}", flush=True))
+        place, say = store.open_(self._store), self._preparation.say
+        restore.restore(self.output, place, self.environ[contract.Env.RUN], say)
+        if self.alone:  # else the submission has brought them
+            work.fetch(self.output, place, say, self._leaving)
 
     def _take_up(self) -> ownership.Ended | None:
         """Find out which run this is, and go on with the log of this worker."""

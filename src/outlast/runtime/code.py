@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from outlast import files, spec, store, units
 from outlast.errors import OutlastError, StoreError
-from outlast.runtime import archives, fetch, locks, sync
+from outlast.runtime import archives, fetch, locks, sync, work
 from outlast.runtime.fetch import Say
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float
     """Copy what is code in a directory (`shipping.tree.listed`) to the run's. `submitted` is when the run began."""
     try:
         into.mkdir(exist_ok=True)
+        work.note_code(into, {entry.name: work.looks(code / entry.name) for entry in entries})
         for directory in sorted({parent for entry in entries for parent in Path(entry.name).parents} - {Path()}):
             _renew(code / directory, into / directory, submitted, _copied)
         for entry in entries:
@@ -147,7 +148,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
             if note is None:
                 _Note(code, "", time.time(), current=False).write(path)
             elif not note.version:  # a first version that did not arrive: nothing has run here yet
-                _empty(into)
+                work.forget_code(into)
             shutil.rmtree(coming, ignore_errors=True)
             coming.mkdir()
             tree, version = source.bring(coming, runs, say, stop)
@@ -251,15 +252,10 @@ def _checked(archive: Path, name: str, checksum: str) -> None:
         )
 
 
-def _empty(directory: Path) -> None:
-    for entry in directory.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-
-
 def _merge(tree: Path, into: Path, since: float) -> None:
+    brought = [Path(directory, name) for directory, names, found in os.walk(tree) for name in (*names, *found)]
+    listed = {str(path.relative_to(tree)): work.looks(path) for path in brought if path.is_symlink() or path.is_file()}
+    work.note_code(into, listed)
     for directory, names, found in os.walk(tree):
         for name in (*names, *found):
             new = Path(directory, name)

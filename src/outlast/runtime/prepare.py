@@ -125,7 +125,7 @@ class Preparation:
         self._job, self._environ = job, environ
         self._state = Path(environ[Env.STATE])
         self._shared = Path(environ.get(Env.SHARED) or self._state)
-        self._say = say or (lambda text: print(f"outlast | {text}", flush=True))
+        self.say = say or (lambda text: print(f"outlast | {text}", flush=True))
         self._stop = stop or threading.Event()
         self._held: list[Version] = []
         self.python = sys.executable
@@ -146,7 +146,7 @@ class Preparation:
         """Bring the code to where it runs, and check that what is to be run is there."""
         fields, directory = self._job.spec, Path(self._environ[Env.CODE])
         if fields.code and not _here_already(fields.code):
-            place_code(self._job, directory, self._shared, say=self._say, stop=self._stop)
+            place_code(self._job, directory, self._shared, say=self.say, stop=self._stop)
         if not directory.is_dir():
             raise OutlastError(f"code: {directory} is not a directory; it held the job's code when it was submitted")
         if fields.script and not (directory / fields.script).is_file():
@@ -173,7 +173,7 @@ class Preparation:
 
         fields, code = self._job.spec, Path(self._environ[Env.CODE])
         made = environment.make(
-            fields.environment, cache.writable(self._environ), code, self._environ, say=self._say, stop=self._stop
+            fields.environment, cache.writable(self._environ), code, self._environ, say=self.say, stop=self._stop
         )
         self._environ.update(made.variables)
         self.python = made.python
@@ -220,7 +220,7 @@ class Preparation:
         from outlast.runtime import cache
 
         source = cache.Source(
-            cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self._say, stop=self._stop
+            cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self.say, stop=self._stop
         )
         self._held.append(source.take())
         return self._held[-1].tree

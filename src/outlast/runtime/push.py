@@ -22,7 +22,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from outlast import checkpoints, contract, remote, store
@@ -30,7 +30,7 @@ from outlast.chance import CHANCE
 from outlast.errors import OutlastError, Superseded
 from outlast.remote import alive
 from outlast.remote import run as runs
-from outlast.runtime import growing, sync, titles
+from outlast.runtime import growing, sync, titles, work
 
 LOOK_S = 1.0
 """How often to look for a new checkpoint."""
@@ -75,7 +75,18 @@ class Unpushed(store.StoreError):
 class Pusher:
     """Pushes one output directory. `tell` is called with every change of what there is to say."""
 
-    def __init__(self, output: Path, place: store.Store, run: str, owner: str, keep: int, tell: Callable[[Said], None]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        place: store.Store,
+        run: str,
+        owner: str,
+        keep: int,
+        tell: Callable[[Said], None],
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environ` is that of the worker whose pusher this is, if it is a worker's."""
         self._output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._keep, self._tell = run, keep, tell
@@ -87,6 +98,8 @@ class Pusher:
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing.Sender(place, output)
+        self._results = work.Results(output)
+        self._environ = environ or {}
         self.said = Said()
 
     def say(self, **changes: object) -> None:
@@ -112,8 +125,9 @@ class Pusher:
             self._passed == 0 or checkpoints.generation(directory, self._run) > self._passed
         )
 
-    def push(self, stop: threading.Event) -> None:
-        """Push all that there is. Raises StoreError, Stopped, Superseded, OSError; what has arrived stays."""
+    def push(self, stop: threading.Event, *, last: bool = False) -> None:
+        """Push all that there is; but for the `last` time, results that may be unfinished wait. Raises StoreError, Stopped,
+        Superseded, OSError; what has arrived stays."""
         runs.check(self._place, self._run, self._owner)
         if self._first():
             try:
@@ -125,11 +139,15 @@ class Pusher:
                 self._passed = checkpoints.generation(self._output / contract.CHECKPOINTS, self._run)
         self.say(doing="output")
         self._growing.push(self._grown(), stop)
+        ours = work.ours(self._output, self._place, self._environ)
+        others = f"{contract.WORK}/"
         report = sync.push(
             self._output,
             self._place,
             self._output / OWN / "manifest",
-            skip=skipped,
+            skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
+            leave=(lambda _: False) if last else self._results.unfinished(),
+            expired=self._results.expired,
             check=not self._checked,
             stop=stop,
         )
@@ -241,7 +259,7 @@ def rest(pusher: Pusher, deadline: float) -> str:
     pause = AGAIN_S[0]
     for passes in itertools.count(1):
         try:
-            pusher.push(stop)
+            pusher.push(stop, last=True)
             return ""
         except store.Stopped:
             return pusher.said.error or "the time was over before it was pushed"
@@ -286,9 +304,8 @@ def main(argv: list[str]) -> int:
             return 0
         try:
             place = store.open_(environ[contract.Env.STORE])
-            pusher = Pusher(
-                output, place, environ[contract.Env.RUN], environ[contract.Env.OWNER], job.spec.checkpoint.keep, _tell
-            )
+            run_id, owner, keep = environ[contract.Env.RUN], environ[contract.Env.OWNER], job.spec.checkpoint.keep
+            pusher = Pusher(output, place, run_id, owner, keep, _tell, environ=environ)
             if not final:
                 run(pusher, job.spec.sync.every.total_seconds(), stop)
                 return 0

@@ -10,6 +10,7 @@ notices when ranks wait for each other for ever (`runtime.stall`), and on an exc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import runpy
@@ -66,6 +67,10 @@ def _enter(state: Path) -> None:
     writer = progress.Writer(state, local_rank)
     writer.write(progress.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
     writer.close()
+    directory = Path(os.environ.get(contract.Env.OUTPUT, "")) / contract.WORK
+    if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # results are those of rank 0, see `runtime.work`
+        with contextlib.suppress(OSError):  # a full disk: what is written now is pushed later
+            files.replace(directory / contract.WORKED, str(generation))
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:

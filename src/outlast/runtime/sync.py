@@ -80,6 +80,7 @@ def push(
     skip: Callable[[str], bool] = lambda relative: False,
     leave: Callable[[str], bool] = lambda relative: False,
     delete: bool = False,
+    expired: Callable[[str], bool] = lambda relative: False,
     check: bool = False,
     dry_run: bool = False,
     progress: Callable[[Progress], None] = lambda _: None,
@@ -89,9 +90,9 @@ def push(
 
     `state` is a file that we keep here, `manifest` the key of the object that we keep in the store. Paths that `skip` names are
     touched on neither side; files that `leave` names are not sent, but another's of that name is known. `delete`: objects that
-    are no files of `source` are deleted, unless something failed. `check`: the store is listed and no manifest believed. Raises
-    NotFound without a source, AlreadyRunning when another process holds the state, StoreError when the store does not work,
-    Stopped soon after `stop` is set; what has arrived by then is remembered.
+    are no files of `source` are deleted, unless something failed; without it, those of them that are `expired`. `check`: the
+    store is listed and no manifest believed. Raises NotFound without a source, AlreadyRunning when another process holds the
+    state, StoreError when the store does not work, Stopped soon after `stop` is set; what has arrived by then is remembered.
     """
     with memory.of(state, f"{store.url}/{manifest}") as known:
         began = time.time_ns()
@@ -105,7 +106,7 @@ def push(
         report.failed, report.ignored = list(scan.failed.items()), sorted(scan.ignored.items())
         run.look(check)
         todo = run.nameable(run.compared(scan.files, [path for path in scan.files if not leave(path)]))
-        gone = [path for path in known.state.objects if path not in scan.files and not skip(path)] if delete else []
+        gone = [path for path in known.state.objects if path not in scan.files and not skip(path) and (delete or expired(path))]
         if dry_run:
             return run.planned("send", todo, scan.files, gone)
         run.send(todo, scan.files)

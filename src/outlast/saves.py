@@ -1,0 +1,121 @@
+"""What a plain script saves and says: files that look like a checkpoint, and steps in the usual log lines.
+
+All of it is a guess by name, so it is only ever shown as that: it refunds no restart, and nothing is removed because of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+from outlast import contract
+
+_FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
+_STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
+_TRAINER = re.compile(r"checkpoint-(\d{1,15})")
+"""A directory of the Hugging Face Trainer; a file of that name may have the number of its epoch."""
+_WORD = re.compile(
+    r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
+)
+_ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
+"""Directories in the output whose files are not the script's own."""
+_MOST = 20_000
+"""Entries that one search looks at."""
+_DEPTH = 4
+
+
+def step_of(directory: str) -> int | None:
+    """The step that the name of a checkpoint's directory says: 140 of `checkpoint-140`, 500 of `global_step500`."""
+    found = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
+    return int(found[1]) if found else None
+
+
+def step_of_file(name: str) -> tuple[bool, int | None]:
+    """Whether a file's name looks like that of a checkpoint, and its step if it says one."""
+    named = _FILE.fullmatch(name)
+    if not named:
+        return False, None
+    step = _STEP.search(named[1])
+    return bool(step or name.endswith(".ckpt") or _WORD.search(named[1])), int(step[1]) if step else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """A file or directory that looks like a checkpoint."""
+
+    name: str
+    """Its path below the directory that was searched."""
+    step: int | None
+    time: float
+    """When it was written last, seconds since the epoch."""
+
+
+def newest(directory: Path, since: float) -> Save | None:
+    """The newest of the files and directories below `directory` that look like a checkpoint and were written after `since`."""
+    best: Save | None = None
+    seen = 0
+    waiting = [(str(directory), "", 0)]
+    while waiting and seen < _MOST:
+        place, above, depth = waiting.pop()
+        try:
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    seen += 1
+                    name = entry.name
+                    if name.startswith(".") or name.endswith(".tmp") or (depth == 0 and name in _ELSEWHERE):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        step = step_of(name)
+                        if step is None:
+                            if depth < _DEPTH and name != "__pycache__":
+                                waiting.append((entry.path, f"{above}{name}/", depth + 1))
+                            continue
+                        written = max((one.stat().st_mtime for one in os.scandir(entry.path)), default=0.0)
+                    else:
+                        looks, step = step_of_file(name)
+                        if not looks:
+                            continue
+                        written = entry.stat().st_mtime
+                    if written >= since and (best is None or written > best.time):
+                        best = Save(above + name, step, written)
+        except OSError:  # it is being removed, or replaced
+            continue
+    return best
+
+
+_NUMBER = r"(\d{1,3}(?:,\d{3})+|\d{1,15})"
+_NAMED = r"(?<![a-z_])(?:global[_ ]?)?(?:step|iter(?:ation)?)['\"]?"
+_SAID = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"{_NAMED}s?\s*(?:[:=#]\s*|\s)\[?\s*{_NUMBER}\s*(?:/|of)\s*{_NUMBER}(?![\d.]*\d)",
+        rf"{_NAMED}\s*(?:[:=#]\s*|\s)\[?\s*{_NUMBER}()(?![\d.]*\d|[a-z/])",
+        rf"(?<!epoch)(?<!epoch[\s:])(?<!epoch:\s)\[\s*{_NUMBER}\s*/\s*{_NUMBER}\s*\]",
+        rf"^(?:\[rank \d+\] )?\s*(?:(?:train|step|iter)\w*:?\s*)?\d+%\|[^|]*\|\s*{_NUMBER}/{_NUMBER}\s*\[",
+    )
+)
+"""`Step: 120/2000`; `step 120`, `iter 120:`, `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`."""
+_LINE = 400
+"""Characters of a line that are looked at: steps stand at its beginning."""
+
+
+def step_in(line: str) -> tuple[int, int | None] | None:
+    """The step that a line of a log tells of, and of how many, if it says that."""
+    for pattern in _SAID:
+        if found := pattern.search(line[:_LINE]):
+            step, total = (int(group.replace(",", "")) if group else None for group in found.groups())
+            if step is not None and (total is None or 0 < total >= step):
+                return step, total
+    return None
+
+
+def last_step(text: str, before: tuple[int, int | None] | None) -> tuple[int, int | None] | None:
+    """What the last line of a log that tells of a step says; `before` if none does. A bar with a smaller total than before is
+    another one, such as an evaluation's."""
+    for line in reversed(re.split(r"[\r\n]+", text)):
+        said = step_in(line)
+        if said and not (before and before[1] and said[1] and said[1] < before[1]):
+            return said[0], said[1] or (before[1] if before else None)
+    return before

@@ -1,0 +1,274 @@
+"""The working directory in the output: which of its files are results, which are finished, and whose count."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from outlast import contract, saves, store
+from outlast.contract import Env
+from outlast.runtime import progress, push, sync, work
+
+LONG_AGO = time.time() - 1000
+
+
+def write(path: Path, text: str = "x", *, at: float | None = LONG_AGO) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if at is not None:
+        os.utime(path, (at, at))
+    return path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """With a working directory that holds the code train.py and lib/net.py."""
+    directory = tmp_path / "output" / "work"
+    code = {name: write(directory / name) for name in ("train.py", "lib/net.py")}
+    work.note_code(directory, {name: work.looks(path) for name, path in code.items()})
+    return directory.parent
+
+
+@pytest.mark.parametrize(
+    ("path", "skipped"),
+    [
+        ("work/checkpoint.pt", False),
+        ("work/out/last.pt", False),
+        ("work/train.py", True),
+        ("work/lib/net.py", True),
+        ("work/.outlast-files", True),
+        ("work/.cache/a.bin", True),
+        ("work/lib/__pycache__/net.cpython-312.pyc", True),
+        ("model.pt", False),  # of the output, not of the working directory
+    ],
+)
+def test_all_but_code_and_what_is_hidden_is_a_result(output: Path, path: str, skipped: bool) -> None:
+    assert work.Results(output).skipped(path) is skipped
+
+
+def test_a_file_of_code_that_the_job_has_written_is_a_result(output: Path) -> None:
+    results = work.Results(output)
+    write(output / "work" / "train.py", "changed", at=None)
+    assert not results.skipped("work/train.py")
+
+
+def test_code_behind_a_link_is_no_result(output: Path, tmp_path: Path) -> None:
+    (output / "work" / "data").symlink_to(tmp_path)
+    work.note_code(output / "work", {"data": None})
+    results = work.Results(output)
+    assert results.skipped("work/data/big.bin")
+    assert results.skipped("work/data")
+    assert results.skipped("work/train.py")  # noted before
+
+
+def test_what_is_being_written_waits_and_what_was_renamed_does_not(output: Path) -> None:
+    results = work.Results(output)
+    write(output / "work" / "quiet.pt")
+    write(output / "work" / "log.txt", at=None)
+    big = write(output / "work" / "big.pt", "x" * (2 << 20), at=None)
+    held = results.unfinished()
+    assert [held(f"work/{name}") for name in ("quiet.pt", "log.txt", "big.pt")] == [False, True, True]
+    with big.open("a") as file:
+        file.write("more")
+    held = results.unfinished()
+    assert not held("work/log.txt")  # small, and held back once
+    assert held("work/big.pt")  # it grows
+    (output / "work" / "new.tmp").write_text("x")
+    written = time.time() - 0.05
+    os.utime(output / "work" / "new.tmp", (written, written))
+    (output / "work" / "new.tmp").rename(output / "work" / "new.pt")
+    assert not held("work/new.pt")
+
+
+def test_a_checkpoints_directory_goes_when_all_of_it_is_quiet(output: Path) -> None:
+    write(output / "work" / "out" / "checkpoint-140" / "model.safetensors")
+    held = work.Results(output).unfinished()
+    assert not held("work/out/checkpoint-140/model.safetensors")
+    write(output / "work" / "out" / "checkpoint-140" / "optimizer.pt", at=None)
+    held = work.Results(output).unfinished()
+    assert held("work/out/checkpoint-140/model.safetensors")
+
+
+def test_only_checkpoints_that_a_later_one_has_replaced_go_from_the_store(output: Path) -> None:
+    write(output / "work" / "out" / "checkpoint-160" / "optimizer.pt")
+    write(output / "work" / "step_200.pt")
+    results = work.Results(output)
+    gone = ["out/checkpoint-140/optimizer.pt", "step_100.pt"]
+    stays = ["out/checkpoint-160/model.bin", "out/checkpoint-180/model.bin", "best.pt", "elsewhere/checkpoint-1/model.bin"]
+    assert [results.expired(f"work/{path}") for path in [*gone, *stays]] == [True] * 2 + [False] * 4
+    assert not results.expired("step_100.pt")  # not in the working directory
+
+
+class Disk:
+    """A pod's disk with its working directory, and a pusher; the store is shared."""
+
+    def __init__(self, directory: Path, url: str) -> None:
+        self.output, self.state = directory / "output", directory / "state"
+        self.state.mkdir(parents=True)
+        write(directory / "code" / "train.py")
+        self.environ = {
+            Env.OUTPUT: str(self.output),
+            Env.CODE: str(directory / "code"),
+            Env.STATE: str(self.state),
+            Env.RENDEZVOUS: "kubernetes://job",
+        }
+        self.place = store.open_(url)
+        self.said: list[str] = []
+
+    def start(self) -> None:
+        """As an agent does before the training."""
+        self.environ[Env.CODE] = str(Path(self.environ[Env.CODE]))
+        work.enter(self.environ, self.said.append, threading.Event())
+        work.fetch(self.output, self.place, self.said.append, threading.Event())
+
+    def train(self, generation: int, rank: int, **wrote: str) -> None:
+        """As a process of that rank, which writes these files."""
+        writer = progress.Writer(self.state, 0)
+        writer.write(progress.Progress(generation, rank, "started"))
+        writer.close()
+        if rank == 0:
+            (self.output / "work" / contract.WORKED).write_text(str(generation))
+        for name, text in wrote.items():
+            write(self.output / "work" / f"{name}.pt", text)
+
+    def push(self) -> None:
+        results = work.Results(self.output)
+        ours = work.ours(self.output, self.place, self.environ)
+        skip = lambda path: push.skipped(path) or not ours or results.skipped(path)  # noqa: E731
+        sync.push(self.output, self.place, self.output / ".push" / "manifest", skip=skip, leave=results.unfinished())
+
+    def holds(self) -> dict[str, str]:
+        """The files of the working directory that people see."""
+        found = (path for path in (self.output / "work").iterdir() if not path.name.startswith("."))
+        return {path.name: path.read_text() for path in found}
+
+
+def test_in_pods_the_files_of_rank_0_are_pushed_and_a_new_pod_gets_them(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    first, second, third = (Disk(tmp_path / name, url) for name in ("first", "second", "third"))
+    first.start()
+    second.start()
+    assert first.environ[Env.CODE] == str(first.output / "work")
+    first.train(1, 0, checkpoint="of rank 0")
+    second.train(1, 1, checkpoint="of rank 1")
+    second.push()
+    first.push()
+    assert {entry.key for entry in first.place.entries()} >= {"work/checkpoint.pt"}
+    assert "work/train.py" not in {entry.key for entry in first.place.entries()}
+    third.start()
+    assert third.holds() == {"train.py": "x", "checkpoint.pt": "of rank 0"}
+    assert third.said == ["fetched 1 files that the script wrote to its working directory"]
+    third.train(2, 0, checkpoint="newer")
+    third.push()
+    write(first.output / "work" / "checkpoint.pt", "of a zombie")
+    first.push()  # it has not heard of the second generation
+    assert first.place.get("work/checkpoint.pt") == b"newer"
+    first.start()  # its container is started again, and what lies here is older
+    assert first.holds()["checkpoint.pt"] == "newer"
+    write(third.output / "work" / "checkpoint.pt", "not pushed yet")
+    third.start()
+    assert third.holds()["checkpoint.pt"] == "not pushed yet"
+
+
+def test_larger_code_runs_where_it_lies_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path / "pod", f"file://{tmp_path}/store")
+    monkeypatch.setattr(work, "_MOST", (0, 0))
+    before = disk.environ[Env.CODE]
+    disk.start()
+    assert disk.environ[Env.CODE] == before
+    assert "goes with this pod; write to $OUTLAST_OUTPUT" in disk.said[0]
+
+
+def test_code_of_a_newer_image_comes_and_what_the_job_wrote_stays(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "pod", f"file://{tmp_path}/store")
+    code = Path(disk.environ[Env.CODE])
+    write(code / "config.json", "{}")
+    disk.start()
+    write(disk.output / "work" / "config.json", json.dumps({"written": "by the job"}), at=None)
+    write(code / "train.py", "v2", at=None)
+    write(code / "config.json", "{ }", at=None)
+    disk.environ[Env.CODE] = str(code)
+    disk.start()
+    assert disk.holds() == {"train.py": "v2", "config.json": '{"written": "by the job"}'}
+
+
+# Names and lines
+
+
+@pytest.mark.parametrize(
+    ("name", "looks", "step"),
+    [
+        ("checkpoint.pt", True, None),
+        ("last.pt", True, None),
+        ("ckpt.pt", True, None),
+        ("checkpoint_last.pt", True, None),
+        ("checkpoint-12.pth.tar", True, None),  # an epoch, of timm
+        ("epoch=3-step=200.ckpt", True, 200),
+        ("step_100.pt", True, 100),
+        ("iter_0000100.pt", True, 100),
+        ("model.pt", False, None),
+        ("model.safetensors", False, None),
+        ("timesteps.npz", False, None),
+        ("last.txt", False, None),
+    ],
+)
+def test_names_of_files_that_look_like_checkpoints(name: str, looks: bool, step: int | None) -> None:
+    assert saves.step_of_file(name) == (looks, step)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("checkpoint-140", 140), ("global_step500", 500), ("iter_0000100", 100), ("checkpoints", None), ("step_100.pt", None)],
+)
+def test_names_of_directories_that_are_checkpoints(name: str, step: int | None) -> None:
+    assert saves.step_of(name) == step
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("step 120 loss 0.3", (120, None)),
+        ("Step: 120/2000", (120, 2000)),
+        ("step 1,200 of 5,000", (1200, 5000)),
+        ("iter 120: loss 2.1, time 30ms", (120, None)),
+        ("Epoch [3/10], Step [120/2000], Loss: 0.5", (120, 2000)),
+        ("[120/2000] loss 0.5", (120, 2000)),
+        ("[rank 0] step 4", (4, None)),
+        ('{"step": 4, "loss": 1}', (4, None)),
+        ("  6%|6         | 120/2000 [00:12<03:00, 9.9it/s]", (120, 2000)),
+        ("{'loss': 0.5, 'epoch': 1.2}", None),
+        ("Epoch [3/10] loss 0.1", None),
+        ("Map:   6%|6    | 120/2000 [00:12<03:00, 9.9it/s]", None),
+        ("3 steps per second", None),
+        ("max_steps=100", None),
+        ("steps_per_epoch: 100", None),
+        ("timestep 5", None),
+        ("step time: 40 ms", None),
+        ("step 12.5", None),
+    ],
+)
+def test_steps_in_lines_of_a_log(line: str, said: tuple[int, int | None] | None) -> None:
+    assert saves.step_in(line) == said
+
+
+def test_the_last_line_counts_and_a_shorter_bar_is_another_one() -> None:
+    assert saves.last_step("step 1/20\nstep 2/20\nloss", None) == (2, 20)
+    bars = " 10%|# | 3/20 [00:01<00:02]\r 50%|# | 2/4 [00:01<00:02]\r"
+    assert saves.last_step(bars, (1, 20)) == (3, 20)
+    assert saves.last_step("step 7\n", (3, 20)) == (7, 20)
+    assert saves.last_step("nothing", (3, 20)) == (3, 20)
+
+
+def test_the_newest_save_is_found_by_name_and_time(tmp_path: Path) -> None:
+    assert saves.newest(tmp_path / "nowhere", 0) is None
+    write(tmp_path / "work" / "pretrained" / "last.pt", at=LONG_AGO - 500)  # before the run
+    write(tmp_path / "checkpoints" / "step-00000010" / "a.pt")  # a session's
+    assert saves.newest(tmp_path, LONG_AGO - 100) is None
+    write(tmp_path / "work" / "out" / "checkpoint-140" / "optimizer.pt", at=LONG_AGO + 10)
+    write(tmp_path / "work" / "checkpoint.pt", at=LONG_AGO + 5)
+    assert saves.newest(tmp_path, LONG_AGO) == saves.Save("work/out/checkpoint-140", 140, LONG_AGO + 10)
