@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -42,7 +43,7 @@ class Bench:
             contract.Env.NOTICE: str(self.state / contract.NOTICE),
             contract.Env.RENDEZVOUS: f"unix://{directory}/launcher.sock",
         }
-        self.agent = Agent(None, job, environ, cast(Any, None), self.machine.awake())
+        self.agent = Agent(None, job, environ, cast(Any, SimpleNamespace(written=0)), self.machine.awake())
         self.agent.worker = lifecycle.Worker(Phase.TRAINING)
         self.writer = progress.Writer(self.state, 0)
         self.writer.write(Progress(generation=1, rank=0, phase="train", step=3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,9 +153,23 @@ def test_before_the_first_step_there_is_more_time(phase: str):
     assert lifecycle.hung([a_process(900.0, phase=phase)], limit_s=10.0) is not None
 
 
-def test_a_plain_script_reports_nothing_and_hangs_only_when_it_is_stopped():
-    assert lifecycle.hung([a_process(900.0, phase="started")], limit_s=10.0) is None
+def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_program():
+    stuck = dataclasses.replace(a_process(900.0, phase="started"), where="rank 0 is in time.sleep(9) (train.py:9)")
+    said = "hung: no progress for 900 s: rank 0 is in time.sleep(9) (train.py:9)"
+    assert lifecycle.hung([stuck], limit_s=10.0) == lifecycle.Hang(((stuck, said),))
+    assert lifecycle.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) is None
     assert lifecycle.hung([a_process(900.0, phase="started", stopped=True)], limit_s=10.0) is not None
+
+
+def test_a_process_that_cannot_run_python_is_the_culprit_and_its_neighbour_that_waits_for_it_is_spared():
+    victim = dataclasses.replace(a_process(10.5, local_rank=1), frozen=True)
+    hang = lifecycle.hung([a_process(1.0), victim], limit_s=10.0)
+    assert hang == lifecycle.Hang(((victim, "hung: unable to run Python for 10 s after step 7"),))
+
+
+@pytest.mark.parametrize(("age_s", "early"), [(1100.0, True), (1300.0, False)])
+def test_a_process_hangs_early_when_it_has_stood_still_for_longer_than_it_had_moved(age_s: float, early: bool):
+    assert dataclasses.replace(a_process(600.0), age_s=age_s).early is early
 
 
 def test_a_worker_whose_run_has_ended_before_ends_at_once_and_pushes_nothing():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -65,6 +66,54 @@ def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, 
         machine.goes_on(1.0)
         found = ranks.look()
     assert lifecycle.hung(found, LIMIT_S) is not None
+
+
+def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None:
+    machine = Machine()
+    ranks = Ranks(tmp_path, 1, machine.awake())
+    writer, beat = progress.Writer(tmp_path, 0), progress.Beat(tmp_path, 0)
+    writer.write(Progress(generation=1, rank=0, phase="train"))
+
+    def after(seconds: int, moves: bool, where: str = "") -> lifecycle.Process:
+        for _ in range(seconds):
+            machine.goes_on(1.0)
+            beat.write(moves, where)
+            (process,) = ranks.look()
+        return process
+
+    assert after(30, moves=True).silent_s == 0.0
+    still = after(20, moves=False, where="rank 0 is in lock.acquire() (train.py:3)")
+    assert (still.silent_s, still.frozen, still.watched) == (20.0, False, True)
+    assert still.where == "rank 0 is in lock.acquire() (train.py:3)"
+    for _ in range(30):
+        machine.goes_on(1.0)
+        (process,) = ranks.look()
+    assert process.frozen, "nobody looks any more"
+    os.close(beat._fd)
+    assert not ranks.look()[0].watched, "it has become another program"
+    writer.close()
+
+
+def test_what_a_plain_script_writes_is_a_sign_of_life(tmp_path: Path) -> None:
+    machine = Machine()
+    ranks = Ranks(tmp_path, 1, machine.awake())
+    for phase, silent_s in [("started", 0.0), ("train", 1.0)]:
+        written(tmp_path, dataclasses.replace(a_record(os.getpid()), phase=phase))
+        for bytes_ in (10, 20):
+            (process,) = ranks.look(bytes_)
+            machine.goes_on(1.0)
+        assert process.silent_s == silent_s
+
+
+def test_a_plain_script_that_hangs_soon_after_its_start_stands_at_step_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.WORKER, "0")
+    written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started"))
+    handler: Any = SimpleNamespace(generation=1)
+    for early, found in [(True, (True, 0)), (False, (False, None))]:
+        verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "early": early, "time": 0.0}
+        (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
+        said = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))
+        assert (said["hung"], said["step"]) == found
 
 
 def test_whoever_got_the_number_of_a_dead_process_is_neither_watched_nor_killed(tmp_path: Path, bystander) -> None:

@@ -123,7 +123,64 @@ def test_a_step_that_hangs_three_times_ends_the_job(machine):
     )
     status = machine.run(machine.job(**a_script(machine, text)), timeout_s=90)
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
-    assert "s after step 3; this step has failed 3 times in a row; see in the stacks which rank waits" in status.reason
+    assert "hung: no progress for " in status.reason
+    assert (
+        " s after step 3: rank 0 is in run.interrupted() (wrong.py:12), rank 1 is in time.sleep(1) (wrong.py:11); "
+        "it has hung here 3 times in a row"
+    ) in status.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_plain_script_that_hangs_three_times_soon_after_its_start_ends_the_job(machine, workers: int):
+    text = (
+        "import threading, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 0:\n"
+        "    threading.Event().wait()\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    job = machine.job(**a_script(machine, text), workers={"replicas": workers})
+    began = time.monotonic()
+    status = machine.run(job, timeout_s=90)
+    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
+    said = "rank 0 is in threading.Event().wait() (wrong.py:5)"
+    said += {
+        1: "",
+        2: ", rank 1 is in dist.all_reduce(torch.ones(1)) (wrong.py:6)",
+        3: ", ranks 1 and 2 are in dist.all_reduce(torch.ones(1)) (wrong.py:6)",
+    }[workers]
+    assert f"{said}; it has hung here 3 times in a row" in status.reason
+    print(f"three hangs with {workers} workers took {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["computes", "has a process compute", "says that it is alive", "is a plain script"])
+def test_a_long_evaluation_on_one_rank_is_no_hang(machine, how: str):
+    """Longer than `hang.limit`, 3 s; the other rank waits for it in a collective."""
+    busy = "import time; end = time.monotonic() + 9\nwhile time.monotonic() < end: sum(range(1000))"
+    evaluate = {
+        "has a process compute": f"subprocess.run([sys.executable, '-c', {busy!r}])",
+        "says that it is alive": "exec('with run.alive(): time.sleep(9)')",
+    }.get(how, f"exec({busy!r})")
+    session_ = how != "is a plain script"
+    text = (
+        "import subprocess, sys, time, torch, torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from outlast.training import session\n"
+        "with session.open() as run:\n"
+        "    run.resume({'net': nn.Linear(1, 1)})\n"
+        "    run.log(1)\n"
+        f"    run.rank or {evaluate}\n"
+        "    run.interrupted()\n"
+        "    run.log(2)\n"
+        if session_
+        else f"import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.get_rank() or {evaluate}\ndist.barrier()\n"
+    )
+    status = machine.run(machine.job(**a_script(machine, text)), timeout_s=90)
+    assert (status.state, status.restarts) == (State.SUCCEEDED, 0), status.reason
+    assert not [event for event in machine.backend.events(status.name) if event["kind"] == "hang"]
 
 
 def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine):

@@ -91,9 +91,8 @@ def judge(
     step = None if contract.killed(failure.code) and not failure.hung else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     if step is not None and _in_a_row(past) >= policy.same_step:
-        why = f"this step has failed {policy.same_step} times in a row"
-        if failure.hung:
-            why += "; see in the stacks which rank waits for which: all must make the same collective calls in the same order"
+        again = "it has hung here" if failure.hung else "this step has failed"
+        why = f"{again} {policy.same_step} times in a row"
         return Stop(f"{what}; {why}", failure.code)
     if number > policy.limit:
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"

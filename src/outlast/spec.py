@@ -405,10 +405,11 @@ class Environment(Checked):
 
 
 class Hang(Checked):
-    """What counts as a hang: the stacks of a worker that hangs are written to the log, and it is restarted."""
+    """What counts as a hang. The stacks of a process that hangs are written to `logs/`, and the training restarts."""
 
     limit: Duration = timedelta(minutes=10)
-    """A process that shows no progress for this long hangs."""
+    """A process that does nothing for this long hangs: no step, its main thread does not move, no CPU time, and no output of a
+    plain script. At least 10 minutes before the first step of a session."""
 
 
 class Volume(Checked):

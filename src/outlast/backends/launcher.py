@@ -283,6 +283,8 @@ class Launcher(Decider):
         self._read_progress()
         step = self.status.step
         # An error that only echoes somebody's death says nothing of the step; a plain script that ran for a while tells none.
+        if failure.hung:  # says itself after which step it did
+            return failure, failure.step, self._committed()
         silent = not self.stepped and self.clock() - self.formed_at > UNTOLD_S
         return failure.model_copy(update={"step": step}), None if echo or silent else step, self._committed()
 

@@ -460,7 +460,7 @@ class Agent:
         if self.worker.leaving and now > self.deadline:
             self.deadline = float("inf")
             self._events.put(lifecycle.GraceOver())
-        found = self._ranks.look()
+        found = self._ranks.look(self._log.written)
         if self.worker.phase is Phase.TRAINING:
             hang = lifecycle.hung(found, self.job.spec.hang.limit.total_seconds())
             if hang is not None:
@@ -482,8 +482,8 @@ class Agent:
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {stacks}", flush=True)
             path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
             with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
-                verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "time": time.time()}
-                path.write_text(json.dumps(verdict))
+                verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "early": process.early}
+                path.write_text(json.dumps({**verdict, "time": time.time()}))
             self.ledger.write(
                 "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
                 state="stopped" if process.stopped else "stuck", stacks=str(stacks), reason=reason,

@@ -41,7 +41,8 @@ _SCRIPTS = (
 )
 """Errors that say that the script is wrong, or does not go with what is installed."""
 _STEPS = ("first step", "train")
-"""Phases in which a hang says something of the step. Who hangs while it opens, restores or saves waits for a store or a disk."""
+"""Phases in which a hang says something of the step. Who hangs while it opens, restores or saves waits for a store or a disk.
+A plain script tells no steps: it stands at step 0 if it hangs before it has run for as long as it then stands still."""
 _PREFIX = "[rank ${rank}] "
 """Of each line that one of several processes writes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
@@ -166,6 +167,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     reached = progress.read(state, process.local_rank)
     if reached and (reached.generation != handler.generation or reached.phase == "started"):
         reached = None  # a plain script, which says nothing
+    plain = reached is None and bool(verdict.get("early"))
     stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # not one that was on its way out
     return {
         "rank": rank,
@@ -174,9 +176,9 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_echo(record)),
-        "hung": bool(verdict.get("stuck")) and reached is not None and reached.phase in _STEPS,
+        "hung": bool(verdict.get("stuck")) and (plain if reached is None else reached.phase in _STEPS),
         "early": record["type"] if _early(record, reached) else "",
-        "step": reached.step if reached else None,
+        "step": reached.step if reached else 0 if plain else None,
         "committed": reached.committed if reached else None,
     }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -234,7 +235,21 @@ class Process:
     stopped: bool
     """Whether the kernel says that it is stopped (SIGSTOP, a debugger)."""
     silent_s: float
-    """For how long its record has not changed; time in which its agent stood still itself does not count."""
+    """For how long it has not moved: no step, nothing that its main thread did, no output of a plain script. Time in which its
+    agent stood still itself does not count."""
+    frozen: bool = False
+    """Whether it cannot run Python: native code holds its lock."""
+    age_s: float = math.inf
+    """For how long it has been there."""
+    watched: bool = True
+    """Whether it says if its main thread moves. Not so when it has become another program (execv)."""
+    where: str = ""
+    """Where it stands, and all ranks if all stand still."""
+
+    @property
+    def early(self) -> bool:
+        """Whether it has stood still for longer than it had moved."""
+        return self.silent_s > self.age_s / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,25 +268,28 @@ START_LIMIT_S = 600.0
 def hung(processes: Sequence[Process], limit_s: float) -> Hang | None:
     """Whether training stands still on this worker.
 
-    A process reports at every step, so all ranks of a world fall silent together when one hangs. One that the kernel has stopped
-    is the culprit; if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck.
+    All ranks of a world stand still together when one hangs. One that the kernel has stopped, or that cannot run Python, is the
+    culprit; if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck. Ranks that
+    wait for one that moves count as moving (`runtime.stall`).
     """
+    judged = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
     if stopped:
         return Hang(tuple((p, f"hung: stopped (SIGSTOP) for {p.silent_s:.0f} s{_at(p)}") for p in stopped))
-    # A plain script ("started") never reports; only the kernel's word counts for it.
-    reporting = [p for p in processes if p.progress.phase not in ("started", "done")]
-    stuck = [p for p in reporting if p.silent_s > OTHERS_FIRST * _limit(p, limit_s)]
-    if stuck and len(stuck) == len(reporting):
+    frozen = [p for p in judged if p.frozen and p.silent_s > _limit(p, limit_s)]
+    if frozen:
+        return Hang(tuple((p, f"hung: unable to run Python for {p.silent_s:.0f} s{_at(p)}") for p in frozen))
+    stuck = [p for p in judged if p.silent_s > OTHERS_FIRST * _limit(p, limit_s)]
+    if stuck and len(stuck) == len(judged):
         return Hang(tuple((p, f"hung: no progress for {p.silent_s:.0f} s{_at(p)}") for p in stuck))
     return None
 
 
 def _limit(process: Process, limit_s: float) -> float:
-    return limit_s if process.progress.phase in ("train", "save") else max(limit_s, START_LIMIT_S)
+    return limit_s if process.progress.phase in ("started", "train", "save") else max(limit_s, START_LIMIT_S)
 
 
 def _at(process: Process) -> str:
-    return (
-        f" after step {process.progress.step}" if process.progress.phase in ("train", "save") else f" in {process.progress.phase}"
-    )
+    phase, where = process.progress.phase, f": {process.where}" if process.where else ""
+    at = {"train": f" after step {process.progress.step}", "save": f" after step {process.progress.step}", "started": ""}
+    return f"{at.get(phase, f' in {phase}')}{where}"

@@ -34,6 +34,8 @@ class Output:
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
         """What was written before `keep`."""
+        self.written = 0
+        """Bytes so far."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
@@ -51,6 +53,7 @@ class Output:
                 data = os.read(self._pipe, 65536)
                 if not data:
                     return
+                self.written += len(data)
                 if self._early is not None:
                     self._early += data[: _EARLY - len(self._early)]
                 for file in (self._log, self._copy_to):

@@ -16,6 +16,7 @@ from pathlib import Path
 from outlast import contract
 
 _SIZE = 512
+_PULSE_SIZE = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +79,56 @@ def kernel(pid: int) -> tuple[str, int]:
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
         return "", 0
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used; 0 when there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+# Whether it moves
+
+
+@dataclasses.dataclass(frozen=True)
+class Pulse:
+    """What a thread of a training process says of its main thread, about once a second."""
+
+    pid: int
+    started: int
+    fd: int
+    """Its descriptor for this file, which a program that the process becomes (execv) does not have."""
+    looks: int
+    """How often it has looked. A number that stays says that the process cannot run Python."""
+    moves: int
+    """In how many of them the main thread moved, or waited for a rank that does."""
+    where: str = ""
+    """Where it stood last, and all ranks if all stood still: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`."""
+
+
+class Beat:
+    """Writes the pulse of this process."""
+
+    def __init__(self, directory: Path, local_rank: int) -> None:
+        self._fd = os.open(directory / contract.PULSE.format(local_rank=local_rank), os.O_RDWR | os.O_CREAT, 0o644)
+        self._pulse = Pulse(*(os.getpid(), kernel(os.getpid())[1]), self._fd, 0, 0)
+
+    def write(self, moves: bool, where: str) -> None:
+        """Count one more look."""
+        one = self._pulse
+        self._pulse = dataclasses.replace(one, looks=one.looks + 1, moves=one.moves + moves, where=where)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._fd, json.dumps(dataclasses.asdict(self._pulse)).encode().ljust(_PULSE_SIZE), 0)
+
+
+def pulse(directory: Path, local_rank: int) -> Pulse | None:
+    """The newest pulse of the process that still writes this file; None when there is none."""
+    try:
+        path = directory / contract.PULSE.format(local_rank=local_rank)
+        found = Pulse(**json.loads(path.read_bytes()))
+        return found if os.path.samefile(f"/proc/{found.pid}/fd/{found.fd}", path) else None
+    except (OSError, ValueError, TypeError):
+        return None

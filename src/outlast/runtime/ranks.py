@@ -1,8 +1,9 @@
 """The training processes of one worker as its agent sees them: which of them live, and for how long each has been silent.
 
 A process is known by its pid *and* the time of its start, which it writes down itself: a number alone may be anybody's tomorrow,
-and whoever hangs is killed. Silence is judged by when the agent saw a record change, by a clock that stands still when the agent
-does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a process silent.
+and whoever hangs is killed. Silence is judged by when the agent saw its progress or its pulse change (`runtime.progress`), by a
+clock that stands still when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a
+process silent.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from outlast.clock import Seen
 from outlast.runtime import progress
 from outlast.runtime.lifecycle import Process
 
+FROZEN_S = 10.0
+"""A process whose thread that looks has not done so for this long cannot run Python: native code holds its lock. It moves as long
+as it uses CPU time."""
 DUMP_S = 10.0
 """How long py-spy may take; an agent that gives no sign of life for 20 s is taken for stuck."""
 
@@ -38,10 +42,11 @@ class Ranks:
     def forget(self) -> None:
         """Remove what processes of an earlier agent have written; in a new container their pids are given out anew."""
         for local_rank in range(self._count):
-            (self._state / contract.PROGRESS.format(local_rank=local_rank)).unlink(missing_ok=True)
+            for name in (contract.PROGRESS, contract.PULSE):
+                (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
-    def look(self) -> list[Process]:
-        """Those that live, in the order of their local ranks."""
+    def look(self, written: int = 0) -> list[Process]:
+        """Those that live, in the order of their local ranks. `written`: how much they have written to the log, all together."""
         found = []
         for local_rank in range(self._count):
             record = progress.read(self._state, local_rank)
@@ -50,8 +55,26 @@ class Ranks:
             state = _state(record)
             if state in ("", "Z", "X"):
                 continue
-            found.append(Process(local_rank, record, state in ("T", "t"), self._seen.age(local_rank, record)))
+            found.append(self._seen_now(local_rank, record, state in ("T", "t"), written))
         return found
+
+    def _seen_now(self, local_rank: int, record: progress.Progress, stopped: bool, written: int) -> Process:
+        process = record.pid, record.started
+        pulse = progress.pulse(self._state, local_rank)
+        if pulse is not None and (pulse.pid, pulse.started) != process:
+            pulse = None
+        age_s = self._seen.age((local_rank, "process"), process)
+        frozen = pulse is not None and self._seen.age((local_rank, "looks"), pulse.looks) > FROZEN_S
+        signs = (
+            record,
+            pulse.moves if pulse else None,
+            written if record.phase == "started" else None,
+            int(progress.cpu_s(record.pid)) if frozen else None,
+        )
+        silent_s = self._seen.age(local_rank, signs)
+        return Process(
+            local_rank, record, stopped, silent_s, frozen, age_s, watched=pulse is not None, where=pulse.where if pulse else ""
+        )
 
     def kill(self, process: Process) -> None:
         """End a process that hangs, if it is still the one that was seen."""

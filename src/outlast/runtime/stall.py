@@ -1,35 +1,47 @@
-"""Ranks that wait for each other: found in seconds, by what each says of itself in the store of the process group.
+"""Ranks that wait for each other, found in seconds; and for each rank whether it moves, which is what hangs are judged by.
 
-A thread of every training process looks at its main thread once a second. When that has not moved for a while, it writes down
-which call of the session it is in, where in the script, and how many collectives of each group it has begun. If all ranks stand
-still, and one waits in a call that another has not begun, and that one in a collective that the first has not begun, neither
-will ever go on: that is a mistake in the script, and ends it with a sentence. A slow rank, a slow network and a slow disk look
-different: then what one waits for, the others have begun.
+A thread of every training process looks at its main thread about once a second (`runtime.motion`) and says in a small file
+whether that moves: the agent's heartbeat (`progress.Pulse`). When it has not moved for a while, the thread writes down in the
+store of the process group which call of the session it is in, where in the script, and how many collectives of each group it has
+begun. While another rank moves, those that wait for it count as moving. If all stand still, each knows where the others are. If
+one waits in a call that another has not begun, and that one in a collective that the first has not begun, neither will ever go
+on: that is a mistake in the script, and ends it with a sentence. A slow rank, a slow network and a slow disk look different: then
+what one waits for, the others have begun. Everything else is a hang after `hang.limit`.
 
-Works for sessions and for scripts that know nothing of Outlast. While training moves, nothing is sent.
+Works for sessions and for scripts that know nothing of Outlast. While all ranks move, nothing is sent.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import datetime
 import json
 import linecache
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from outlast import contract
+from outlast.runtime import motion, progress
 
 LOOK_S = 1.0
 STILL_S = 3.0
 """How long the main thread must not have moved before we ask what the others do."""
-BUSY = 0.2
-"""Share of a core's time; a thread that uses more computes."""
-PATIENCE = 10.0
+_STILL = "outlast/still"
+"""Key of how many ranks stand still; below it is what each says of itself."""
+PATIENCE = 3.0
 """Longest pause between two looks at the others, for waits that take long and are none of our business."""
+_ANSWER_S = 10.0
+"""How long the store may take to answer."""
+_SAID_AT_MOST = 600
+"""Characters about where all ranks are."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -85,10 +97,10 @@ def _ahead(one: Standing, other: Standing) -> bool:
     return any(count > other.begun[group] for group, count in one.begun.items() if group in other.begun)
 
 
-def listed(said: Sequence[str], word: str) -> str:
+def listed(said: Sequence[str], word: str, *, first: int = 0) -> str:
     """`rank 0 is in this, ranks 1 and 2 are in that`."""
     ranks: dict[str, list[int]] = {}
-    for rank, what in enumerate(said):
+    for rank, what in enumerate(said, first):
         ranks.setdefault(what, []).append(rank)
     return ", ".join(f"{_named(those)} {word} {what}" for what, those in ranks.items())
 
@@ -112,10 +124,19 @@ class Watch:
         """The call of the session that the main thread is in, with its place."""
         self.calls = 0
         """Calls of the session that it has begun."""
+        self.signs = 0
+        """How often it has said that it is alive."""
+        self.held = 0
+        """How many `alive` contexts are open: then it moves, whatever it looks like."""
         self.last: Callable[[], object] = lambda: None
         """What is to be brought to an end before a stalled process ends: the save in flight."""
         self._ours: set[str] = set()
         self._store: Any = None
+        self._rank, self._ranks, self._group = 0, 1, 0
+        """Of the process group that the store belongs to; the last one tells it from others."""
+        self._told = False
+        """Whether the others count us among those that stand still."""
+        self._looking = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
         self._suspected: list[tuple[Standing, int]] = []
@@ -127,79 +148,139 @@ class Watch:
         return group
 
     def start(self) -> None:
-        """Begin to look, unless that has begun, or this is the only rank."""
-        if self._thread is None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            self._thread = threading.Thread(target=self._look, name="outlast-stall", daemon=True)
+        """Begin to look, unless that has begun, or this is the only rank and nobody asks whether it moves."""
+        state = os.environ.get(contract.Env.STATE)
+        if self._thread is None and (state or int(os.environ.get("WORLD_SIZE", "1")) > 1):
+            self._rank = int(os.environ.get("RANK", "0"))
+            atexit.register(self._leave)
+            self._thread = threading.Thread(target=self._look, args=(state,), name="outlast-stall", daemon=True)
             self._thread.start()
 
-    def _look(self) -> None:
+    def alive(self) -> contextlib.AbstractContextManager[None]:
+        """Count as moving now, and as a context for as long as it is open."""
+        self.signs += 1
+        return self._hold()
+
+    @contextlib.contextmanager
+    def _hold(self) -> Iterator[None]:
+        self.held += 1
+        try:
+            yield
+        finally:
+            self.held -= 1
+            self.signs += 1
+
+    def _look(self, state: str | None) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        last: tuple[Any, ...] = ()
-        since = used = 0.0
-        pause, said = LOOK_S, False
+        pulse = progress.Beat(Path(state), int(os.environ.get("LOCAL_RANK", "0"))) if state else None
+        motions = motion.Motion()
+        before = since = time.monotonic()
+        pause, at = LOOK_S, ""
         while True:
+            with self._looking:
+                frame = sys._current_frames().get(main)
+                if frame is None:
+                    return
+                now = time.monotonic()
+                self._connect()
+                sight = self._sight(frame)
+                moves = motions.moves(sight, now - before, motion.work) or self.held > 0
+                before, waits = now, False
+                if moves:
+                    since, pause = now, LOOK_S
+                    self._suspected = []
+                    self._move()
+                elif now - since >= STILL_S:
+                    waits, at = self._stands(main, frame, sight)
+                    pause = min(PATIENCE, pause * 1.5) if now - since > 10 * STILL_S else LOOK_S
+                if pulse:
+                    pulse.write(moves or waits, at)
+                del frame
             time.sleep(pause)
-            frame = sys._current_frames().get(main)
-            if frame is None:
-                return
-            now = time.monotonic()
-            before, used = used, _used(main)
-            begun = self._begun()
-            position = (id(frame), frame.f_code, frame.f_lasti, self.calls, begun)
-            if position != last or used - before > BUSY * pause:
-                last, since, pause = position, now, LOOK_S
-                self._suspected = []
-                if said:
-                    said = not self._say("")
-            elif now - since >= STILL_S:
-                with contextlib.suppress(Exception):  # torch raises what it likes when a store is gone; then others have ended
-                    standing = self._standing(frame, begun)
-                    said = True
-                    if self._still(frame, position) and (sentence := self._compared(standing)) and self._still(frame, position):
-                        end(sentence)
-                pause = min(PATIENCE, pause * 1.5) if now - since > 10 * STILL_S else LOOK_S
-            del frame
 
-    def _still(self, frame: FrameType, position: tuple[Any, ...]) -> bool:
+    def _stands(self, main: int, frame: FrameType, sight: motion.Sight) -> tuple[bool, str]:
+        """What to say of a main thread that stands still: whether it waits for a rank that does not, and where it or all are.
+
+        Ends this process when the ranks wait for each other.
+        """
+        standing = self._standing(frame)
+        at = listed([standing.call or standing.at], "in", first=self._rank)
+        if _joins(frame):
+            return True, at  # torch's own time-out ends that
+        try:
+            found = self._compared(standing)
+            if found and self._still(main, sight) and (sentence := self._deadlock(found)) and self._still(main, sight):
+                end(sentence)
+        except Exception:  # torch raises what it likes when a store is gone; then others have ended
+            return False, at
+        return found is None, listed([each.call or each.at for each in found], "in")[:_SAID_AT_MOST] if found else at
+
+    def _sight(self, frame: FrameType) -> motion.Sight:
+        """What there is to see now. Cheap: this happens once a second while training runs."""
+        spins = motion.uses_gpu() or where(frame)[0] in _COUNTED
+        return motion.Sight(motion.place(frame), self._counts(), motion.cpu_s(), spins)
+
+    def _counts(self) -> tuple[Any, ...]:
+        return self.calls, self.signs, *self._begun().items()
+
+    def _still(self, main: int, sight: motion.Sight) -> bool:
         """Whether the main thread is where it was: what was read of it one after another belongs together."""
-        here = sys._current_frames().get(threading.main_thread().ident or 0)
-        return here is frame and (frame.f_lasti, self.calls, self._begun()) == position[2:]
+        return motion.place(sys._current_frames().get(main)) == sight.place and self._counts() == sight.counts
 
-    def _say(self, text: str) -> bool:
-        with contextlib.suppress(Exception):
-            dist = sys.modules["torch.distributed"]
-            self._store.set(f"outlast/still/{dist.get_rank()}", text)
-            return True
-        return False
+    def _connect(self) -> None:
+        """Get a connection of our own to the store of the process group, as soon as there is one: later it may be gone."""
+        dist: Any = sys.modules.get("torch.distributed")
+        with contextlib.suppress(Exception):  # it is made or destroyed this very moment
+            if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
+                return
+            if self._group != (group := id(dist.distributed_c10d._get_default_group())):
+                self._rank, self._ranks, self._group, self._told = dist.get_rank(), dist.get_world_size(), group, False
+                self._store = store()
+                self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
-    def _standing(self, frame: FrameType, begun: Mapping[str, int]) -> Standing:
+    def _move(self) -> None:
+        """Take back what we have said to the others."""
+        if self._told:
+            with contextlib.suppress(Exception):  # the store is gone
+                self._store.add(_STILL, -1)
+                self._told = False
+
+    def _leave(self) -> None:
+        """The script is over: who waits for us waits for ever. The store may be gone; then the others notice."""
+        # Kept: a thread that comes out of torch while the interpreter shuts down would end the process with SIGABRT.
+        if self._looking.acquire(timeout=_ANSWER_S) and self._store is not None:
+            with contextlib.suppress(Exception):
+                self._say(Standing(at="its exit, at the end of the script"))
+
+    def _say(self, standing: Standing) -> None:
+        self._store.set(f"{_STILL}/{self._rank}", json.dumps(dataclasses.asdict(standing)))
+        if not self._told:
+            self._store.add(_STILL, 1)
+            self._told = True
+
+    def _standing(self, frame: FrameType) -> Standing:
         """Where we are."""
         waits, at = where(frame)
-        blocks = waits not in ("backward", "forward") or not sys.modules["torch"].cuda.is_initialized()
+        blocks = waits not in ("backward", "forward") or not motion.uses_gpu()
         self._looks += 1
-        return Standing(self.calls, self.call, waits, at, begun, self._looks, blocks)
+        return Standing(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
 
-    def _compared(self, ours: Standing) -> str:
-        """Say where we are, and compare with the others: the sentence, once all have said the same anew since we suspected it.
+    def _compared(self, ours: Standing) -> list[Standing] | None:
+        """Say where we are. Where all ranks are, if all stand still; None when some move; empty when there are no others to ask.
 
-        Then all were there at that moment. What one says stands while it is stopped, and for up to PATIENCE after it moved on.
+        What one says stands while it is stopped, and for up to PATIENCE after it moved on.
         """
-        dist: Any = sys.modules.get("torch.distributed")
-        if dist is None or not dist.is_available() or not dist.is_initialized():
-            return ""
-        ranks = dist.get_world_size()
         if self._store is None:
-            self._store = store()
-        if self._store is None or ranks == 1:
-            return ""
-        if not ours.call and not ours.waits:
-            self._say("")
-            return ""
-        self._say(json.dumps(dataclasses.asdict(ours)))
-        keys = [f"outlast/still/{rank}" for rank in range(ranks)]
-        texts = self._store.multi_get(keys) if self._store.check(keys) else [b""]
-        found = [Standing(**json.loads(text)) for text in texts] if all(texts) else []
+            return []
+        self._say(ours)
+        if self._store.add(_STILL, 0) < self._ranks:
+            return None
+        texts = self._store.multi_get([f"{_STILL}/{rank}" for rank in range(self._ranks)])
+        return [Standing(**json.loads(text)) for text in texts]
+
+    def _deadlock(self, found: Sequence[Standing]) -> str:
+        """The sentence, once all have said the same anew since we suspected it: then all were there at that moment."""
         sentence, before = deadlock(found), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in found] != [standing for standing, _ in before]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in found] if sentence else []
@@ -263,12 +344,13 @@ def _foreign(frame: FrameType) -> bool:
     return name.split(".")[0] in ("torch", "outlast", "contextlib", "threading") or "site-packages" in frame.f_code.co_filename
 
 
-def _used(thread: int) -> float:
-    """Seconds of a core that a thread has used."""
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread))
-    except (AttributeError, OSError):  # not on this system: then only its position tells
-        return 0.0
+def _joins(frame: FrameType | None) -> bool:
+    """Whether a thread waits for the other ranks to come to a process group."""
+    while frame is not None:
+        if frame.f_code.co_name in ("init_process_group", "new_group") and frame.f_globals["__name__"].startswith("torch."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _enders: list[Callable[[str], None]] = []
@@ -281,8 +363,6 @@ def on_end(record: Callable[[str], None]) -> None:
 
 def end(sentence: str) -> None:
     """End this process: its main thread waits where no exception reaches it."""
-    from outlast import contract
-
     for record in _enders:
         record(sentence)
     print(sentence, file=sys.stderr, flush=True)

@@ -328,6 +328,14 @@ class Session:
         self._report(phase="train", step=step, **problem)
         return numbers
 
+    def alive(self) -> contextlib.AbstractContextManager[None]:
+        """Say that this rank works, although it may look as if it hangs. Cheap, no collective, for any rank at any time.
+
+        `run.alive()` counts as a sign of life now. `with run.alive():` counts for the whole block: use it where the script waits
+        for something that Outlast cannot see, e.g. a service that evaluates the model. A hang in the block is not noticed.
+        """
+        return stall.watch().alive()
+
     @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
         """Whether to save and leave, the same answer on every rank. A collective, to be called once per step."""

@@ -1,0 +1,125 @@
+"""Whether a training process does anything: what its main thread shows from one look to the next.
+
+It moves when it is in another place, has begun another call or collective, or uses CPU time, its own or that of the processes it
+has started. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a whole core and do
+nothing. There CPU time counts only if the main thread is in another place than before; memory that the GPU's allocator has handed
+out counts as well. A loop that polls shows the same few places again and again, at next to no CPU time: it does not move.
+
+`stall.Watch` looks, `lifecycle.hung` judges. Docs: docs/decisions/0022-what-is-a-hang.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from outlast.runtime import progress
+
+BUSY = 0.01
+"""Share of a core above which this process works. A training loop uses more, a loop that polls ten times a second less."""
+CHILDREN_BUSY = 0.2
+"""The same for the processes it has started. Higher: services that only record metrics run all the time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What one look shows."""
+
+    place: Hashable
+    """Where the main thread is: the code and instruction of each frame of its stack."""
+    counts: Hashable = 0
+    """Calls and collectives begun: only a process that moves changes them."""
+    cpu_s: float = 0.0
+    """CPU seconds of all threads so far, but for the one that looks."""
+    spins: bool = False
+    """Whether waiting uses CPU time here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a process has others do for it. Takes longer to find out."""
+
+    children_s: float = 0.0
+    """CPU seconds of the processes that it has started."""
+    allocated: tuple[int, ...] = ()
+    """How often memory has been allocated on each GPU so far; operations on tensors do so, a wait does not."""
+
+
+class Motion:
+    """Compares each look with those before."""
+
+    def __init__(self) -> None:
+        self._last = Sight(None)
+        self._work: Work | None = None
+        """None unless the last look asked for it."""
+        self._places: set[Hashable] = set()
+        """Where the main thread has been seen since it last did something else than to be in another place."""
+
+    def moves(self, seen: Sight, seconds: float, work: Callable[[], Work] = Work) -> bool:
+        """Whether it has moved since the last look, which was so many seconds ago."""
+        before, self._last = self._last, seen
+        busy = seen.cpu_s - before.cpu_s > BUSY * seconds and not (seen.spins and seen.place == before.place)
+        if busy or seen.counts != before.counts:
+            self._work = None
+        else:
+            then, self._work = self._work, work()
+            busy = then is not None and (
+                self._work.children_s - then.children_s > CHILDREN_BUSY * seconds or self._work.allocated != then.allocated
+            )
+            if not busy:
+                new = seen.place not in self._places
+                self._places.add(seen.place)
+                return new
+        self._places = {seen.place}
+        return True
+
+
+def place(frame: FrameType | None) -> Hashable:
+    """Where a thread is."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process without the calling thread."""
+    return time.process_time() - time.thread_time()
+
+
+def uses_gpu() -> bool:
+    """Whether this process has begun to use GPUs."""
+    torch: Any = sys.modules.get("torch")
+    with contextlib.suppress(AttributeError):  # half imported
+        return bool(torch and torch.cuda.is_initialized())
+    return False
+
+
+def work() -> Work:
+    """What others do for this process."""
+    torch: Any = sys.modules.get("torch")
+    allocated: tuple[int, ...] = ()
+    if uses_gpu():
+        with contextlib.suppress(Exception):  # allocators that do not count
+            stats = [torch.cuda.memory_stats_as_nested_dict(gpu) for gpu in range(torch.cuda.device_count())]
+            allocated = tuple(each["allocation"]["all"]["allocated"] for each in stats)
+    return Work(_children_s(os.getpid()), allocated)
+
+
+def _children_s(pid: int) -> float:
+    """CPU seconds of the living descendants of a process; 0 where the kernel does not tell (proc(5), CONFIG_PROC_CHILDREN)."""
+    total = 0.0
+    for file in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):  # it ends as we read
+            for child in map(int, Path(file).read_text().split()):
+                total += progress.cpu_s(child) + _children_s(child)
+    return total
