@@ -17,7 +17,7 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
-from outlast.runtime import elastic, lifecycle, progress, ranks, shim
+from outlast.runtime import elastic, lifecycle, progress, rank, ranks, shim
 from outlast.runtime.progress import Progress
 from outlast.runtime.ranks import Ranks
 
@@ -182,3 +182,42 @@ def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Pat
     ranks.dump_stacks(list(range(1, 17)), tmp_path / "stacks")
     assert time.monotonic() - began < 16 * 0.3
     assert (tmp_path / "stacks").read_text().count("no stack") == 16
+
+
+def test_a_file_that_is_missed_because_the_code_is_a_copy_is_named_with_the_remedy(tmp_path: Path) -> None:
+    origin, copy = tmp_path / "project" / "src", tmp_path / "state" / "code"
+    for path in (tmp_path / "project" / "data" / "x", origin / "cache" / "y", copy / "train.py"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    remedy = f"name it under data from {tmp_path}/project/data and read it in $OUTLAST_DATA, or use an absolute path"
+    outside = f"is outside of the code, of which the job runs in a copy ({copy})"
+    assert rank.missed("../data/x", copy, origin) == f"outlast: ../data/x {outside}; {remedy}"
+    assert rank.missed(str(copy.parent / "data/x"), copy, origin) == f"outlast: {copy.parent}/data/x {outside}; {remedy}"
+    assert (
+        rank.missed("../data/x", copy, None)
+        == f"outlast: ../data/x {outside}; {remedy.replace(f' from {tmp_path}/project/data', '')}"
+    )
+    assert rank.missed("cache/y", copy, origin) == (
+        f"outlast: {origin}/cache/y is not in the copy of the code that the job runs in; "
+        "bring it back with !cache/y in .outlastignore, or name it under data"
+    )
+    for nowhere in ("../data/z", "z", "train.py", "/nowhere/z"):
+        assert rank.missed(nowhere, copy, origin) == ""
+    for nowhere in ("z", "/data/x"):
+        assert rank.missed(nowhere, copy, None) == ""
+
+
+def test_a_script_that_misses_a_file_of_its_original_directory_dies_with_the_hint(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(
+        "try:\n    open('../data/x')\nexcept OSError as e:\n    raise ValueError('bad') from e"
+    )
+    (tmp_path / "job.yaml").write_text(
+        "{apiVersion: outlast.dev/v1alpha1, kind: ElasticJob, metadata: {name: j}, spec: {script: train.py, code: s3://b/code}}"
+    )
+    environ = {**os.environ, "OUTLAST_CODE": str(tmp_path / "code"), "OUTLAST_JOB_FILE": str(tmp_path / "job.yaml")}
+    environ.pop(contract.Env.STATE, None)
+    command = [sys.executable, "-m", "outlast.runtime.rank", str(tmp_path / "code" / "train.py")]
+    done = subprocess.run(command, env=environ, cwd=tmp_path / "code", capture_output=True, text=True, check=False)
+    assert done.returncode == contract.Exit.FAILED
+    assert done.stderr.splitlines()[-1].startswith("outlast: ../data/x is outside of the code, of which the job runs in a copy")

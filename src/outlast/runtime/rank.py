@@ -53,6 +53,8 @@ def main(argv: list[str]) -> None:
         print(error, file=sys.stderr, flush=True)
         sys.exit(code)
     except Exception as error:
+        if said := _hint(error):
+            error.add_note(said)
         text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
         _record(state, error, text, contract.Exit.FAILED)
         sys.stderr.write(text)
@@ -79,6 +81,44 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     return trace or error.__traceback__
+
+
+def _hint(error: BaseException) -> str:
+    """What to do about a file that is missed only because the job runs in a copy of its code; empty if that is not why."""
+    code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, FileNotFoundError) and isinstance(cause.filename, str)):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None or not code or not file:
+        return ""
+    from outlast import spec
+
+    try:
+        origin = spec.local(spec.pinned(spec.load(file).spec.code or "")[0])
+    except OutlastError:
+        return ""
+    return missed(cause.filename, Path(code), origin)
+
+
+def missed(name: str, code: Path, origin: Path | None) -> str:
+    """The hint for a file that is not there. `code` is the copy, `origin` what was copied, if that is a directory here."""
+    if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
+        return ""
+    below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
+    out = below.split(os.sep)[0] == os.pardir
+    there = None if origin in (None, code) else Path(os.path.normpath(origin / below))
+    if (code / below).exists() or (there is not None and not there.exists()):
+        return ""
+    if not out:
+        back = f"bring it back with !{below} in .outlastignore"
+        return (
+            f"outlast: {there} is not in the copy of the code that the job runs in; {back}, or name it under data"
+            if there
+            else ""
+        )
+    what = f"{name} is outside of the code, of which the job runs in a copy ({code})"
+    where = f" from {there.parent}" if there else ""
+    return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
 
 
 def _record(state: str | None, error: BaseException, text: str, code: int) -> None:
