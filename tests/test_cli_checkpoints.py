@@ -144,6 +144,22 @@ def test_damage_is_shown_and_found_here_and_in_the_store(outlast: Outlast, here:
     assert "weights has crc32" in err
 
 
+def test_what_is_removed_while_it_is_verified_is_not_damaged(outlast: Outlast, here: Path, monkeypatch: pytest.MonkeyPatch):
+    old, new = saved(here, 10), saved(here, 20)
+    verify = checkpoints.verify
+
+    def retention(path: Path) -> str | None:
+        assert not checkpoints.remove(new)  # it is being read
+        checkpoints.remove(old)
+        return verify(path)
+
+    monkeypatch.setattr(checkpoints, "verify", lambda path: retention(path) if path == new.path else verify(path))
+    said = ["step-00000010: removed meanwhile, as checkpoint.keep says", "step-00000020: whole, 2.9 KiB"]
+    monkeypatch.setattr(cli.checkpoints, "_saved", lambda _: [cli.checkpoints.Saved(20, new), cli.checkpoints.Saved(10, old)])
+    code, out, _ = outlast("verify")
+    assert (code, sorted(out.splitlines())) == (0, said)
+
+
 @pytest.mark.usefixtures("three")
 def test_restoring_keeps_what_is_here(outlast: Outlast, here: Path):
     assert outlast("restore")[1] == f"step 20, 2.9 KiB: {here}/step-00000020\n"

@@ -246,7 +246,8 @@ def verify(
     """Check that checkpoints are whole.
 
     Reads all of them, or the one of --step, here and in the store, and compares
-    every file with its checksum. The exit code is 1 when one is damaged.
+    every file with its checksum. The exit code is 1 when one is damaged; one that the
+    training removes meanwhile, as checkpoint.keep says, is none.
 
     \b
     Examples:
@@ -254,33 +255,46 @@ def verify(
       outlast checkpoints verify cifar10 --step 1200
       outlast checkpoints verify s3://bucket/runs/cifar10
     """
-    from outlast import checkpoints
 
     job = _job(ctx, name, store, namespace, context)
     results = []
 
-    def tell(step: int, where: str, problem: str | None, size: int) -> None:
-        results.append({"step": step, "where": where, "whole": problem is None, "problem": problem or ""})
+    def tell(step: int, where: str, problem: str | None, size: int, *, gone: bool = False) -> None:
+        if not gone:
+            results.append({"step": step, "where": where, "whole": problem is None, "problem": problem or ""})
         if output is Output.TABLE:
             at = contract.checkpoint_name(step) + ("" if where == "here" else " in the store")
-            print(f"{at}: {problem or f'whole, {units.human_bytes(size)}'}", flush=True)
+            said = "removed meanwhile, as checkpoint.keep says" if gone else problem or f"whole, {units.human_bytes(size)}"
+            print(f"{at}: {said}", flush=True)
 
     found = _chosen(job, step)
     for saved in found:
         if saved.here:
-            tell(saved.step, "here", checkpoints.verify(saved.here.path), saved.here.bytes)
+            problem = _verified(saved.here.path)
+            tell(saved.step, "here", problem, saved.here.bytes, gone=problem is not None and not saved.here.path.exists())
     there = [saved.there for saved in found if saved.there]
     if job.there and there:
         whole = sum(checkpoint.bytes for checkpoint in there)
         with transfers.transfer("read", whole, quiet=output is not Output.TABLE) as (progress, stop):
             for checkpoint in there:
                 problem = job.there.verify(checkpoint, deep=True, progress=progress, stop=stop)
-                if problem is None or checkpoint.place in [c.place for c in job.there.list_()]:  # else just removed
-                    tell(checkpoint.step, "store", problem, checkpoint.bytes)
+                gone = problem is not None and checkpoint.place not in [c.place for c in job.there.list_()]
+                tell(checkpoint.step, "store", problem, checkpoint.bytes, gone=gone)
     if output is not Output.TABLE:
         show.data(results, output)
     if not all(result["whole"] for result in results):
         raise typer.Exit(1)
+
+
+def _verified(path: Path) -> str | None:
+    """What is wrong with a checkpoint, which is not removed while we read it."""
+    from outlast import checkpoints
+
+    try:
+        with checkpoints.reading(path):
+            return checkpoints.verify(path)
+    except OSError:  # it is being removed, or damaged: `verify` says how
+        return checkpoints.verify(path)
 
 
 @app.command()
