@@ -394,6 +394,12 @@ def test_another_kind_of_document_is_refused() -> None:
         ("workers: {replica: 2}", "workers.replica is unknown; did you mean workers.replicas?"),
         ("processes_per_worker: 2", "processes_per_worker is unknown; did you mean processesPerWorker?"),
         ("data: [{form: a}]", "data[0].form is unknown; did you mean data[0].from?"),
+        ("pip: [numpy]", "pip is unknown; write environment: {requirements: requirements.txt}, with the packages in that file"),
+        (
+            "python: '3.12'",
+            "python is unknown; write environment: {conda: environment.yml}, with the version of Python in that file",
+        ),
+        ("requirements: r.txt", "requirements is unknown; did you mean spec.environment.requirements?"),
         ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas?"),
         ("every: 5m", "every is unknown; did you mean spec.checkpoint.every or spec.sync.every?"),
         ("xyzzy: 2", "xyzzy is unknown; remove it"),

@@ -14,8 +14,11 @@ HEAD = """\
 
 <!-- Written by `python docs/reference/job_file.py > docs/reference/job-file.md` from src/outlast/spec.py. -->
 
-Names that are not on this page are refused. `outlast validate FILE` reports every mistake with its line;
-`outlast validate --schema` prints a JSON schema for editors. Relative paths are relative to the job file.
+Names that are not on this page are refused. `outlast validate FILE` reports every mistake with its line. Relative paths are
+relative to the job file.
+
+Editors with the YAML language server (VS Code's YAML extension, Neovim) check and complete job files: write the JSON schema with
+`outlast validate --schema > elasticjob.json`, and begin the job file with `# yaml-language-server: $schema=elasticjob.json`.
 
 *Duration*: `90s`, `5m`, `1h30m`, `2d`, or a number of seconds. *Quantity*: as in Kubernetes, `16Gi`, `500m`, `2`.
 """

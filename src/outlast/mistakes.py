@@ -7,8 +7,8 @@ one misspelt word does not hide the mistakes after it. Then pydantic looks at th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
-from typing import Any, Self, TypeVar, get_args
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
@@ -37,6 +37,9 @@ class Checked(BaseModel):
         use_attribute_docstrings=True,
         alias_generator=lambda name: to_camel(name.rstrip("_")),
     )
+
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Names that other tools have for something that is said otherwise here: what to write."""
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
@@ -103,7 +106,7 @@ class _Look:
         result: dict[str, Any] = {}
         for field, value in data.items():
             if field not in known:
-                meant = self._meant((*place, field), list(known))
+                meant = self._meant((*place, field), list(known), model.instead)
                 if meant is None or meant in data:
                     continue
                 self._rename((*place, field), (*place, meant))
@@ -121,12 +124,15 @@ class _Look:
             return [self._value(model, item, (*place, index)) for index, item in enumerate(value)]
         return value
 
-    def _meant(self, place: Place, known: list[str]) -> str | None:
+    def _meant(self, place: Place, known: list[str], instead: Mapping[str, str]) -> str | None:
         """Report the unknown field at `place`; returns the field of the same part that was probably meant."""
         field = str(place[-1])
         spelt = {each.lower(): each for each in known}
         near = difflib.get_close_matches(field.lower().replace("_", "").replace("-", ""), spelt, 1)
-        if field in self.elsewhere:
+        if field in instead:
+            near = []
+            remedy = f"write {instead[field]}"
+        elif field in self.elsewhere:
             near = []
             remedy = f"did you mean {' or '.join(self.elsewhere[field])}?"
         elif near:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
@@ -477,6 +477,14 @@ class Tracking(Checked):
 
 class Spec(Checked):
     """What to run, on what, and how it is kept alive. Give `module` or `script`."""
+
+    instead: ClassVar = {
+        "pip": "environment: {requirements: requirements.txt}, with the packages in that file",
+        "packages": "environment: {requirements: requirements.txt}, with the packages in that file",
+        "dependencies": "environment: {requirements: requirements.txt}, with the packages in that file",
+        "python": "environment: {conda: environment.yml}, with the version of Python in that file",
+        "command": "script (a file in code) or module, and args",
+    }
 
     image: Text | None = None
     """Image of the pods. `outlast run` has no use for it."""

@@ -26,7 +26,7 @@ def here(job: Job) -> Iterator[str]:
     """What has no effect for processes of this machine."""
     if job.spec.secrets:
         named = ", ".join(secret.name for secret in job.spec.secrets)
-        yield f"secrets ({named}) are for pods; here give what they hold as variables of this shell, or as files"
+        yield f"secrets ({named}) are for pods; on this machine set what they hold in the shell, or keep it in files"
     if job.spec.volumes:
         places = ", ".join(volume.to for volume in job.spec.volumes)
-        yield f"volumes ({places}) are for pods; here these are directories as they are"
+        yield f"volumes ({places}) are for pods; on this machine these are ordinary directories"

@@ -74,6 +74,9 @@ def validate_(
 ) -> None:
     """Check job files, and say everything that is wrong with them.
 
+    An editor with the YAML language server (VS Code's YAML extension, Neovim) checks and completes a job file whose first line is
+    `# yaml-language-server: $schema=elasticjob.json`, once --schema has written that file.
+
     \b
     Examples:
       outlast validate job.yaml

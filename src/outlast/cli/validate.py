@@ -29,6 +29,8 @@ def validate(files: Sequence[Path]) -> int:
             print(f"{job.metadata.name}: ok ({_size(job.spec.workers)})")
             for sentence in unread.anywhere(job):
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
+            for sentence in unread.here(job):
+                print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     return code
 
 

@@ -6,6 +6,7 @@
     <cache>/environments/<digest>/               a virtual environment or one of conda's, at its final place: neither can be moved
     <cache>/environments/<digest>/outlast.json   written last: it is whole from then on
     <cache>/environments/<digest>.lock           held by who makes it
+    <cache>/environments/<digest>.log            what pip, uv or conda printed
 
 `requirements` become a virtual environment on top of the Python that we run in: its packages stay visible, and what the file
 asks for comes before them. The digest is that of all that it depends on: the requirements with what they include, this Python,
@@ -98,8 +99,8 @@ def make(
 ) -> Made:
     """The environment, made if it is not there yet; who comes second waits for the first.
 
-    Raises OutlastError with the last words of pip, uv or conda, which say the rest by `say`; `installers.Unavailable` when it may
-    work later.
+    `say` is told what is made, how far it is, and the last lines of pip, uv or conda when they fail. Raises OutlastError with the
+    last words of those; `installers.Unavailable` when it may work later.
     """
     path = _file(environment, code)
     assert path is not None
@@ -116,9 +117,11 @@ def make(
             if not (home / MARKER).is_file():
                 if home.exists():  # whoever made it was killed
                     shutil.rmtree(home)
-                say(f"making {name} in {home}")
+                log = home.with_name(f"{digest}.log")
+                log.unlink(missing_ok=True)
+                say(f"making {name} in {home}; its output is in {log}")
                 try:
-                    recipe.make(home, Shell(environ, lock, say, stop))
+                    recipe.make(home, Shell(environ, lock, say, stop, log))
                     looked = _looked_at(made, name, environ)
                 except OutlastError:
                     shutil.rmtree(home, ignore_errors=True)

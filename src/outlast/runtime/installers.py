@@ -1,4 +1,4 @@
-"""Runs the programs that install packages: passes on what they say, ends them when we must leave, knows what they died of."""
+"""Runs the programs that install packages: keeps what they print, ends them when we must leave, knows what they died of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ _NETWORK = re.compile(
     re.IGNORECASE,
 )
 """What pip, uv and conda say when the network or the machine is at fault: later it may work."""
+_PROGRESS_S = 5.0
+"""Between two lines that tell how far an installer is."""
+_LAST = 20
+"""Lines that are shown of an installer that has failed."""
 
 
 class Unavailable(OutlastError):
@@ -36,39 +41,50 @@ class Unavailable(OutlastError):
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs what installs packages: says what it says, ends it when we must leave."""
+    """Runs an installer: keeps its output in a file, says how far it is, kills it when we must leave."""
 
     environ: Mapping[str, str]
     lock: int
     """Descriptor of the lock: a program that outlives us holds it on."""
     say: Say
     stop: threading.Event
+    log: Path
+    """Gets all that it prints; what it says itself is a line now and then, and when it fails the last ones."""
 
     def run(self, argv: Sequence[str], name: str) -> None:
         """Run a program; raises OutlastError with its last words if it fails."""
         env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
         lines: list[str] = []
-        with subprocess.Popen(
-            argv,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            pass_fds=(self.lock,),
-        ) as process:
+        said_at = time.monotonic()
+        with (
+            open(self.log, "a") as log,
+            subprocess.Popen(
+                argv,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                pass_fds=(self.lock,),
+            ) as process,
+        ):
             watcher = threading.Thread(target=self._watch, args=(process,), daemon=True)
             watcher.start()
             assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line.rstrip())
-                self.say(f"  {lines[-1]}")
+                print(lines[-1], file=log, flush=True)
+                if time.monotonic() - said_at > _PROGRESS_S:
+                    said_at = time.monotonic()
+                    self.say(f"  {lines[-1]}")
             code = process.wait()
             watcher.join()
         if self.stop.is_set():
             raise Stopped(f"we were told to leave while making {name}")
         if code:
+            for line in lines[-_LAST:]:
+                self.say(f"  {line}")
             program = "pip" if argv[1:3] == ["-m", "pip"] else Path(argv[0]).name
             failed = f"{name}: {program} says: {last_words(lines) or f'exit code {code}'}"
             if any(_NETWORK.search(line) for line in lines):
