@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import time
@@ -19,8 +20,8 @@ from torch import nn
 import worlds
 from outlast import checkpoints, contract
 from outlast.errors import OutlastError
-from outlast.runtime import progress
-from outlast.training import Stream, checkpoint, metrics, session
+from outlast.runtime import ledger, progress
+from outlast.training import Batch, Stream, checkpoint, metrics, session
 from worlds import Training, world
 
 LAST = 20  # steps of a Training
@@ -214,7 +215,7 @@ def test_damaged_checkpoints_are_reported_skipped_and_kept(tmp_path: Path, undis
 def test_another_runs_checkpoints_are_left_alone(tmp_path: Path):
     first = world(Training(), tmp_path, 1, run="first")
     theirs = first.checkpoints
-    second = world(Training(), tmp_path, 1, run="second", **{contract.Env.CHECKPOINT_EVERY: "7 steps"})
+    second = world(Training(batch=40), tmp_path, 1, run="second", **{contract.Env.CHECKPOINT_EVERY: "7 steps"})
     assert second.results[0]["resumed"] == 0
     assert [c for c in second.checkpoints if c.run == "first"] == theirs
 
@@ -342,6 +343,24 @@ def test_metrics_hold_every_step_once_however_often_it_ran(tmp_path: Path):
     assert {line["generation"] for line in lines} == {1, 2}
 
 
+def test_logged_values_are_printed_now_and_then_and_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    screen = metrics.Screen(quiet=False)
+    for step, values in [(1, {"loss": 2.30258}), (2, {"loss": 2.0}), (3, {}), (4, {"accuracy": 0.5}), (5, {"loss": 1e-9})]:
+        now[0] += metrics.Screen.EVERY_S / 4
+        screen.show(step, values, lambda: 5)
+    screen.show(6, {"loss": math.nan}, lambda: None)
+    screen.flush()
+    screen.flush()
+    metrics.Screen(quiet=True).show(1, {"loss": 1.0}, lambda: 5)
+    assert capsys.readouterr().err == (
+        "outlast: step 1 of 5: loss 2.303\noutlast: step 5 of 5: loss 1e-09, accuracy 0.5\noutlast: step 6: loss nan\n"
+    )
+
+
 def test_metrics_are_cut_after_the_restored_step(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     metrics.forget_after(path, 3)  # there is none
@@ -419,6 +438,89 @@ def test_saves_by_steps_come_at_the_next_step_when_one_was_in_flight(plain: Path
                     run.save(step)
                     run._saver.wait()
     assert due == [4, 5, 8, 12]
+
+
+# The last step
+
+X = torch.arange(96.0).reshape(48, 2) / 96
+
+
+def trained(way: str) -> list[int]:
+    """Train for six steps in some way, and say which checkpoints there are then."""
+    with session.open() as run:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        stream = Stream((X,), 8)
+        state = {"net": net, "optimizer": optimizer, **({} if way in ("no stream", "not given") else {"stream": stream})}
+        step = run.resume(state) if way != "no resume" else 0
+        for batch in {"no stream": range(6), "nothing": []}.get(way, stream):
+            if isinstance(batch, Batch):
+                for (x,), share in batch.split(net):
+                    (net(x).square().mean() * share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if way in ("log", "save", "not given") or (way == "first logs" and run.rank == 0):
+                run.log(step, loss=0.5)
+            elif way == "no resume":
+                run.interrupted()
+            elif way not in ("unnamed", "first logs") and (run.interrupted() or run.due(step)):
+                run.save(step)
+            if way in ("break", "one raises") and step == 4:
+                break
+        if way == "one raises" and run.rank == run.world_size - 1:
+            raise ZeroDivisionError
+        if way == "save":
+            run.save(step)
+    return [c.step for c in checkpoints.list_(run.output / contract.CHECKPOINTS)]
+
+
+@pytest.mark.parametrize(
+    ("way", "saved"),
+    [
+        ("due", 6),
+        ("log", 6),
+        ("break", 4),
+        ("no stream", 6),
+        ("save", 6),
+        ("not given", 0),
+        ("no resume", 0),
+        ("nothing", 0),
+        ("unnamed", 0),
+    ],
+)
+def test_the_last_step_is_saved_once_although_no_save_was_due(
+    plain: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, way: str, saved: int
+):
+    assert trained(way) == ([saved] if saved else [])
+    told = f"outlast: the last step, {saved}, is saved in out/checkpoints/step-0000000{saved}\n"
+    assert capsys.readouterr().err.count(told) == (saved > 0)
+    unsaved = {"unnamed": "call run.due(step) after each step, or run.save(step)", "not given": "add the Stream to what resume()"}
+    assert caplog.text.count("after step 0 is not saved; " + unsaved.get(way, "")) == (way in unsaved)
+    events = [event["kind"] for event in ledger.read(plain / "out" / contract.LEDGER)]
+    assert events.count("committed") == (saved > 0)
+
+
+def test_a_session_that_an_exception_leaves_saves_nothing_and_one_without_new_steps_neither(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(ZeroDivisionError):
+        trained("one raises")
+    assert not checkpoints.list_(plain / "out" / contract.CHECKPOINTS)
+    dist.destroy_process_group()  # as the end of the process does
+    assert trained("due") == trained("due") == [6]
+    assert capsys.readouterr().err.endswith(
+        "outlast: goes on from step 6 of 6 (out/checkpoints/step-00000006); without out/checkpoints it begins anew\n"
+    )
+
+
+@pytest.mark.parametrize(("way", "saved"), [("break", [4]), ("first logs", [6]), ("one raises", [])])
+def test_all_ranks_save_the_last_step_or_none_does(tmp_path: Path, way: str, saved: list[int]):
+    program, seldom = functools.partial(trained, way), {contract.Env.CHECKPOINT_EVERY: "300s"}
+    end = worlds.ended(worlds.started(program, tmp_path, 2, **seldom), tmp_path)
+    assert end.codes == ([1, 1] if way == "one raises" else [0, 0]), end.errors
+    assert ("ZeroDivisionError" in end.errors[1]) == (way == "one raises")
+    assert [c.step for c in end.checkpoints] == saved
 
 
 def test_saving_without_a_state_is_refused(plain: Path):

@@ -88,7 +88,7 @@ def train(plan: Training) -> None:
 
     draw = np.random.default_rng(0)
     images, labels = draw.standard_normal((150, 3, 8, 8), dtype=np.float32), draw.integers(0, 4, 150)
-    with session.open(seed=3) as run:
+    with session.open(seed=3, quiet=True) as run:
         net = run.ddp(network(plan.net))
         sgd = plan.optimizer == "sgd"
         optimizer = (

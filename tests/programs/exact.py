@@ -35,7 +35,7 @@ draw = np.random.default_rng(7)
 x = draw.standard_normal((args.samples, 16), dtype=np.float32)
 y = (x[:, 0] > 0).astype(np.int64) + 2 * (x[:, 1] > 0).astype(np.int64)
 
-with session.open(seed=3) as run:
+with session.open(seed=3, quiet=True) as run:
     net = run.ddp(nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)

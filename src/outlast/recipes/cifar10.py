@@ -74,7 +74,7 @@ def pixels(x: Tensor) -> Tensor:
 def train(s: Settings) -> None:
     """Train from the newest checkpoint, or from the beginning, to the last step."""
     torch.backends.cudnn.deterministic = True  # a resumed run has the same bits, on a GPU too
-    with session.open(seed=s.seed) as run:
+    with session.open(seed=s.seed, quiet=True) as run:
         images = cifar.train(directory(s))
         model = network().to(run.device)
         net = run.ddp(model)

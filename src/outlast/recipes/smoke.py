@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, and exit with 0 only when all is well."""
     s = settings.parse(Settings, argv, __doc__)
     started = time.monotonic()
-    with session.open(seed=s.seed) as run:
+    with session.open(seed=s.seed, quiet=True) as run:
         say(f"[DDP] rank {run.rank} of {run.world_size} on {run.device} of {socket.gethostname()}, {dist.get_backend()}")
         if s.world is not None and run.world_size != s.world:
             raise OutlastError(

@@ -10,7 +10,10 @@ import contextlib
 import json
 import mmap
 import os
+import sys
+import time
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,3 +135,39 @@ class Copy:
             while lines:
                 lines = lines[file.write(lines) :]
         self.same = end
+
+
+class Screen:
+    """Prints what a run reports, now and then: `outlast: step 40 of 1280: loss 0.693`."""
+
+    EVERY_S = 10.0
+    """Least time between two lines; arbitrary."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet
+        self._step = 0
+        self._steps: Callable[[], int | None] = lambda: None
+        self._values: dict[str, float] = {}
+        """The newest of each name since the last line."""
+        self._shown = float("-inf")
+
+    def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
+        """Take note of `values`, and print a line if the last one is old enough. `steps`: those of the whole run."""
+        if self._quiet:
+            return
+        self._step, self._steps = step, steps
+        self._values |= values
+        if time.monotonic() - self._shown >= self.EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Print what has not been printed."""
+        if self._values:
+            of = f" of {steps}" if (steps := self._steps()) else ""
+            say(f"step {self._step}{of}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))
+            self._values, self._shown = {}, time.monotonic()
+
+
+def say(sentence: str) -> None:
+    """Print a sentence that is no warning where those go: what a script prints to stdout may be for a program."""
+    print(f"outlast: {sentence}", file=sys.stderr, flush=True)

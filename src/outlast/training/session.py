@@ -42,7 +42,8 @@ from outlast.errors import OutlastError, Superseded
 from outlast.runtime import stall
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.progress import Progress, Writer
-from outlast.training import checkpoint, metrics, mistakes, newest, saver
+from outlast.training import checkpoint, metrics, mistakes, newest, replicas, saver
+from outlast.training import stream as streams
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
 from outlast.units import Every
@@ -55,13 +56,14 @@ _LAST_SAVE_S = 10.0
 """How long a process that dies of an exception waits for the save in flight; arbitrary."""
 
 
-def open(seed: int = 0) -> Session:
+def open(seed: int = 0, *, quiet: bool = False) -> Session:
     """Join the world that the environment describes; use as a context manager.
 
     `seed` makes models come out the same on every rank; from `Session.resume` on, every rank draws random numbers of its own.
-    Raises OutlastError when the output cannot be written, Superseded when a later generation of the run is at work.
+    `quiet`: do not print what `Session.log` is given. Raises OutlastError when the output cannot be written, Superseded when a
+    later generation of the run is at work.
     """
-    return Session(seed)
+    return Session(seed, quiet)
 
 
 class Session:
@@ -80,7 +82,7 @@ class Session:
     data: Path | None
     """Where the job's data is; None when the job names none."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, quiet: bool = False) -> None:
         env = os.environ
         self.seed = seed
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
@@ -96,6 +98,12 @@ class Session:
         self._step = self._committed = self._last_saved_step = 0
         self._resumed = 0
         self._moved: tuple[int, int] | None = None
+        """Step that a call of all ranks has named last, and the position of the streams then."""
+        self._logged = 0, 0
+        """The same of `log`, which perhaps not all ranks call."""
+        self._saved_position = self._last = self._loops = 0
+        self._thread = threading.get_ident()
+        self._screen = metrics.Screen(quiet or self.rank > 0)
         self._last_save = time.monotonic()
         self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
@@ -173,8 +181,10 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is None:
+            self._save_last("the exit of `with session.open()`")
             self._calls.leave()
             self._settle(self._saver.wait())
+            self._say_saved()
             self._report(phase="done")
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
@@ -235,21 +245,7 @@ class Session:
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
         self._meet("run.ddp()")
-        net = DistributedDataParallel(model, device_ids=[self.device.index] if self.device.type == "cuda" else None, **options)
-        if options.get("find_unused_parameters"):
-            return net  # which keeps DDP from laying them out anew
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        hidden = vars(model).pop("forward", None)
-        vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(self.device) * 0 for parameter in parameters)
-        try:
-            net().backward()
-        finally:
-            del vars(model)["forward"]
-            if hidden is not None:
-                vars(model)["forward"] = hidden
-        for parameter in parameters:
-            parameter.grad = None
-        return net
+        return replicas.ddp(model, self.device, **options)
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
@@ -262,7 +258,7 @@ class Session:
         mistakes.check_mapping(state)
         checkpoint.check(state)
         self._meet(f"run.resume({', '.join(state)})")
-        self._state = dict(state)
+        self._state, self._loops = dict(state), streams.loops()
         mistakes.deal(state)
         made = mistakes.lengths(state)
         self._report(phase="restore", steps=self._steps())
@@ -283,8 +279,13 @@ class Session:
         elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._step = self._committed = self._last_saved_step = self._resumed = step
-        self._moved = None
+        self._moved, self._saved_position = None, self._position()
         self._last_save = time.monotonic()
+        for stream in mistakes.streams_of(state):
+            stream.ended = self._ended
+        if chosen and self.rank == 0 and not self._run:  # otherwise whoever started us says so
+            of = f" of {steps}" if (steps := self._steps()) else ""
+            metrics.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
         self._report(phase="first step", step=step, committed=step, steps=self._steps())
         return step
 
@@ -312,6 +313,7 @@ class Session:
         loss over the global batch.
         """
         self._step = step = mistakes.whole(step)
+        self._logged = step, self._position()
         numbers = {name: mistakes.number(name, value) for name, value in values.items()}
         if reduce and numbers:
             total = self._meet(f"run.log({step}, reduce=True, {', '.join(numbers)})", *numbers.values())
@@ -325,6 +327,7 @@ class Session:
                     metrics.append(self.output / contract.METRICS, line)
                 except OSError as error:  # a full disk is no reason to stop
                     problem = {"warning": f"{contract.METRICS} cannot be written: {error.strerror}"}
+                self._screen.show(step, numbers, self._steps)
         self._report(phase="train", step=step, **problem)
         return numbers
 
@@ -377,6 +380,12 @@ class Session:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._advanced(f"run.save({step})", step)
         self._meet(f"run.save({step})")
+        self._store(step, wait=self._leaving)
+        if self._leaving:
+            self._leave(step)
+
+    def _store(self, step: int, *, wait: bool = False) -> None:
+        """Begin to save `step`, unless it is committed; with `wait`, until it is committed or has failed."""
         begun = time.monotonic()
         if self.rank == 0:
             self._ledger.write("saving", step=step)
@@ -384,16 +393,60 @@ class Session:
         if self._committed != step:
             asked = mistakes.asked()
             captured = checkpoint.capture(self._state, self.rank, self.world_size)
-            mistakes.check_read(self._state, asked)
+            if step != self._last:  # then the samples of a stream that is still being read do not come again
+                mistakes.check_read(self._state, asked)
             self._saver.begin(step, captured)
-        self._last_save, self._last_saved_step = time.monotonic(), step
-        if self._leaving:
+        self._last_save, self._last_saved_step, self._saved_position = time.monotonic(), step, self._position()
+        if wait:
             self._report(phase="save")
             self._settle(self._saver.wait())
         if self.rank == 0:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
-        if self._leaving:
-            self._leave(step)
+
+    def _ended(self) -> None:
+        """A stream of the state has come to its end."""
+        if threading.get_ident() == self._thread:  # else somebody reads ahead
+            self._screen.flush()
+            self._save_last("the end of the stream")
+
+    def _save_last(self, where: str) -> None:
+        """Save the last step if the script has not. A collective, unless all ranks know that there is nothing to save.
+
+        Its number is what `due` or `save`, which all ranks call, or `log`, which perhaps only some call, has been given after the
+        last batch.
+        """
+        if not self._state or self._closed:
+            return
+        position = self._position()
+        step, at = self._moved or (self._resumed, self._saved_position)
+        if at == position and step <= self._last_saved_step:
+            return
+        [wrong] = self._meet(where, bool(self._not_given()))
+        if wrong:
+            return
+        if at != position:
+            logged, at = self._logged
+            step = max(self._disks.gather(logged if at == position else 0))
+        if step > self._last_saved_step:
+            self._last, self._moved = step, (step, position)
+            self._store(step)
+
+    def _not_given(self) -> str:
+        """What to do when the script has read a stream and `resume` was given none: a step without its samples is not saved."""
+        if mistakes.streams_of(self._state) or streams.loops() == self._loops:
+            return ""
+        return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
+
+    def _say_saved(self) -> None:
+        """Say on rank 0 which step was saved at the end, or that the last is not, because the script has not named it."""
+        self._screen.flush()
+        if self.rank > 0 or not self._state:
+            return
+        if self._last and self._last == self._committed:
+            metrics.say(f"the last step, {self._last}, is saved in {self._directory / contract.checkpoint_name(self._last)}")
+        if self._position() != self._saved_position or self._logged[0] > self._last_saved_step:
+            remedy = self._not_given() or "call run.due(step) after each step, or run.save(step)"
+            log.warning("outlast: what was trained after step %d is not saved; %s", self._last_saved_step, remedy)
 
     def _leave(self, step: int) -> None:
         reason = f"saved step {step}"

@@ -194,6 +194,8 @@ class Stream:
         """Batch and total steps of the run that saved what `load_state_dict` restored; None when that is not known."""
         self.reading = 0
         """Loops over the stream that have begun and not ended."""
+        self.ended: Callable[[], None] | None = None
+        """Called when a loop has come to the end of the stream, and was not left."""
         self.saves = 0
         """How often `state_dict` has been asked for."""
         self.undealt = ""
@@ -277,6 +279,8 @@ class Stream:
         self._check(ranks)
         plans = self._plans(rank, ranks)
         self.reading += 1
+        global _loops
+        _loops += 1
         _read_now.add(self)
         try:
             for plan, pieces in self._read(plans):
@@ -286,6 +290,8 @@ class Stream:
                 yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces)
         finally:
             self.reading -= 1
+        if self.ended is not None:
+            self.ended()
 
     def _check(self, ranks: int) -> None:
         pieces = -(-self.batch // (self.microbatch or 1))
@@ -470,6 +476,12 @@ def kind(value: Any) -> str:
 
 
 _read_now: weakref.WeakSet[Stream] = weakref.WeakSet()
+_loops = 0
+
+
+def loops() -> int:
+    """How many loops over streams have begun in this process."""
+    return _loops
 
 
 def being_read() -> list[Stream]:

@@ -1,0 +1,30 @@
+"""DDP that adds up gradients in the same order in every generation of a run; `Session.ddp` calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """`DistributedDataParallel(model, **options)` that has laid out its gradient buckets already.
+
+    A backward pass over nothing makes it do so; the model is as before afterwards. A collective.
+    """
+    net = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, **options)
+    if options.get("find_unused_parameters"):
+        return net  # which keeps DDP from laying them out anew
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = vars(model).pop("forward", None)
+    vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)
+    try:
+        net().backward()
+    finally:
+        del vars(model)["forward"]
+        if hidden is not None:
+            vars(model)["forward"] = hidden
+    for parameter in parameters:
+        parameter.grad = None
+    return net
