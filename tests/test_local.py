@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast import chaos, cli, contract, files, spec
+from outlast import chaos, checkpoints, cli, contract, files, spec
 from outlast.backends import local
 from outlast.backends.local import LocalBackend
 from outlast.backends.places import Places, Wanted
@@ -55,19 +55,29 @@ class Here:
         path.write_text(text)
         os.utime(path, (at, at))
 
-    def submit(self, **fields: object) -> str:
+    def submit(self, *, fresh: bool = False, **fields: object) -> str:
         """The run's id."""
         path = self.source.parent / "job.yaml"
         whole = {"script": "train.py", "code": str(self.source), "workers": {"replicas": 2}, **fields}
         document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": whole}
         path.write_text(json.dumps(document))
-        return self.backend.submit(spec.load(path), source=path)
+        return self.backend.submit(spec.load(path), source=path, fresh=fresh)
 
     def leave(self, state: State, **fields: object) -> None:
         """What the launcher writes when it leaves."""
         status = JobStatus.model_validate_json(self.places.status.read_bytes())
         last = status.model_copy(update={"state": state, "reason": "as told", "finished": time.time(), "exit_code": 75, **fields})
         files.replace(self.places.status, last.model_dump_json())
+
+    def save(self, step: int, run: str, generation: int = 3) -> None:
+        """A checkpoint, as the run commits one."""
+        directory = self.output / contract.CHECKPOINTS
+        checkpoints.take(directory, run, generation)
+        target = checkpoints.saving(directory, step, generation)
+        target.mkdir()
+        checkpoints.commit(
+            target, checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), run, generation, 2, 1.0), {}
+        )
 
     @contextlib.contextmanager
     def launcher(self, **fields: object) -> Iterator[None]:
@@ -103,7 +113,7 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
     here.submit()
     (here.output / "last.pt").write_text("weights")
     here.leave(State.SUSPENDED)
-    refused = "Error: job job has not ended (Suspended); outlast cancel job ends it for good\n"
+    refused = "Error: job job has not ended (Suspended); outlast cancel job ends it\n"
     assert outlast(here, "forget", "job", "--yes") == (2, refused)
     assert outlast(here, "forget", "--all-finished", "--yes") == (0, "no job has ended\n")
     here.leave(State.FAILED)
@@ -299,14 +309,16 @@ def test_a_mistake_in_the_job_file_costs_the_old_run_nothing(here: Here) -> None
 @pytest.mark.parametrize("verb", ["submit", "resume"])
 def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> None:
     run = here.submit()
+    here.save(40, run)
     saved = CheckpointStatus(step=40, path="p", time=1.0)
-    here.leave(State.INTERRUPTED, started=1.0, checkpoint=saved, step=40, min=1, max=3)
+    here.leave(State.INTERRUPTED, started=1.0, checkpoint=saved, step=40, min=1, max=3, rate=12.4)
     os.utime(here.places.run, (1.0, 1.0))
     before = here.backend.status("job")
     here.submit() if verb == "submit" else here.backend.resume("job")
     expected = {
         "state": State.PENDING,
-        "reason": "goes on from step 40" if verb == "submit" else "resumed",
+        "reason": "goes on from step 40",
+        "rate": None,
         "started": None,
         "finished": None,
         "exit_code": None,

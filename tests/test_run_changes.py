@@ -9,6 +9,8 @@ import pytest
 
 from outlast import spec
 from outlast.errors import AlreadyRunning, OutlastError
+from outlast.report import goodput
+from outlast.report.timeline import Bucket
 from outlast.status import State
 from worlds import steps as told_steps
 
@@ -81,24 +83,49 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
-@pytest.mark.slow
-def test_a_name_that_is_used_again_at_once_starts_clean_and_the_old_results_are_kept(machine):
-    path = machine.job(args=("--steps=400",))
-    name = machine.submit(path)
-    first = machine.at_step(name, 15)
-    with pytest.raises(AlreadyRunning, match="job is running"):
-        machine.submit(path)
-    machine.backend.cancel(name)
-    assert machine.end(name).state is State.CANCELLED
-    machine.job(args=("--steps=30", "--pause=0"))
-    machine.submit(path)
-    second = machine.end(name)
-    assert second.state is State.SUCCEEDED
-    assert second.run != first.run
-    restored = [event for event in machine.backend.events(name) if event["kind"] == "restored"]
-    assert [event["step"] for event in restored] == [0]
+@pytest.mark.parametrize("end", ["fails", pytest.param("is cancelled", marks=pytest.mark.slow)])
+def test_a_run_that_has_ended_and_is_mended_goes_on_bit_for_bit(machine, undisturbed, end: str):
+    args = ("--steps=30", "--pause=0.02")
+    name = machine.submit(machine.job(args=(*args, "--fail-at=13") if end == "fails" else args, restarts={"limit": 0}))
+    if end == "is cancelled":
+        machine.at_step(name, 13)
+        with pytest.raises(AlreadyRunning, match="job is running"):
+            machine.submit(machine.directory / "job.yaml")
+        machine.backend.cancel(name)
+    ended = machine.end(name)
+    assert ended.state is {"fails": State.FAILED, "is cancelled": State.CANCELLED}[end]
+    machine.submit(machine.job(args=args, restarts={"limit": 0}))
+    assert "changed since: args: --fail-at=13 → nothing" in machine.backend.notices or end != "fails"
+    status = machine.end(name)
+    assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, ended.run, 0), status.reason
+    assert status.generation > ended.generation
+    events = list(machine.backend.events(name))
+    restored = [event["step"] for event in events if event["kind"] == "restored"]
+    assert restored[0] == 0
+    assert restored[-1] >= 10
+    assert f"goes on from step {restored[-1]} of the run that " in machine.backend.notices[0]
+    assert machine.final(name) == undisturbed(args, 2)
+    told = goodput.buckets(events, None)
+    assert told.seconds[Bucket.IDLE] > 0
+    if end == "fails":
+        return
+    machine.submit(machine.job(args=("--steps=2",)))
+    assert machine.end(name).run != ended.run
     (old,) = (machine.backend.output(name) / "previous").iterdir()
-    assert (old / "checkpoints" / "step-00000010" / "COMMIT").exists()
+    assert (old / "checkpoints" / "step-00000030" / "COMMIT").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_another_batch_reads_every_sample_of_an_epoch_once(machine):
+    name = machine.submit(machine.job(args=("--steps=60", "--batch=32", "--fail-at=13"), restarts={"limit": 0}))
+    assert machine.end(name).state is State.FAILED
+    machine.submit(machine.job(args=("--steps=60", "--batch=24")))
+    assert machine.end(name).state is State.SUCCEEDED
+    assert "changed since: args: --batch=32 --fail-at=13 → --batch=24" in machine.backend.notices
+    steps = kept(machine, name)
+    samples = [index for step in sorted(steps) for rank in sorted(steps[step]) for index in steps[step][rank]]
+    assert sorted(samples[:512]) == list(range(512))
+    assert sorted(samples[512:1024]) == list(range(512))
 
 
 def test_a_plain_torchrun_script_runs_unchanged_and_survives(machine):

@@ -7,13 +7,14 @@ epoch (UTC).
 from __future__ import annotations
 
 import enum
+import shlex
 from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 
 class State(enum.StrEnum):
-    """Where a job stands. The last three are final."""
+    """Where a job stands. The last three are final: nobody trains it, unless somebody runs it again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
@@ -32,8 +33,13 @@ class State(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether this run will never train again."""
+        """Whether it has ended. One that has not succeeded goes on when its job is run again."""
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
+
+    @property
+    def trains(self) -> bool:
+        """Whether steps are being done, so that there is a rate."""
+        return self in (State.RUNNING, State.RESIZING)
 
 
 class _Model(BaseModel):
@@ -166,8 +172,20 @@ class JobStatus(_Model):
     exit_code: int | None = None
 
     @property
+    def again(self) -> str:
+        """The command that runs the job again, which goes on with it unless it has succeeded."""
+        if self.file.endswith(".py"):
+            return f"outlast run ... {shlex.quote(self.file)} ..."
+        return f"outlast run {shlex.quote(self.file)}" if self.file else "outlast run FILE"
+
+    @property
+    def from_step(self) -> str:
+        """` from step 10`, where it would go on; empty when it has no checkpoint."""
+        return f" from step {self.checkpoint.step}" if self.checkpoint else ""
+
+    @property
     def eta_s(self) -> float | None:
-        """Seconds until the last step at the recent rate, when both are known."""
-        if self.steps is None or not self.rate:
+        """Seconds until the last step at the recent rate, while it trains and both are known."""
+        if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

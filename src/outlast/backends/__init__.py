@@ -50,7 +50,7 @@ class Backend(Protocol):
         take_over: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or go on with its unfinished run unless `fresh`, and return the run's id.
+        """Start a job, or go on with its run unless that has succeeded or this one is to be `fresh`; the run's id.
 
         `source` is the job file: relative paths in the job start from its directory. `chaos` is a schedule (see `outlast.chaos`)
         that is carried out during the run. `take_over`: also from another machine that trains the run now; else we wait for as
@@ -75,10 +75,10 @@ class Backend(Protocol):
         """Save and give the workers back until `resume`."""
 
     def resume(self, name: str) -> None:
-        """Go on with a suspended or interrupted job."""
+        """Go on with a job that was suspended, interrupted or cancelled, or that failed, as it was submitted."""
 
     def cancel(self, name: str) -> None:
-        """End the run for good; what is saved stays."""
+        """End the run; what is saved stays, and `submit` goes on from there."""
 
     def interrupt(self, name: str) -> None:
         """Save and leave; the state becomes Interrupted and `submit` goes on from there."""

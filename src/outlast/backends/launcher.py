@@ -161,6 +161,8 @@ class Launcher(Decider):
 
     def _recover(self) -> None:
         """Take over from a launcher that died: its counts, and the workers that still live."""
+        if found := self._newest():
+            self.status.step, self.status.checkpoint = found.step, _shown(found)
         try:
             memory = json.loads(self.places.memory.read_text())
         except FileNotFoundError:
@@ -367,7 +369,7 @@ class Launcher(Decider):
         self._judge_last()
         if code == contract.Exit.INTERRUPTED:
             reason = f"{reason}; {self._what_is_saved()}"
-        self.status.world = []
+        self.status.world, self.status.rate = [], None
         self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
         if self.store and self.wanted.end != "kill":
             state, reason, code = self._hand_in(state, reason, code)
@@ -411,8 +413,8 @@ class Launcher(Decider):
     def _what_is_saved(self) -> str:
         self._read_progress()
         saved, step = self._committed(), self.status.step
-        if not self.stepped and not saved:
-            return "what it saved is the script's own business"
+        if not saved:
+            return f"no step is saved, {step} are lost" if self.stepped else "what it saved is the script's own business"
         return f"step {saved} is saved" if saved >= step else f"step {saved} is saved, {step - saved} later ones are not"
 
     def _judge_last(self) -> None:
@@ -427,8 +429,11 @@ class Launcher(Decider):
         with contextlib.suppress(OSError):  # a full disk costs the log, not the job
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {state}: {reason}", flush=True)
 
+    def _newest(self) -> checkpoints.Checkpoint | None:
+        return checkpoints.latest(checkpoints.list_(self.output / contract.CHECKPOINTS), self.run_id)
+
     def _committed(self) -> int:
-        found = checkpoints.latest(checkpoints.list_(self.output / contract.CHECKPOINTS), self.run_id)
+        found = self._newest()
         return found.step if found else 0
 
     def _read_progress(self) -> None:
@@ -448,11 +453,7 @@ class Launcher(Decider):
         self.stepped = True
         self.warning = record.warning
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
-            found = checkpoints.latest(checkpoints.list_(self.output / contract.CHECKPOINTS), self.run_id)
-            if found is not None:
-                self.status.checkpoint = CheckpointStatus(
-                    step=found.step, path=str(found.path), time=found.time, bytes=found.bytes
-                )
+            self.status.checkpoint = _shown(found) if (found := self._newest()) else self.status.checkpoint
         (then, step), *_ = self.paces
         self.status.rate = (record.step - step) / (now - then) if now - then > 0.5 else self.status.rate
 
@@ -513,6 +514,10 @@ class Launcher(Decider):
             index=worker.index, state=said.get("state", "starting"), pid=worker.pid, ranks=ranks,
             restarts=worker.attempt - 1, probes=said.get("probes"),
         )  # fmt: skip
+
+
+def _shown(found: checkpoints.Checkpoint) -> CheckpointStatus:
+    return CheckpointStatus(step=found.step, path=str(found.path), time=found.time, bytes=found.bytes)
 
 
 _ENDS = {

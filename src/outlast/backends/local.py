@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import re
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from outlast import chaos, checkpoints, contract, files, spec
-from outlast.backends import LogLine, stored
+from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.remote import run as runs
@@ -68,7 +69,7 @@ class LocalBackend:
         take_over: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or go on with its unfinished run; the run's id."""
+        """Start a job, or go on with its run unless that has succeeded; the run's id."""
         places = self._places(job.metadata.name)
         self._not_running(places)
         if job.spec.suspend:
@@ -78,6 +79,8 @@ class LocalBackend:
         placed = _placed(job, self._state)
         unfinished = None if fresh else self._unfinished(places)
         before = Run.read(places) if unfinished else None
+        if unfinished and before and (unfinished.state.final or not before.store) and not stored.ours(before):
+            unfinished = before = None  # its output is gone, or another run has it
         url = before.store if before else _store(placed)
         place = stored.reach(url) if url else None
         elsewhere = ended = None
@@ -93,7 +96,7 @@ class LocalBackend:
             places.run.unlink(missing_ok=True)  # first: half a state directory is no job
             if places.state.exists():
                 shutil.rmtree(places.state)
-        generation = before.generation if before else 0
+        generation = _afresh(places, before, unfinished) if before and unfinished else 0
         owner = secrets.token_hex(8)
         if place:
             new = runs.Run(run_id, job.metadata.name, submitted, owner=owner)
@@ -101,17 +104,22 @@ class LocalBackend:
             generation = stored.take_over(place, output, new, before=before, replace=replace)
         places.state.mkdir(parents=True, exist_ok=True)
         _ignored_by_git(self._state)
-        code, self.notices = _snapshot(placed, source, output / contract.WORK, places.state, (self._state, output), submitted)
+        code, changed, self.notices = _snapshot(
+            placed, source, output / contract.WORK, places.state, (self._state, output), submitted
+        )
         placed = _frozen(placed, places.state)
+        how = goes_on.look(output, run_id, place, unfinished, elsewhere) if earlier else None
+        if how:
+            old = places.job if before else output / "job.yaml"
+            kept = (before.store or before.output) if before else ""
+            to = _store(placed) or str(_output(placed, self._state))
+            self.notices = [how.sentence, *goes_on.since(old, placed, changed, kept, to), *self.notices]
         files.replace(places.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
-        going_on = f"goes on from step {status.checkpoint.step}" if status.checkpoint else "starting"
-        if elsewhere and not before:
-            going_on = f"goes on with the run in {url}"
-        _show_pending(places, status, going_on, workers.replicas)
+        _show_pending(places, status, how.short if how else "starting", workers.replicas)
         Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation, owner).write(places)
         book = ledger.Ledger(output / contract.LEDGER, "cli")
         if before is None and elsewhere is None:
@@ -265,13 +273,18 @@ class LocalBackend:
         self._wish(self._active(name), end="interrupt")
 
     def resume(self, name: str) -> None:
-        """Go on with a suspended or interrupted job."""
+        """Go on with a job that was suspended, interrupted or cancelled, or that failed, with its code and file as they were."""
         places = self._known(name)
         status = self.status(name)
         self._not_running(places)
-        if status.state.final:
-            raise OutlastError(f"job {name} has ended ({status.state}); `outlast run` starts it anew")
+        if status.state is State.SUCCEEDED:
+            raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
         run = Run.read(places)
+        if status.state.final and not stored.ours(run):
+            raise OutlastError(
+                f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew"
+            )
+        run = dataclasses.replace(run, generation=_afresh(places, run, status))
         if run.store:
             place, owner = stored.reach(run.store), secrets.token_hex(8)
             stored.unfinished(place, run, ended=None, home=stored.home(places.state))
@@ -279,7 +292,9 @@ class LocalBackend:
             generation = stored.take_over(place, Path(run.output), new, before=run)
             run = dataclasses.replace(run, generation=generation, owner=owner)
         self._wish(places, end="")
-        _show_pending(places, status, "resumed", status.replicas)
+        how = goes_on.look(Path(run.output), run.run, stored.reach(run.store) if run.store else None, status)
+        self.notices = [how.sentence]
+        _show_pending(places, status, how.short, status.replicas)
         run.write(places)
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "cli")
         book.write("resumed")
@@ -287,7 +302,7 @@ class LocalBackend:
         self._launch(places)
 
     def cancel(self, name: str) -> None:
-        """End the run for good; what is saved stays."""
+        """End the run; what is saved stays, and `submit` goes on from there."""
         self._end(name, "cancel", State.CANCELLED, "cancelled by the user")
 
     def kill(self, name: str) -> None:
@@ -329,7 +344,7 @@ class LocalBackend:
         places = self._known(name)
         status = self.status(name)
         if not status.state.final:
-            raise OutlastError(f"job {name} has not ended ({status.state}); outlast cancel {name} ends it for good")
+            raise OutlastError(f"job {name} has not ended ({status.state}); outlast cancel {name} ends it")
         self._not_running(places)
         there = Path(Run.read(places).output)
         if output:
@@ -444,14 +459,14 @@ class LocalBackend:
             raise OutlastError(f"{places.status} is empty, damaged or may not be read; {remedy}") from problem
 
     def _ended(self, places: Places) -> Run | None:
-        """The run that has ended here, if one has: its store may not know that yet."""
-        return Run.read(places) if places.run.exists() and self._read(places).state.final else None
+        """The run that has succeeded here, if one has: its store may not know that yet."""
+        return Run.read(places) if places.run.exists() and self._read(places).state is State.SUCCEEDED else None
 
     def _unfinished(self, places: Places) -> JobStatus | None:
         if not places.run.exists():
             return None
         status = self._read(places)
-        return None if status.state.final else status
+        return None if status.state is State.SUCCEEDED else status
 
 
 def _logs(directory: Path) -> dict[int, Path]:
@@ -566,8 +581,20 @@ def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int)
         "started": None,
         "finished": None,
         "exit_code": None,
+        "rate": None,
     }
     files.replace(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
+
+
+def _afresh(places: Places, run: Run, status: JobStatus) -> int:
+    """The newest generation of a run that is taken up. If it had ended, what counted against it is forgotten: its failures, its
+    restarts and its end."""
+    found = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
+    if status.state.final:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            found.append(json.loads(places.memory.read_text())["generation"])
+        places.memory.unlink(missing_ok=True)
+    return max(found)
 
 
 def _store(job: spec.Job) -> str:
@@ -632,27 +659,27 @@ def _make_room(output: Path, run: str) -> None:
 
 def _snapshot(
     job: spec.Job, source: Path, into: Path, state: Path, not_code: Sequence[Path], submitted: float
-) -> tuple[Path, list[str]]:
-    """The directory that the job runs in, a copy of `code`, so that editing it does not change a run on its way; and what people
-    should know of what is not in it.
+) -> tuple[Path, list[str], list[str]]:
+    """The directory that the job runs in, a copy of `code`, so that editing it does not change a run on its way; the files of
+    it that are new or different, and what people should know of those that are not in it.
 
     Code in a store is brought there by the first worker. Without `code` the job runs where the job file lies.
     """
     if not job.spec.code:
-        return source.absolute().parent, []
+        return source.absolute().parent, [], []
     place, _ = spec.pinned(job.spec.code)
     path = spec.local(place)
     if path and path.is_dir():
-        return into, _copied(job, path, into, (source, *not_code), submitted)
+        return into, *_copied(job, path, into, (source, *not_code), submitted)
     into.mkdir(exist_ok=True)
     code.submitted_again(state)
     if path:
         prepare.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
-    return into, []
+    return into, [], []
 
 
-def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], submitted: float) -> list[str]:
-    """Copy a directory of code, the same files that pods would get; what people should know of the others."""
+def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], submitted: float) -> tuple[list[str], list[str]]:
+    """Copy a directory of code, as pods would get it; the files that are new or different, and what to say of others."""
     from outlast.shipping import tree
 
     withheld: list[str] = []
@@ -661,7 +688,7 @@ def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], sub
     but = tree.not_code(job.spec, path, not_code)
     entries = tree.listed(path, but, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
     tree.check_script(job.spec, path, {entry.name for entry in entries})
-    code.copy(path, entries, into, submitted)
+    changed = code.copy(path, entries, into, submitted)
     notices = []
     if withheld:
         notices.append(f"code: {tree.without_credentials(withheld)}; pods do not get it either")
@@ -671,7 +698,7 @@ def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], sub
     if outside:
         said = f"links that lead out of {path} ({tree.some(outside)}) work on this machine, and pods would not have them"
         notices.append(f"code: {said}; name what they lead to under data, or put copies in their place")
-    return notices
+    return changed, notices
 
 
 def _written(path: Path) -> float:

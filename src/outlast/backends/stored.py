@@ -45,7 +45,7 @@ def unfinished(
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """The run that owns the place and has not ended; None when there is none, or it is the one that has `ended` here.
+    """The run that owns the place and has not succeeded; None when there is none, or it is the one that has `ended` here.
 
     Raises OutlastError when `ours`, the unfinished run of this machine, owns it no longer, and AlreadyRunning when another than
     `home` trains it, unless we are to `take_over`; waits while it may, of which `say` is told.
@@ -56,7 +56,7 @@ def unfinished(
             f"run {ours.run} of this machine no longer owns {place.url}: run {record.run} does ({record.state}); "
             "--fresh begins anew and keeps what is there in previous/"
         )
-    if record is None or (record.ended and not ours):
+    if record is None or (record.succeeded and not ours):
         return None
     known = ended and (record.run, record.owner) == (ended.run, ended.owner)  # only the store does not know yet that it has ended
     if known:
@@ -64,6 +64,15 @@ def unfinished(
     if not take_over and not (ours and ours.owner == record.owner):
         alive.wait(place, record.run, home, advice=_ADVICE, say=say)
     return record
+
+
+def ours(run: Run) -> bool:
+    """Whether a run that has failed or was cancelled here can go on: its output is there, it is still this run's, and the run has
+    not succeeded elsewhere."""
+    record = runs.read(store.open_(run.store)) if run.store else None
+    if record is None:
+        return Path(run.output).is_dir()
+    return record.run == run.run and not record.succeeded
 
 
 def release(url: str) -> str:

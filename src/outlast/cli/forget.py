@@ -59,7 +59,7 @@ def forget(
         chosen = [which.job(place, name) for name in dict.fromkeys(names)]
         for name in chosen:
             if not (status := place.status(name)).state.final:
-                more = f"outlast cancel {name}{which.suffix(namespace, context)} ends it for good"
+                more = f"outlast cancel {name}{which.suffix(namespace, context)} ends it"
                 raise OutlastError(f"job {name} has not ended ({status.state}); {more}")
     else:
         chosen = ended(place.list(), time.time(), age or timedelta())

@@ -218,9 +218,9 @@ def suspend(
 def resume(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Go on with a suspended or interrupted job.
+    """Go on with a job that was suspended, interrupted or cancelled, or that failed.
 
-    It runs in the background.
+    Its code and its job file are those that it had; `outlast run FILE` goes on with those of now. It runs in the background.
 
     \b
     Examples:
@@ -229,13 +229,15 @@ def resume(
     place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
     place.resume(name)
+    for notice in place.notices:
+        _say(notice)
     print(f"{name} goes on; look at it with: outlast status {name}{which.suffix(namespace, context)}")
 
 
 def cancel(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """End a job for good. What is saved stays.
+    """End a job. What is saved stays, and `outlast run FILE`, or in a cluster `outlast submit FILE`, goes on from there.
 
     \b
     Examples:
@@ -251,7 +253,11 @@ def cancel(
         return
     place.cancel(name)
     where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
-    print(f"{name} is cancelled{where}")
+    if isinstance(output, Path):
+        more = f"; {place.status(name).again} goes on from what is saved"
+    else:
+        more = "; outlast submit FILE goes on from what is saved" if _stays(output) else ""
+    print(f"{name} is cancelled{where}{more}")
 
 
 def _stays(output: Path | str) -> bool:

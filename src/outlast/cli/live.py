@@ -92,9 +92,9 @@ def panel(status: JobStatus, now: float) -> Panel:
     if status.steps:
         done.append(ProgressBar(status.steps, status.step, width=24, complete_style=colour, finished_style=colour))
         done.append(f"{min(1.0, status.step / status.steps):.0%}")
-    if status.rate and not view.ended(status):
+    if status.rate and status.state.trains:
         done.append(f"{status.rate:.3g}/s")
-    if status.eta_s and not view.ended(status):
+    if status.eta_s:
         done.append(f"{units.human_seconds(status.eta_s)} left")
     grid = Table.grid(padding=(0, 1))
     grid.add_row(*done)

@@ -39,7 +39,7 @@ def run(
     set_: SetOption = None,
     chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Carry out this schedule of harm during the run.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start from the beginning even if there is an unfinished run of this name.")
+        bool, typer.Option("--fresh", help="Start from the beginning even if the last run of this name has not succeeded.")
     ] = False,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Go on with the run of this name in the store even if another machine trains it.")
@@ -49,6 +49,9 @@ def run(
 
     With a script every option comes before it, and what follows is the script's, as with python. It runs as one worker with a
     process for each GPU, and the job has the script's name.
+
+    A run that was interrupted, failed or was cancelled goes on from its newest checkpoint, with the code and the job file as they
+    are now: what has changed is said. --fresh starts anew, as a run does after one that has succeeded.
 
     Shows the run until it ends. Ctrl-C saves and leaves (exit code 75), and the same command goes on from there; a second Ctrl-C
     kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
@@ -73,11 +76,11 @@ def run(
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
-    going_on = before is not None and not before.state.final
     for sentence in (*script.misplaced(ctx, file), *unread.anywhere(wanted), *unread.here(wanted)):
         print(f"outlast | {name}: {sentence}", file=sys.stderr)
     with _patient(wanted):
-        place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
+        run = place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
+    going_on = before is not None and before.run == run
     for notice in place.notices:
         print(f"outlast | {notice}", file=sys.stderr)
     if detach:

@@ -129,9 +129,8 @@ def failure(failed: Failure) -> str:
 def page(status: JobStatus, now: float) -> str:
     """All there is to know about a job, for a person."""
     running = units.human_seconds(lasted(status, now))
-    trains = not status.state.final and status.state not in ("Suspended", "Interrupted")
-    rate = f", {status.rate:.3g} steps/s" if status.rate and trains else ""
-    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s and trains else ""
+    rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
+    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
     parts = [
         f"{status.name}: {state(status)}",
         "",

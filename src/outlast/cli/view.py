@@ -174,12 +174,9 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
     yield f"{', '.join(did)}; output in {status.output}"
     if status.failure is not None and status.state is State.FAILED:
         yield from show.failure(status.failure).splitlines()
-    if not status.state.final:
-        yield f"go on with `outlast run` again, or in the background with `outlast resume {status.name}`: {_newest(status)}"
-
-
-def _newest(status: JobStatus) -> str:
-    return f"the newest checkpoint is of step {status.checkpoint.step}" if status.checkpoint else "there is no checkpoint yet"
+    if status.state is not State.SUCCEEDED:
+        again = f"`{status.again}`, or in the background with `outlast resume {status.name}`"
+        yield f"go on{status.from_step} with {again}"
 
 
 class _Logs:

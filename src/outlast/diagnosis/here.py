@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from outlast import contract, units
@@ -30,7 +29,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
         case State.SUCCEEDED:
             yield Cause("finished", f"it is finished, and all is well: {reason}", wrong=False)
         case State.CANCELLED:
-            yield Cause("cancelled", reason or "it was cancelled", (), f"start it anew with: {_again(status)}", wrong=False)
+            yield Cause("cancelled", reason or "it was cancelled", (), _go_on(status), wrong=False)
         case State.SUSPENDED:
             yield Cause("suspended", f"it is suspended: {reason}", (), f"go on with: outlast resume {name}", wrong=False)
         case State.INTERRUPTED:
@@ -61,23 +60,22 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
 
 
-def _again(status: JobStatus) -> str:
-    """The command that starts it anew."""
-    if status.file.endswith(".py"):
-        return f"outlast run ... {shlex.quote(status.file)} ... (the same options and arguments)"
-    return f"outlast run {shlex.quote(status.file)}" if status.file else "outlast run FILE (its job file)"
+def _go_on(status: JobStatus) -> str:
+    which = " (the same options and arguments)" if status.file.endswith(".py") else "" if status.file else " (its job file)"
+    return f"go on{status.from_step} with: {status.again}{which}"
 
 
 def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
     name, failure = status.name, status.failure
     code = status.exit_code if failure is None or failure.code < 0 else failure.code
-    tried = f"`outlast logs {name}` shows all; correct it and start it with: {_again(status)}"
+    again = _go_on(status)
+    tried = f"`outlast logs {name}` shows all; correct it and {again}"
     if code == contract.Exit.MISCONFIGURED:
         return Cause(
             "configuration",
             f"it has failed: {status.reason}",
             _said(failure, events),
-            "correct the job file or the script as it says",
+            f"correct the job file or the script as it says, and {again}",
         )
     hung = [event for event in events if event["kind"] == "hang"]
     if hung and failure is not None and "hung" in failure.reason:
@@ -88,10 +86,11 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
             "killed",
             f"it has failed: {status.reason}",
             _said(failure, events),
-            "when nobody killed it the machine had no memory left (dmesg says so): lower the batch or processesPerWorker",
+            "when nobody killed it the machine had no memory left (dmesg says so): lower the batch or processesPerWorker, "
+            f"and {again}",
         )
     if "deadline" in status.reason.lower():
-        return Cause("deadline", f"it has failed: {status.reason}", _said(failure, events), "raise the deadline and run it again")
+        return Cause("deadline", f"it has failed: {status.reason}", _said(failure, events), f"raise the deadline and {again}")
     return Cause("failing-script", f"it has failed: {status.reason}", _said(failure, events), tried)
 
 

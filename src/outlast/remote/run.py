@@ -22,7 +22,7 @@ from outlast.store import Store
 RUN = "run.json"
 PREVIOUS = "previous"
 FINAL = ("Succeeded", "Failed", "Cancelled")
-"""The states of `status.State` after which a run never trains again; that module is heavy."""
+"""The final states of `status.State`; that module is heavy."""
 _PROBE = ".outlast-probe-"
 _VERSION = 1
 _AT_ONCE = 64
@@ -55,8 +55,13 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether it will never train again."""
+        """Whether nobody trains it any more, unless somebody takes it up again."""
         return self.state in FINAL
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it is over for good: nobody goes on with it."""
+        return self.state == "Succeeded"
 
     def text(self) -> bytes:
         """As it is written; `parse` reads it back."""

@@ -10,6 +10,7 @@ unless the job has written to it since, and files that only the run has stay.
 from __future__ import annotations
 
 import dataclasses
+import filecmp
 import json
 import os
 import shutil
@@ -36,18 +37,35 @@ _COMING = ".outlast-code"
 # From a directory
 
 
-def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float) -> None:
-    """Copy what is code in a directory (`shipping.tree.listed`) to the run's. `submitted` is when the run began."""
+def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float) -> list[str]:
+    """Copy what is code in a directory (`shipping.tree.listed`) to the run's; the files that were not there or were different.
+
+    `submitted` is when the run began. A file that the job has written since is known by not being as it was brought there, or, if
+    that is not known, by its time.
+    """
+    renewed = []
     try:
         into.mkdir(exist_ok=True)
+        brought = work.listed(into)
         work.note_code(into, {entry.name: work.looks(code / entry.name) for entry in entries})
         for directory in sorted({parent for entry in entries for parent in Path(entry.name).parents} - {Path()}):
             _renew(code / directory, into / directory, submitted, _copied)
         for entry in entries:
+            new, old = code / entry.name, into / entry.name
+            differs = not _same(new, old)
+            untouched = old.is_file() and brought.get(entry.name) == work.looks(old)
             take = _linked(entry.target) if entry.kind == "link" else _copied
-            _renew(code / entry.name, into / entry.name, submitted, take)
+            if _renew(new, old, float("inf") if untouched else submitted, take) and differs:
+                renewed.append(entry.name)
     except OSError as problem:
         raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
+    return renewed
+
+
+def _same(new: Path, old: Path) -> bool:
+    if new.is_symlink() or old.is_symlink():
+        return new.is_symlink() and old.is_symlink() and new.readlink() == old.readlink()
+    return old.is_file() and filecmp.cmp(new, old, shallow=False)
 
 
 def _linked(target: str) -> Callable[[Path, Path], None]:
@@ -65,8 +83,8 @@ def _partial(old: Path) -> Path:
     return partial
 
 
-def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], object]) -> None:
-    """Make `old`, in the run's directory, what `new` is in the code. Nothing is written through a link."""
+def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], object]) -> bool:
+    """Make `old`, in the run's directory, what `new` is in the code; whether one was taken. Nothing is written through a link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -75,9 +93,11 @@ def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], 
             old.unlink()
         old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
     elif stat.S_ISREG(mode) and old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
-        return  # the job's: code has the time of its original, which is older than the run
+        return False  # the job's: code has the time of its original, which is older than the run
     elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or a pipe is no code
         take(new, old)
+        return True
+    return False
 
 
 def _copied(new: Path, old: Path) -> None:

@@ -43,17 +43,18 @@ Listed = Mapping[str, tuple[int, int] | None]
 
 def note_code(directory: Path, brought: Listed) -> None:
     """Note which files in `directory` are code, before they are brought there. Earlier ones stay code."""
-    files.replace(directory / _FILES, json.dumps({**_code(directory), **brought}))
+    files.replace(directory / _FILES, json.dumps({**listed(directory), **brought}))
 
 
 def forget_code(directory: Path) -> None:
     """Remove the code that was brought to `directory`; what else is there stays."""
-    for name in _code(directory):
+    for name in listed(directory):
         (directory / name).unlink(missing_ok=True)
     (directory / _FILES).unlink(missing_ok=True)
 
 
-def _code(directory: Path) -> dict[str, tuple[int, int] | None]:
+def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
+    """What `note_code` has noted, as it was brought there; empty when that cannot be read."""
     try:
         said = json.loads((directory / _FILES).read_text())
         return {name: tuple(known) if known else None for name, known in said.items()}
@@ -105,7 +106,7 @@ class Results:
         except OSError:
             noted = 0
         if noted != self._noted:
-            self._noted, self._listed = noted, _code(self._output / contract.WORK)
+            self._noted, self._listed = noted, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
         """Whether a result that is no longer here is (of) a checkpoint that the script has deleted after a later one."""
@@ -219,7 +220,7 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         return
     with locks.exclusive(directory.parent / _LOCK, waiting=lambda: None, stop=stop):
         directory.mkdir(parents=True, exist_ok=True)
-        known = _code(directory)
+        known = listed(directory)
         note_code(directory, {name: looks(path) for name, path in found.items()})
         for name, path in found.items():
             into = directory / name

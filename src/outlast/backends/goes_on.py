@@ -1,0 +1,132 @@
+"""What people should know of a run that is taken up again: where it goes on, and what has changed in its job since.
+
+A run is over for good only when it has succeeded. One that failed or was cancelled goes on from its newest checkpoint when its
+job is run again, as one that was interrupted does. Docs: docs/decisions/0021-a-run-goes-on.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import json
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from outlast import checkpoints, contract, spec, units
+from outlast.errors import OutlastError
+from outlast.remote import register
+from outlast.remote.run import Run
+from outlast.shipping import tree
+from outlast.status import JobStatus, State
+from outlast.store import Store
+
+_LEFT = {
+    State.FAILED: "failed",
+    State.CANCELLED: "was cancelled",
+    State.INTERRUPTED: "was interrupted",
+    State.SUSPENDED: "was suspended",
+}
+_HERE = ("code", "data", "env", "environment")
+"""Fields that name what is on a machine, or that are not kept in the output."""
+_LONGEST = 60
+"""Characters of a value that a sentence shows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GoesOn:
+    """A run is taken up again."""
+
+    state: State
+    """How it ended or was left."""
+    step: int
+    """Of its newest checkpoint; 0 when it has none."""
+    ago_s: float | None = None
+    """Seconds since it ended; None when nobody wrote that down."""
+    where: str = ""
+    """The URL of its output, if it is taken up from a store; empty if this machine had it."""
+
+    @property
+    def short(self) -> str:
+        """`goes on from step 10`."""
+        return f"goes on from step {self.step}" if self.step else "goes on; there is no checkpoint"
+
+    @property
+    def sentence(self) -> str:
+        """`goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew`."""
+        ago = f" {units.human_seconds(self.ago_s)} ago" if self.ago_s is not None else ""
+        there = f" in {self.where}" if self.where else ""
+        run = f"the run{there} that {_LEFT.get(self.state, 'was stopped')}{ago}"
+        if self.step:
+            return f"goes on from step {self.step} of {run}; --fresh starts anew"
+        return f"goes on with {run}; it has no checkpoint, and keeps the files that it wrote; --fresh starts anew"
+
+
+def look(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> GoesOn:
+    """How a run was left, here (`status`) or `elsewhere`, and where it goes on: the newest checkpoint here or in the store."""
+    here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
+    there = register.read(place, run) if place else None
+    step = max(here.step if here else 0, there.step if there else 0)
+    if status is None:
+        return GoesOn(State(elsewhere.state if elsewhere else State.PENDING), step, where=place.url if place else "")
+    return GoesOn(status.state, step, max(0.0, time.time() - status.finished) if status.finished else None)
+
+
+def since(old: Path, job: spec.Job, files: Sequence[str], kept: str, output: str) -> Iterator[str]:
+    """What has changed in a job since its run was begun or taken up last, by its job file then, `old`.
+
+    `files` of the code are different. Its output is `kept`, whatever `output` the job names now; empty if the run was on another
+    machine, whose directories are others.
+    """
+    if kept and files:
+        yield f"changed since: {tree.some(files)}"
+    with contextlib.suppress(OSError, OutlastError):  # it is of another version, or nobody could keep it
+        yield from changes(spec.load(old), job, but=("output",) if kept else ("output", *_HERE))
+    if kept and output != kept:
+        yield f"output: the run stays where its checkpoints are, in {kept}; --fresh starts anew in {output}"
+
+
+def changes(old: spec.Job, new: spec.Job, but: Collection[str] = ()) -> Iterator[str]:
+    """What a job has become since: a sentence for each field of `spec`, but for those that begin with one of `but`.
+
+    Values of `env` are not shown: they may be secret.
+    """
+    before, after = (dict(_flat(job.spec.model_dump(mode="json", by_alias=True))) for job in (old, new))
+    for path in dict.fromkeys([*before, *after]):
+        was, now = before.get(path), after.get(path)
+        if was == now or path[0] in but:
+            continue
+        said = ".".join(path)
+        if path[0] != "env":
+            said += f": {_changed(was, now)}"
+        yield f"changed since: {said}"
+
+
+def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, (*path, key))
+    elif value is not None and value != []:
+        yield path, value
+
+
+def _changed(was: Any, now: Any) -> str:
+    if not (isinstance(was, list) or isinstance(now, list)):
+        return f"{_text(was)} → {_text(now)}"
+    was, now = was or [], now or []
+    parts = difflib.SequenceMatcher(None, [*map(str, was)], [*map(str, now)], autojunk=False).get_opcodes()
+    return ", ".join(f"{_words(was[a:b])} → {_words(now[c:d])}" for kind, a, b, c, d in parts if kind != "equal")
+
+
+def _words(words: Sequence[Any]) -> str:
+    return _short(" ".join(map(_text, words))) if words else "nothing"
+
+
+def _text(value: Any) -> str:
+    return "nothing" if value is None else _short(value if isinstance(value, str) else json.dumps(value))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
