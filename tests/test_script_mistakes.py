@@ -104,6 +104,54 @@ def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
     assert done("", tmp_path, 2).codes == [0, 0]
 
 
+def plain(mistake: str) -> None:
+    """A training loop without a session. Mistakes are on rank 0."""
+    stall.watch().start()  # as `runtime.rank` does
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    net = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    for step in range(1, 4):
+        if mistake == "barrier" and first and step == 2:
+            dist.barrier()
+        net(X).sum().backward()
+        if mistake == "other":
+            dist.barrier() if first else dist.broadcast(torch.ones(1), src=0)
+        if mistake == "objects" and first:
+            dist.all_gather_object([None] * dist.get_world_size(), step)
+        if mistake == "leave" and not first and step == 2:
+            return
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("mistake", "one", "others"),
+    [
+        ("barrier", r"dist.barrier\(\)", r"net\(X\).sum\(\).backward\(\)"),
+        ("other", r"barrier\(\) of dist.*", r"broadcast\(\) of dist.*"),
+        ("objects", r"dist.all_gather_object\(.*", r"net\(X\).sum\(\).backward\(\)"),
+    ],
+)
+def test_ranks_of_a_plain_script_that_wait_for_each_other_are_named_within_15_s(
+    tmp_path: Path, ranks: int, mistake: str, one: str, others: str
+):
+    began = time.monotonic()
+    end = worlds.ended(worlds.started(functools.partial(plain, mistake), tmp_path, ranks), tmp_path, timeout_s=20)
+    rest = "rank 1 is" if ranks == 2 else "ranks 1 and 2 are"
+    assert any(
+        re.search(rf"^rank 0 is in {one} {HERE}, {rest} in {others} {HERE}, and wait", error, re.M) for error in end.errors
+    )
+    assert contract.Exit.MISCONFIGURED in end.codes
+    assert time.monotonic() - began < 15
+
+
+def test_rank_0_of_a_plain_script_whose_others_have_left_fails(tmp_path: Path):
+    end = worlds.ended(worlds.started(functools.partial(plain, "leave"), tmp_path, 2), tmp_path, timeout_s=20)
+    assert end.codes == [1, 0]
+    assert "backward()" in end.errors[0]
+
+
 # Who waits for whom
 
 
@@ -143,7 +191,9 @@ def test_what_is_only_slow_is_no_deadlock(standings: list[Standing]):
 
 
 def test_different_collectives_of_one_number_are_a_deadlock():
-    assert stall.deadlock([waiting(0, "barrier", default=6), waiting(0, default=6)]).startswith("ranks 0 and 1 are in loss.back")
+    assert stall.deadlock([waiting(0, "barrier", default=6), waiting(0, default=6)]).startswith(
+        "rank 0 is in barrier() of loss.backward() (train.py:12), rank 1 is in backward() of loss.backward() (train.py:12), and"
+    )
 
 
 class Words:
@@ -182,7 +232,7 @@ def test_what_a_rank_said_before_it_moved_on_is_no_part_of_a_deadlock():
     words.say(1, dataclasses.replace(waiting(0, "barrier", default=6), looks=1))
     assert compared(10) == ""
     words.say(1, dataclasses.replace(waiting(0, "barrier", default=6), looks=2))
-    assert compared(11).startswith("ranks 0 and 1 are in")
+    assert compared(11).startswith("rank 0 is in backward() of loss.backward() (train.py:12), rank 1 is in barrier() of")
 
 
 def test_many_ranks_are_counted():

@@ -830,6 +830,73 @@ def test_a_hang_names_the_file_with_its_stacks() -> None:
     assert "/out/stacks.txt" in cause.remedy
 
 
+HUNG = "rank 1 on worker 1 hung: no progress for 12 s after step 5: rank 0 is in run.save(5) (train.py:20), rank 1 is in lock"
+
+
+def failures(*steps: int | None, reason: str = HUNG, every_s: float = 60.0) -> list[dict[str, Any]]:
+    began = NOW - every_s * len(steps)
+    said = {"kind": "failure", "reason": reason, "counted": True}
+    return [{"t": began + every_s * index, "step": step, **said} for index, step in enumerate(steps)]
+
+
+def a_run_that_goes_on(**fields: Any) -> JobStatus:
+    failure = Failure(worker=1, rank=1, code=137, reason=HUNG)
+    return a_status(
+        State.RUNNING, **{"world": [0, 1], "replicas": 2, "step": 5, "steps": 24, "restarts": 14, "failure": failure, **fields}
+    )
+
+
+def test_a_run_that_hangs_again_and_again_at_one_step_is_not_well() -> None:
+    stacks = {"kind": "hang", "t": NOW, "stacks": "/out/stacks.txt"}
+    (cause,) = here.causes(a_run_that_goes_on(), [*failures(4, 5, 5, 5), stacks], NOW)
+    assert (cause.rule, cause.wrong, cause.evidence) == ("failing", True, (HUNG,))
+    said = "it has hung 3 times in a row at step 5 (4 failures without a new checkpoint)"
+    assert cause.what == f"2 of 2 workers train, at step 5 of 24, but {said}"
+    assert cause.remedy == "correct it; the stacks are in /out/stacks.txt; `outlast logs digits` shows all"
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "said"),
+    [
+        (a_run_that_goes_on(), failures(3, 5), "it has failed 2 times without a new checkpoint"),
+        (a_run_that_goes_on(step=0, steps=None), failures(0, 0), "it has hung 2 times in a row before its first step"),
+        (a_run_that_goes_on(), failures(5), ""),
+        (a_run_that_goes_on(step=6), failures(5, 5), ""),
+        (a_run_that_goes_on(), [*failures(5, 5), {"kind": "committed", "t": NOW}], ""),
+        (a_run_that_goes_on(step=0, steps=None), failures(0, 0, every_s=10)[:1] + failures(0), ""),
+    ],
+)  # fmt: skip
+def test_a_run_that_fails_without_progress_is_not_well_and_one_that_gets_on_is(
+    status: JobStatus, events: list[dict[str, Any]], said: str
+) -> None:
+    (cause,) = here.causes(status, events, NOW)
+    assert cause.wrong is bool(said)
+    assert said in cause.what
+
+
+def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:
+    record = {"time": NOW, "committedStep": 4, "failedStep": 5}
+    status = {
+        "state": "Running",
+        "step": 5,
+        "checkpoint": {"step": 4},
+        "failures": [record, record],
+        "lastFailure": {"reason": HUNG},
+    }
+    job = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}, "status": status}
+    pod = a_pod(phase="Running", node="node-a")
+
+    def found(**better: Any) -> list[Cause]:
+        workload = {**job, "status": {**status, **better}}
+        return [cause for cause in causes(Seen("train", workload=workload, pods=(pod,))) if cause.rule == "failing"]
+
+    (cause,) = found()
+    assert (cause.what, cause.wrong) == ("it trains at step 5, but it has hung 2 times in a row at step 5", True)
+    assert cause.evidence == (HUNG,)
+    for better in ({"step": 6}, {"checkpoint": {"step": 5}}, {"failures": [record]}):
+        assert not found(**better)
+
+
 def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> None:
     there = StoreStatus(url="s3://b/runs/digits", since=NOW - 120, error="the store is not well (HTTP 503)", backlog=2**20)
     found = here.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)

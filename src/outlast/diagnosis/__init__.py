@@ -36,6 +36,7 @@ RULES: tuple[Callable[[Seen, float], Iterator[Cause]], ...] = (
     containers.starts,
     containers.probing,
     waiting.gangs,
+    waiting.failing,
     waiting.beginning,
     waiting.others,
 )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from outlast import contract, units
-from outlast.diagnosis.seen import Cause
+from outlast.diagnosis.seen import Cause, failing
 from outlast.runtime.ledger import Event
 from outlast.status import Failure, JobStatus, State
 
 _LAST = 3
 """How many of the newest incidents are evidence."""
 _SLOW_START_S = 120.0
-_TOLD = ("launcher", "submitted", "resumed", "hang", "failure")
+_TOLD = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
 """The kinds of events that we look at; a ledger has many more of others."""
 
 
@@ -56,7 +57,13 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
         case _:
             at = f"at step {status.step}" + (f" of {status.steps}" if status.steps else "")
             restarts = f", after {status.restarts} failures" if status.restarts else ""
-            what = f"nothing is wrong: {len(status.world)} of {status.replicas} workers train, {at}{restarts}"
+            train = f"{len(status.world)} of {status.replicas} workers train, {at}"
+            if (repeated := _repeated(status, events, now)) and status.failure:
+                stacks = _stacks(events) if "hung: " in status.failure.reason else ""
+                remedy = f"correct it{stacks}; `outlast logs {name}` shows all"
+                yield Cause("failing", f"{train}, but {repeated}", _said(status.failure, events), remedy)
+                return
+            what = f"nothing is wrong: {train}{restarts}"
             yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
 
 
@@ -79,8 +86,8 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
         )
     hung = [event for event in events if event["kind"] == "hang"]
     if hung and failure is not None and "hung" in failure.reason:
-        stacks = f"; its stacks are in {hung[-1]['stacks']}" if hung[-1].get("stacks") else ""
-        return Cause("hang", f"it has failed: {status.reason}", _said(failure, events), f"see where it stood{stacks}; {tried}")
+        remedy = f"all ranks must make the same collective calls in the same order{_stacks(events)}; {tried}"
+        return Cause("hang", f"it has failed: {status.reason}", _said(failure, events), remedy)
     if code in (137,):
         return Cause(
             "killed",
@@ -92,6 +99,23 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
     if "deadline" in status.reason.lower():
         return Cause("deadline", f"it has failed: {status.reason}", _said(failure, events), f"raise the deadline and {again}")
     return Cause("failing-script", f"it has failed: {status.reason}", _said(failure, events), tried)
+
+
+def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
+    """That it has failed several times since a step or a checkpoint that it had not reached before; empty if not."""
+    told = [event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))]
+    since = list(takewhile(lambda event: event["kind"] == "failure", reversed(told)))
+    last = [event.get("step") or 0 for event in since]
+    if len(since) < 2 or status.step > max(last):
+        return ""
+    if status.steps is None and not status.step and now - since[0]["t"] > since[0]["t"] - since[1]["t"]:
+        return ""  # tells no steps, and has run for longer than before the last failure
+    return failing(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("reason", "")))
+
+
+def _stacks(events: Sequence[Event]) -> str:
+    found = [event["stacks"] for event in events if event["kind"] == "hang" and event.get("stacks")]
+    return f"; the stacks are in {found[-1]}" if found else ""
 
 
 def _said(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:

@@ -40,6 +40,15 @@ class Cause:
     """False for what is as it was wished: finished, suspended by the user."""
 
 
+def failing(same: Sequence[int | None], failures: int, reason: str) -> str:
+    """That so many failures came without progress. `same` are the steps of the last of them, which are equal."""
+    how = "hung" if "hung: " in reason else "failed"
+    if len(same) < 2:
+        return f"it has failed {failures} times without a new checkpoint"
+    more = f" ({failures} failures without a new checkpoint)" if failures > len(same) else ""
+    return f"it has {how} {len(same)} times in a row{f' at step {same[0]}' if same[0] else ' before its first step'}{more}"
+
+
 @dataclass(frozen=True)
 class Seen:
     """The documents of one job. Tuples are in no order; what could not be read is empty and in `unseen`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from outlast import units
 from outlast.diagnosis import containers
@@ -24,6 +25,20 @@ def absent(seen: Seen, _: float) -> Iterator[Cause]:
             (),
             f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}",
         )
+
+
+def failing(seen: Seen, _: float) -> Iterator[Cause]:
+    """An ElasticJob that trains, but fails again and again without a new checkpoint."""
+    status = seen.workload.get("status", {})
+    failure, committed = status.get("lastFailure") or {}, (status.get("checkpoint") or {}).get("step", 0)
+    since = [each for each in status.get("failures") or () if each.get("committedStep", 0) >= committed]
+    steps = [each.get("failedStep") for each in reversed(since)]
+    if len(since) < 2 or status.get("state") != "Running" or status.get("step", 0) > max(step or 0 for step in steps):
+        return
+    same = [step for step in takewhile(lambda step: step == steps[0], steps) if step is not None]
+    reason = str(failure.get("reason", ""))
+    said = f"it trains at step {status.get('step', 0)}, but {sight.failing(same, len(since), reason)}"
+    yield Cause("failing", said, (reason,), f"correct it; `outlast logs {seen.name}` shows all")
 
 
 # Queues

@@ -89,6 +89,8 @@ def deadlock(standings: Sequence[Standing]) -> str:
     if not certain:
         return ""
     said = [each.call or each.at for each in standings]
+    if len(set(said)) == 1:  # one line with several collectives
+        said = [f"{each.waits}() of {each.at}" for each in standings]
     return f"{listed(said, 'in')}, and wait for each other; every rank must make the same calls in the same order"
 
 
