@@ -411,7 +411,7 @@ def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Pa
     assert outlast(backend, "scale", "a", "b", "3")[0] == 2
     assert outlast(backend, "suspend")[:2] == (
         0,
-        "job is suspended: its workers are told to save and to leave; go on with: outlast resume job\n",
+        "job is suspended: its workers are told to leave; go on with: outlast resume job\n",
     )
     while backend.status("job").state is not State.SUSPENDED:
         time.sleep(0.01)

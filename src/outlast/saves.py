@@ -9,8 +9,9 @@ import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Protocol
 
-from outlast import contract
+from outlast import contract, units
 
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
@@ -39,6 +40,17 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
         return False, None
     step = _STEP.search(named[1])
     return bool(step or name.endswith(".ckpt") or _WORD.search(named[1])), int(step[1]) if step else None
+
+
+class Said(Protocol):
+    """A `Save`, as it is or as a status tells it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def time(self) -> float: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +95,14 @@ def newest(directory: Path, since: float) -> Save | None:
         except OSError:  # it is being removed, or replaced
             continue
     return best
+
+
+def sentence(saved: Said | None, now: float) -> str:
+    """What is known of a plain script's checkpoints: files are all that there is to see."""
+    if saved is None:
+        return "no file that looks like a checkpoint is in the output; the script saves by itself"
+    step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
+    return f"newest file that looks like a checkpoint: {saved.name}{step}, {units.human_seconds(max(0.0, now - saved.time))} ago"
 
 
 _NUMBER = r"(\d{1,3}(?:,\d{3})+|\d{1,15})"

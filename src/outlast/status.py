@@ -85,6 +85,16 @@ class CheckpointStatus(_Model):
     bytes: int = 0
 
 
+class SavedStatus(_Model):
+    """The newest file or directory that looks like a checkpoint of a plain script, by its name."""
+
+    name: str
+    """Its path in the output."""
+    step: int | None = None
+    """The step that its name says."""
+    time: float
+
+
 class StoreStatus(_Model):
     """How far the output is in its store."""
 
@@ -146,12 +156,16 @@ class JobStatus(_Model):
     step: int = 0
     steps: int | None = None
     """Total steps of the run, when the training says so."""
+    told: str = ""
+    """Who tells the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: nobody yet."""
     rate: float | None = None
     """Steps per second, recently."""
     restarts: int = 0
     """Failures that counted since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
+    saved: SavedStatus | None = None
+    """What a plain script has saved, as far as names tell."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
     """The last one; an ElasticJob's status calls it `lastFailure`."""
     warnings: list[str] = Field(default_factory=list)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from outlast import checkpoints, contract, spec, units
+from outlast import checkpoints, contract, saves, spec, units
 from outlast.errors import OutlastError
 from outlast.remote import register
 from outlast.remote.run import Run
@@ -47,11 +47,17 @@ class GoesOn:
     """Seconds since it ended; None when nobody wrote that down."""
     where: str = ""
     """The URL of its output, if it is taken up from a store; empty if this machine had it."""
+    saved: saves.Save | None = None
+    """What a plain script has saved, as far as names tell."""
 
     @property
     def short(self) -> str:
         """`goes on from step 10`."""
-        return f"goes on from step {self.step}" if self.step else "goes on; there is no checkpoint"
+        return f"goes on from step {self.step}" if self.step else f"goes on; {self._saved}"
+
+    @property
+    def _saved(self) -> str:
+        return saves.sentence(self.saved, time.time()) if self.saved else "there is no checkpoint"
 
     @property
     def sentence(self) -> str:
@@ -61,6 +67,8 @@ class GoesOn:
         run = f"the run{there} that {_LEFT.get(self.state, 'was stopped')}{ago}"
         if self.step:
             return f"goes on from step {self.step} of {run}; --fresh starts anew"
+        if self.saved:
+            return f"goes on with {run}; {self._saved}; --fresh starts anew"
         return f"goes on with {run}; it has no checkpoint, and keeps the files that it wrote; --fresh starts anew"
 
 
@@ -69,9 +77,12 @@ def look(output: Path, run: str, place: Store | None, status: JobStatus | None, 
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     there = register.read(place, run) if place else None
     step = max(here.step if here else 0, there.step if there else 0)
+    began = status or elsewhere
+    saved = saves.newest(output, began.submitted) if began and not step else None
     if status is None:
-        return GoesOn(State(elsewhere.state if elsewhere else State.PENDING), step, where=place.url if place else "")
-    return GoesOn(status.state, step, max(0.0, time.time() - status.finished) if status.finished else None)
+        return GoesOn(State(elsewhere.state if elsewhere else State.PENDING), step, where=place.url if place else "", saved=saved)
+    ago_s = max(0.0, time.time() - status.finished) if status.finished else None
+    return GoesOn(status.state, step, ago_s, saved=saved)
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], kept: str, output: str) -> Iterator[str]:

@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import checkpoints, contract, files, restarts, spec
+from outlast import checkpoints, contract, files, restarts, saves, spec
 from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.clock import Awake
@@ -36,7 +36,7 @@ from outlast.report import goodput
 from outlast.runtime import ledger as ledgers
 from outlast.runtime import locks, progress, pusher, titles
 from outlast.runtime.lifecycle import Phase
-from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
 
 if TYPE_CHECKING:
     from outlast.remote import alive
@@ -48,6 +48,8 @@ UNTOLD_S = 60.0
 """A script that does not report its steps and fails sooner than this has failed at its beginning."""
 HAND_IN_S = 30.0
 """How long the launcher tries to push what the workers could not."""
+SEE_S = 2.0
+"""How often to look for the files of a plain script."""
 CLOSING_S = 15.0
 """How long workers may take to leave after the end of the job."""
 FOLD_S = 2.0
@@ -93,6 +95,7 @@ class Launcher(Decider):
         self.formed_at = 0.0
         self.warning = ""
         """What the training says of itself, e.g. that the disk is full."""
+        self._see_at = 0.0
         self.paces: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         self.status = JobStatus(
             name=self.job.metadata.name,
@@ -283,12 +286,17 @@ class Launcher(Decider):
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         self._read_progress()
-        step = self.status.step
+        known = self.status.step
+        step = 0 if self.status.told == "log" else known  # what a log says is shown, and decides nothing
         # An error that only echoes somebody's death says nothing of the step; a plain script that ran for a while tells none.
         if failure.hung:  # says itself after which step it did
             return failure, failure.step, self._committed()
-        silent = not self.stepped and self.clock() - self.formed_at > UNTOLD_S
-        return failure.model_copy(update={"step": step}), None if echo or silent else step, self._committed()
+        silent = not self.stepped and self.status.told != "script" and self.clock() - self.formed_at > UNTOLD_S
+        return (
+            failure.model_copy(update={"step": known if self.status.told else failure.step}),
+            None if echo or silent else step,
+            self._committed(),
+        )
 
     def failed(self, failure: Failure) -> None:
         self.status.failure = failure
@@ -413,8 +421,11 @@ class Launcher(Decider):
     def _what_is_saved(self) -> str:
         self._read_progress()
         saved, step = self._committed(), self.status.step
+        if not saved and self.stepped:
+            return f"no step is saved, {step} are lost"
         if not saved:
-            return f"no step is saved, {step} are lost" if self.stepped else "what it saved is the script's own business"
+            self._see_saves(now=True)
+            return saves.sentence(self.status.saved, time.time())
         return f"step {saved} is saved" if saved >= step else f"step {saved} is saved, {step - saved} later ones are not"
 
     def _judge_last(self) -> None:
@@ -441,21 +452,45 @@ class Launcher(Decider):
         if now_world is None:
             return
         record = progress.read(self.places.worker(now_world.members[0]), 0)
-        if record is None or record.phase in ("started", "open", "restore") or record.generation != now_world.generation:
+        if record is None or record.phase in ("open", "restore") or record.generation != now_world.generation:
             return
-        now = self.clock()
-        if record.step != self.status.step or not self.paces:
-            if record.step < self.status.step:
-                self.paces.clear()
-            self.paces.append((now, record.step))
-        self.status.step = record.step
-        self.status.steps = record.steps
-        self.stepped = True
+        if record.phase == "started":
+            self._see_saves()
+            logged = self._logged(now_world.members[0])
+            if record.step:
+                self._paced(record.step, record.steps, "script")
+            elif logged:
+                self._paced(*logged, "log")
+            return
+        self._paced(record.step, record.steps, "session")
+        self.stepped, self.status.saved = True, None
         self.warning = record.warning
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             self.status.checkpoint = _shown(found) if (found := self._newest()) else self.status.checkpoint
-        (then, step), *_ = self.paces
-        self.status.rate = (record.step - step) / (now - then) if now - then > 0.5 else self.status.rate
+
+    def _logged(self, index: int) -> tuple[int, int | None] | None:
+        """The step that rank 0's worker has read in its log."""
+        worker = self.staff.present.get(index)
+        said = self.staff.said(worker).get("logged") if worker else None
+        return (said[0], said[1]) if said else None
+
+    def _paced(self, step: int, steps: int | None, told: str) -> None:
+        now = self.clock()
+        if step != self.status.step or not self.paces:
+            if step < self.status.step:
+                self.paces.clear()
+            self.paces.append((now, step))
+        self.status.step, self.status.steps, self.status.told = step, steps, told
+        (then, first), *_ = self.paces
+        self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
+
+    def _see_saves(self, *, now: bool = False) -> None:
+        """Look for what a plain script has saved, every few seconds; less often where that takes long."""
+        began = time.monotonic()
+        if now or began >= self._see_at:
+            found = saves.newest(self.output, self.record.submitted)
+            self.status.saved = SavedStatus(name=found.name, step=found.step, time=found.time) if found else None
+            self._see_at = time.monotonic() + max(SEE_S, (time.monotonic() - began) / FOLD_SHARE)
 
     def _show(self, *, final: bool = False) -> None:
         self._read_progress()
@@ -510,6 +545,11 @@ class Launcher(Decider):
     def _worker_status(self, worker: Worker) -> WorkerStatus:
         said = self.staff.said(worker)
         ranks = [RankStatus(**rank) for rank in said.get("ranks", [])]
+        for rank in ranks:
+            record = progress.read(self.places.worker(worker.index), rank.local_rank)
+            rank.step = record.step or None if record and record.pid == rank.pid else None
+            if rank.rank == 0 and rank.step is None and self.status.told == "log" and self.known.world:
+                rank.step = self.status.step
         return WorkerStatus(
             index=worker.index, state=said.get("state", "starting"), pid=worker.pid, ranks=ranks,
             restarts=worker.attempt - 1, probes=said.get("probes"),

@@ -192,8 +192,7 @@ class LocalBackend:
             return status.model_copy(update={"launcher": None, "reason": reason})
         if abs(time.time() - places.taken_up()) < _STARTING_S:
             return status
-        step = status.checkpoint.step if status.checkpoint else 0
-        reason = f"all its processes are gone; `outlast run` goes on from step {step}"
+        reason = f"all its processes are gone; `outlast run` goes on{status.from_step}"
         return status.model_copy(
             update={"state": State.INTERRUPTED, "reason": reason, "launcher": None, "workers": [], "world": []}
         )

@@ -184,7 +184,8 @@ def scale(
 ) -> None:
     """Change the number of workers of a job.
 
-    It stays within workers.min and max of the job file. The training saves first and loses no step.
+    It stays within workers.min and max of the job file. A training with a session saves first and loses no
+    step. A plain script gets SIGTERM, and interruption.grace to save by itself.
 
     \b
     Examples:
@@ -202,7 +203,9 @@ def scale(
 def suspend(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Save, and give the workers back until `outlast resume`.
+    """Give the workers back until `outlast resume`.
+
+    A training with a session saves first. A plain script gets SIGTERM, and interruption.grace to save by itself.
 
     \b
     Examples:
@@ -212,7 +215,7 @@ def suspend(
     name = which.job(place, name)
     place.suspend(name)
     more = f"outlast resume {name}{which.suffix(namespace, context)}"
-    print(f"{name} is suspended: its workers are told to save and to leave; go on with: {more}")
+    print(f"{name} is suspended: its workers are told to leave; go on with: {more}")
 
 
 def resume(

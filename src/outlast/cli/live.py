@@ -96,6 +96,8 @@ def panel(status: JobStatus, now: float) -> Panel:
         done.append(f"{status.rate:.3g}/s")
     if status.eta_s:
         done.append(f"{units.human_seconds(status.eta_s)} left")
+    if status.told == "log":
+        done.append("(read from the log)")
     grid = Table.grid(padding=(0, 1))
     grid.add_row(*done)
     rows.append(grid)
@@ -108,7 +110,7 @@ def panel(status: JobStatus, now: float) -> Panel:
     rows.append(_facts(facts))
     saved = show.newest_checkpoint(status, now)
     facts = [
-        f"checkpoint {saved}" if saved else "no checkpoint yet",
+        f"checkpoint {saved}" if status.checkpoint else saved or f"no checkpoint {show.no_checkpoint(status)}",
         f"{units.human_seconds(show.lasted(status, now))} since the start",
     ]
     if status.goodput is not None:

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import units
+from outlast import saves, units
 from outlast.cli import terminal
 from outlast.errors import NotFound
 
 if TYPE_CHECKING:
     from outlast.status import Failure, JobStatus, RankStatus, StoreStatus
+
+
+_BEGINNING_S = 20.0
+"""For so long a run that tells no step is taken to be before its first one; arbitrary."""
 
 
 class Output(enum.StrEnum):
@@ -89,15 +93,34 @@ def steps(status: JobStatus) -> str:
     return str(status.step) if status.steps is None else f"{status.step}/{status.steps}"
 
 
+_TOLD = {"log": " (read from the log)"}
+_UNTOLD = "none told; a line such as `step 120/2000` on rank 0 is read, outlast.training.progress(120, 2000) is exact"
+
+
+def _steps_known(status: JobStatus) -> bool:
+    """Whether there is a step to show; a run that has just begun is at step 0."""
+    return bool(status.step or status.told or not status.started or time.time() - status.started < _BEGINNING_S)
+
+
+def session(status: JobStatus) -> bool:
+    """Whether the training was seen to have a session: it tells its steps by that, or has committed a checkpoint."""
+    return status.told == "session" or status.checkpoint is not None
+
+
+def no_checkpoint(status: JobStatus) -> str:
+    """What to say where no checkpoint is known: only of a session we know that there is none."""
+    return "yet" if session(status) or not status.started else "seen"
+
+
 def state(status: JobStatus) -> str:
     """`Running: world of 2: everybody is here`."""
     return terminal.one_line(f"{status.state}: {status.reason}" if status.reason else str(status.state))
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
-    """`step 800, 12s ago, 36 MiB`."""
+    """`step 800, 12s ago, 36 MiB`; of a plain script the newest file that looks like one."""
     if status.checkpoint is None:
-        return None
+        return saves.sentence(status.saved, now) if status.saved else None
     newest = status.checkpoint
     if not newest.time:
         return f"step {newest.step}"
@@ -138,8 +161,8 @@ def page(status: JobStatus, now: float) -> str:
             {
                 "run": status.run,
                 "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
-                "step": f"{steps(status)}{rate}{left}",
-                "checkpoint": newest_checkpoint(status, now) or "none yet",
+                "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
+                "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
                 "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
                 "goodput": percent(status.goodput),
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
@@ -154,7 +177,8 @@ def page(status: JobStatus, now: float) -> str:
         parts += ["", table(("WORKER", "STATE", "POD", "NODE", "STEP", "RESTARTS", "REASON"), cells)]
     elif status.workers:
         rows = [(w.index, w.state, w.pid, " ".join(map(_rank, w.ranks)), w.restarts, w.probes) for w in status.workers]
-        parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP", "RESTARTS", "PROBES"), rows)]
+        known = any(rank.step is not None for worker in status.workers for rank in worker.ranks)
+        parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP" if known else "RANK", "RESTARTS", "PROBES"), rows)]
     if status.warnings:
         parts += ["", "Warnings", *(f"  {terminal.one_line(warning)}" for warning in status.warnings)]
     if status.failure:

@@ -132,7 +132,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
                 for sentence in show.changes(status, killed):
                     shown.say(sentence)
                 return killed, KILLED
-            shown.say("saving and leaving; once more kills at once")
+            shown.say(f"{leaving(status)}; once more kills at once")
             with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
                 place.interrupt(name)
 
@@ -165,7 +165,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
     """How a run ended, and what to do next."""
     took = units.human_seconds(show.lasted(status, now))
     did = [
-        f"{show.steps(status)} steps in {took}",
+        f"{show.steps(status)} steps in {took}" if status.step or status.told else took,
         show.count(status.restarts, "restart"),
         show.count(status.interruptions, "interruption"),
     ]
@@ -177,6 +177,13 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
     if status.state is not State.SUCCEEDED:
         again = f"`{status.again}`, or in the background with `outlast resume {status.name}`"
         yield f"go on{status.from_step} with {again}"
+
+
+def leaving(status: JobStatus) -> str:
+    """What the training does when it is told to leave."""
+    if show.session(status):
+        return "saving and leaving"
+    return "the script gets SIGTERM and interruption.grace to save and leave" if status.told else "the training is told to leave"
 
 
 class _Logs:

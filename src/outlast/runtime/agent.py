@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, files
+from outlast import contract, files, saves
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, ranks, shim, titles
@@ -117,6 +117,7 @@ class Agent:
         """The end that the log speaks of already."""
         self._leave_by: float | None = None
         """When the grace of a worker that was told to leave is over, by our clock."""
+        self._logged = Logged()
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -519,6 +520,7 @@ class Agent:
         if self.worker.phase is Phase.TRAINING:
             state = "leaving" if self.worker.leaving else "training" if training else "waiting"
         ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in found]
+        self._logged.look(found, self._log)
         self._write(state, ranks)
         metrics = {"leaving": float(bool(self.worker.leaving)), **self._pusher.metrics()}
         healthy, reason = True, state
@@ -546,6 +548,7 @@ class Agent:
             "reason": self.worker.reason or self.worker.leaving,
             "code": self.exit.code if self.exit else None,
             "ranks": ranks or [],
+            "logged": self._logged.said,
             "probes": self.probes,
             "pushed": self._pusher.said,
             "displaced": self.displaced,
@@ -558,6 +561,26 @@ class Agent:
             return
         self._written = record
         write_state(self.state, record)
+
+
+class Logged:
+    """The step that a plain script tells in its log, if rank 0 is here and tells none itself."""
+
+    def __init__(self) -> None:
+        self.said: tuple[int, int | None] | None = None
+        self._of: tuple[int, int] | None = None
+        self._written = 0
+
+    def look(self, found: list[lifecycle.Process], log: Output) -> None:
+        """Read what was written since the last look, at most the end of it."""
+        first = next((p.progress for p in found if p.progress.rank == 0), None)
+        if first is None:
+            return
+        if self._of != (first.generation, first.pid):  # what stands there was said by another process
+            self.said, self._of, self._written, log.recent = None, (first.generation, first.pid), log.written, b""
+        elif first.phase == "started" and not first.step and log.written != self._written:
+            self._written = log.written
+            self.said = saves.last_step(log.recent.decode(errors="replace"), self.said)
 
 
 class _Voice:

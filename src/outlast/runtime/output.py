@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+_RECENT = 4096
 _EARLY = 1 << 20
 """Bytes that are kept for `keep`."""
 TAIL_LINES = 20
@@ -36,6 +37,8 @@ class Output:
         """What was written before `keep`."""
         self.written = 0
         """Bytes so far."""
+        self.recent = b""
+        """The end of what was written, see `saves.last_step`."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
@@ -54,6 +57,7 @@ class Output:
                 if not data:
                     return
                 self.written += len(data)
+                self.recent = (self.recent + data)[-_RECENT:]
                 if self._early is not None:
                     self._early += data[: _EARLY - len(self._early)]
                 for file in (self._log, self._copy_to):

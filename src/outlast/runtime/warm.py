@@ -224,7 +224,7 @@ PRELOADED = (
     "outlast.rendezvous.handler",
     "outlast.runtime.elastic",
     "outlast.runtime.rank",
-    "outlast.training",
+    "outlast.training.session",
 )
 
 

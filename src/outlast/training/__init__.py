@@ -5,8 +5,24 @@
 `docs/guide/exact-resume.md` shows a whole script.
 """
 
-from outlast.training import checkpoint, session
-from outlast.training.session import Session
-from outlast.training.stream import Batch, Stream
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Batch", "Session", "Stream", "checkpoint", "session"]
+from outlast.training.reported import progress
+
+if TYPE_CHECKING:
+    from outlast.training import checkpoint, session
+    from outlast.training.session import Session
+    from outlast.training.stream import Batch, Stream
+
+__all__ = ["Batch", "Session", "Stream", "checkpoint", "progress", "session"]
+
+_OF = {"Session": "session", "Batch": "stream", "Stream": "stream", "checkpoint": "", "session": ""}
+"""In which module a name is. They are imported when somebody asks for one: `progress` needs no torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_OF[name] or name}")
+    return getattr(module, name) if _OF[name] else module
