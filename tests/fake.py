@@ -52,7 +52,13 @@ class FakeBackend:
             sizes = {"replicas": workers.replicas, "min": workers.allowed()[0], "max": workers.allowed()[-1]}
             output = str(self._output / name)
             status = JobStatus(
-                name=name, run=f"run-{len(self.runs)}", steps=self._steps, output=output, submitted=time.time(), **sizes
+                told="session",
+                name=name,
+                run=f"run-{len(self.runs)}",
+                steps=self._steps,
+                output=output,
+                submitted=time.time(),
+                **sizes,
             )
             run = self.runs[name] = Run(status)
             run.events.append({"t": time.time(), "kind": "submitted", "source": "cli"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from outlast import store
+from outlast.cli import show, view
 from outlast.status import JobStatus, State
 from servers import Place
 
@@ -38,9 +40,18 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
     machine.backend.chaos(name, "kill-process", worker=1, rng=machine.rng)
     machine.wait(name, lambda status: bool(went_on(machine)))
     assert went_on(machine)[0] % 20 == 0
+    status = machine.wait(name, lambda status: status.told == "log" and status.saved is not None and bool(status.eta_s))
+    assert (status.steps, status.saved.name, status.checkpoint) == (400, "work/checkpoint.pt", None)
+    assert status.step % 20 == 0
+    assert {rank.rank: rank.step for worker in status.workers for rank in worker.ranks} == {0: status.step, 1: None}
+    page = show.page(status, time.time())
+    assert re.search(r"\nstep +\d+/400, .* steps/s, .* left \(read from the log\)\n", page)
+    assert re.search(r"\ncheckpoint +newest file that looks like a checkpoint: work/checkpoint.pt, .* ago\n", page)
+    assert view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and leave"
     machine.backend.suspend(name)
     status = machine.end(name)
     assert status.state is State.SUSPENDED
+    assert re.search(r"; newest file that looks like a checkpoint: work/checkpoint.pt, .* ago$", status.reason)
     left = step(machine.backend.output(name) / "work" / "checkpoint.pt")
     machine.backend.resume(name)
     machine.wait(name, lambda status: len(went_on(machine)) > 1)

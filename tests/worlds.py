@@ -24,7 +24,7 @@ from outlast import checkpoints, contract
 from outlast.runtime.ledger import Event, read
 
 fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload(["outlast.training", "torch._dynamo"])
+fork.set_forkserver_preload(["outlast.training.session", "torch._dynamo"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -35,9 +36,7 @@ def progress(step: int, total: int | None = None) -> None:
     does nothing where Outlast does not run the script. Call it on every rank or on rank 0 alone, after each step or less often.
     Raises OutlastError when `step` or `total` is no whole number.
     """
-    for name, value in (("step", step), ("total", total)):
-        if not (isinstance(value, int) or (name == "total" and value is None)) or isinstance(value, bool):
-            raise OutlastError(f"progress(): {name} ({value!r}) must be a whole number; pass int(...)")
+    step, total = _whole("step", step), None if total is None else _whole("total", total)
     env = os.environ
     if Env.STATE not in env:
         return
@@ -56,6 +55,13 @@ def progress(step: int, total: int | None = None) -> None:
         if _told.ledger and step > _told.step and (now - _told.noted >= TOGETHER_S or step == total):
             _told.ledger.write("step", generation=generation, step=step, steps=step - _told.step)
             _told.step, _told.noted = step, now
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise OutlastError(f"progress(): {name} ({value!r}) must be a whole number; pass int(...)") from None
 
 
 def _ledger(directory: str, env: os._Environ[str]) -> Ledger:
