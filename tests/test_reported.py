@@ -46,9 +46,7 @@ def test_outside_of_outlast_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     reported.progress(5, 10)
 
 
-@pytest.mark.parametrize(
-    ("step", "total", "what"), [(1.5, None, "step (1.5)"), (1, "9", "total ('9')"), (True, None, "step (True)")]
-)
+@pytest.mark.parametrize(("step", "total", "what"), [(1.5, None, "step (1.5)"), (1, "9", "total ('9')")])
 def test_what_is_no_whole_number_is_refused(state: Path, step: object, total: object, what: str) -> None:
     with pytest.raises(OutlastError) as refused:
         reported.progress(step, total)  # type: ignore[arg-type]
