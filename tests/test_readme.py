@@ -19,6 +19,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "docs" / "guide" / "getting-started.md",
     ROOT / "docs" / "guide" / "kubernetes.md",
+    ROOT / "docs" / "guide" / "hugging-face.md",
 ]
 GROUPS = ("checkpoints", "data", "image", "rdzv")
 

@@ -14,6 +14,7 @@ from outlast import cli, spec
 from outlast.cli import run, script
 from outlast.errors import NotFound, OutlastError
 from outlast.shipping import tree
+from outlast.status import JobStatus
 
 PLAIN = "import argparse, torch\nparser.add_argument('--steps')\n"
 
@@ -30,9 +31,10 @@ class Backend(fake.FakeBackend):
     """Keeps the job that it was given last."""
 
     job: spec.Job
+    command: str
 
-    def submit(self, job: spec.Job, **rest: object) -> str:  # type: ignore[override]
-        self.job = job
+    def submit(self, job: spec.Job, *, command: str, **rest: object) -> str:  # type: ignore[override]
+        self.job, self.command = job, command
         return super().submit(job, **rest)  # type: ignore[arg-type]
 
 
@@ -55,13 +57,21 @@ def test_a_script_runs_with_the_words_behind_it(here: Path, capsys: pytest.Captu
     assert ours.spec.args == ("--steps", "100", "-d", "--", "x=$(OUTLAST_OUTPUT)")
     assert (ours.spec.workers.allowed(), ours.spec.hang.limit.seconds) == ((2,), 60)
     assert "comes after" not in capsys.readouterr().err
+    assert backend.command == "outlast run --workers 2 --set hang.limit=1m train.py --steps 100 -d -- 'x=$(OUTLAST_OUTPUT)'"
+    assert outlast(backend, "run", "--fresh", "-m", "--name", "it", "outlast.recipes.smoke") == 0
+    assert backend.command == "outlast run --name it -m outlast.recipes.smoke", "--fresh would not go on"
+
+
+def test_a_job_says_the_command_that_goes_on_with_it() -> None:
+    status = JobStatus(name="train", run="1", file="/here/train.py", command="outlast run train.py --steps 3")
+    assert status.again == status.command
 
 
 def test_options_of_a_job_file_may_still_come_after_it(here: Path) -> None:
     Path("job.yaml").write_text(script.job_file("train.py", (), module=False, workers=1, name=None, gpus=0, directory=here))
     backend = Backend(here)
     assert outlast(backend, "run", "job.yaml", "--name", "other", "--set", "workers.max=3") == 0
-    assert (backend.job.metadata.name, backend.job.spec.workers.max) == ("other", 3)
+    assert (backend.job.metadata.name, backend.job.spec.workers.max, backend.command) == ("other", 3, "")
 
 
 def test_an_option_of_ours_behind_the_script_is_said_unless_it_is_the_scripts_own(

@@ -176,6 +176,8 @@ class JobStatus(_Model):
     output: str = ""
     file: str = ""
     """The job file, of a job of this machine; empty when it is not there any more."""
+    command: str = ""
+    """The command that runs it again, where that is not `outlast run FILE`: that of a script, on this machine."""
     store: StoreStatus | None = None
     """The output in its store, if it has one."""
     launcher: int | None = None
@@ -188,8 +190,8 @@ class JobStatus(_Model):
     @property
     def again(self) -> str:
         """The command that runs the job again, which goes on with it unless it has succeeded."""
-        if self.file.endswith(".py"):
-            return f"outlast run ... {shlex.quote(self.file)} ..."
+        if self.command:
+            return self.command
         return f"outlast run {shlex.quote(self.file)}" if self.file else "outlast run FILE"
 
     @property

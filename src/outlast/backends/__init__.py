@@ -48,14 +48,16 @@ class Backend(Protocol):
         chaos: Path | None = None,
         fresh: bool = False,
         take_over: bool = False,
+        command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Start a job, or go on with its run unless that has succeeded or this one is to be `fresh`; the run's id.
 
-        `source` is the job file: relative paths in the job start from its directory. `chaos` is a schedule (see `outlast.chaos`)
-        that is carried out during the run. `take_over`: also from another machine that trains the run now; else we wait for as
-        long as that one may be dead, and `say` so. When this returns, `status` tells of this run and no longer of how the last
-        one ended.
+        `source` is the job file, or the script that takes its place: relative paths in the job start from its directory.
+        `command` is what to give to run it again, where that is not `outlast run SOURCE`. `chaos` is a schedule (see
+        `outlast.chaos`) that is carried out during the run. `take_over`: also from another machine that trains the run now; else
+        we wait for as long as that one may be dead, and `say` so. When this returns, `status` tells of this run and no longer of
+        how the last one ended.
         Raises AlreadyRunning when the job is running.
         """
 

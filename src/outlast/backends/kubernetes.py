@@ -204,6 +204,7 @@ class KubernetesBackend:
         chaos: Path | None = None,
         fresh: bool = False,
         take_over: bool = False,
+        command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Apply a job's documents; the same file again changes nothing. `fresh` ends what there is of it before.

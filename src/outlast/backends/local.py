@@ -67,6 +67,7 @@ class LocalBackend:
         chaos: Path | None = None,
         fresh: bool = False,
         take_over: bool = False,
+        command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Start a job, or go on with its run unless that has succeeded; the run's id."""
@@ -120,7 +121,7 @@ class LocalBackend:
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
         _show_pending(places, status, how.short if how else "starting", workers.replicas)
-        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation, owner).write(places)
+        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation, owner, command).write(places)
         book = ledger.Ledger(output / contract.LEDGER, "cli")
         if before is None and elsewhere is None:
             book.write(
@@ -446,7 +447,9 @@ class LocalBackend:
         run = Run.read(places)
         try:
             file = run.file if Path(run.file).exists() else ""
-            return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(update={"file": file})
+            return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(
+                update={"file": file, "command": run.command}
+            )
         except FileNotFoundError:
             lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
             name = places.state.name

@@ -121,6 +121,8 @@ class Run:
     """The newest generation that the run had when it was taken up."""
     owner: str = ""
     """See `remote.Run.owner`."""
+    command: str = ""
+    """See `Backend.submit`."""
 
     @classmethod
     def read(cls, places: Places) -> Run:

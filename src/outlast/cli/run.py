@@ -66,6 +66,7 @@ def run(
     """
     gpus = script.gpus() if script.named(file, module=module) else 0
     wanted = load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
+    command = script.command(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if chaos is not None:
         from outlast import chaos as schedules
 
@@ -78,8 +79,9 @@ def run(
         before = None
     for sentence in (*script.misplaced(ctx, file), *unread.anywhere(wanted), *unread.here(wanted)):
         print(f"outlast | {name}: {sentence}", file=sys.stderr)
+
     with _patient(wanted):
-        run = place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, say=_tell)
+        run = place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=_tell)
     going_on = before is not None and before.run == run
     for notice in place.notices:
         print(f"outlast | {notice}", file=sys.stderr)

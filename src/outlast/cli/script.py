@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -161,6 +162,15 @@ def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
         if option in ours and option not in source:
             remedy = f"for Outlast write it before: outlast {ctx.info_name} {option} ... {file}"
             yield f"{option} comes after {file}, so the script gets it; {remedy}"
+
+
+def command(file: str, args: Sequence[str], *, module: bool, workers: int | None, name: str | None, set_: Iterable[str]) -> str:
+    """The command that goes on with a script's run; empty for a job file."""
+    if not named(file, module=module):
+        return ""
+    chosen = [*(["--workers", str(workers)] if workers else []), *(["--name", name] if name else [])]
+    changed = [word for change in set_ for word in ("--set", change)]
+    return shlex.join(["outlast", "run", *chosen, *changed, *(["-m"] if module else []), file, *args])
 
 
 def gpus() -> int:

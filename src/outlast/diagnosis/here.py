@@ -68,7 +68,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
 
 
 def _go_on(status: JobStatus) -> str:
-    which = " (the same options and arguments)" if status.file.endswith(".py") else "" if status.file else " (its job file)"
+    which = "" if status.file or status.command else " (its job file)"
     return f"go on{status.from_step} with: {status.again}{which}"
 
 

@@ -1,0 +1,57 @@
+"""The script of the guide to Hugging Face trains, and goes on where it was after a worker is killed. Needs transformers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outlast.backends.local import LocalBackend
+from outlast.chance import CHANCE
+from outlast.status import State
+
+PAGE = Path(__file__).parents[1] / "docs" / "guide" / "hugging-face.md"
+
+
+def until(condition: Callable[[], object], *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.jobs
+def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_when_it_is_suspended(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    script = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
+    assert script is not None
+    (tmp_path / "train.py").write_text(script[1])
+    program = "from outlast import cli; cli.main('run --detach --workers 2 train.py 1000'.split())"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
+    backend = LocalBackend(tmp_path / ".outlast")
+    output = backend.output("train") / "trainer"
+    try:
+        until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), timeout_s=120)
+        backend.chaos("train", "kill-worker", worker=1, rng=CHANCE)
+        until(lambda: backend.status("train").restarts == 1 and backend.status("train").state is State.RUNNING, timeout_s=60)
+        newest = max(int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*"))
+        until(lambda: (output / f"checkpoint-{newest + 60}").exists(), timeout_s=60)
+        told = time.time()
+        backend.suspend("train")
+        until(lambda: backend.status("train").state is State.SUSPENDED, timeout_s=60)
+        assert max(path.stat().st_mtime for path in output.glob("checkpoint-*/trainer_state.json")) > told, (
+            "it saves when told to leave"
+        )
+        backend.resume("train")
+        until(lambda: backend.status("train").state is State.SUCCEEDED, timeout_s=120)
+        assert (output / "final" / "model.safetensors").exists()
+    finally:
+        if not backend.status("train").state.final:
+            backend.cancel("train")
