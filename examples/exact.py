@@ -40,6 +40,7 @@ with session.open(seed=0) as run:
         if leaving or run.due(step):
             run.save(step)  # does not wait for the disk; when leaving, it does, and exits
 
+    run.export(model)  # model.pt in run.output, for torch.load(path, weights_only=True)
     if run.rank == 0:
         bits = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
         print(f"step {step}, weights {hashlib.sha256(bits).hexdigest()[:16]}")

@@ -553,6 +553,21 @@ def test_the_state_of_a_checkpoint_can_be_read_without_a_session(plain: Path):
     assert other.weight.equal(model.weight)
 
 
+def test_the_loop_in_the_readme_leaves_a_checkpoint_and_a_model(plain: Path):
+    readme = Path(__file__).parents[1] / "README.md"
+    [loop] = [block for block in re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL) if "session.open" in block]
+    model = nn.Linear(3, 2)
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "dataset": (torch.randn(200, 3), torch.zeros(200, dtype=torch.int64)),
+        "F": nn.functional,
+    }
+    exec(loop, names)
+    assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [20]
+    assert torch.load(plain / "out" / "model.pt", weights_only=True)["weight"].equal(model.weight)
+
+
 def test_the_script_in_the_guide_trains_and_resumes(plain: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "10 steps")
     guide = Path(__file__).parents[1] / "docs" / "guide" / "exact-resume.md"
@@ -562,4 +577,5 @@ def test_the_script_in_the_guide_trains_and_resumes(plain: Path, monkeypatch: py
         exec(train + read, names)
         assert names["run"].generation == generation
         assert names["step"] == names["stream"].total_steps == 48
-        assert 10 <= names["newest"].step <= 48
+        assert names["newest"].step == 48
+        names["model"].load_state_dict(torch.load(plain / "out" / "model.pt", weights_only=True))

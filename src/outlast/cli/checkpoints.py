@@ -1,8 +1,9 @@
-"""`outlast checkpoints list | show | verify | restore | prune`: what a job has saved, here and in its store."""
+"""`outlast checkpoints list | show | verify | restore | export | prune`: what a job has saved, here and in its store."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -353,6 +354,45 @@ def restore(
     except OSError as error:
         raise OutlastError(f"{directory} cannot be written: {error.strerror}; name another directory with --to") from error
     print(f"step {restored.step}, {units.human_bytes(restored.bytes)}: {restored.path}")
+
+
+@app.command()
+def export(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    step: StepOption = None,
+    to: Annotated[
+        Path, typer.Option(metavar="FILE", help="The file; named .safetensors, it is for the package safetensors.")
+    ] = Path("model.pt"),
+    key: Annotated[str, typer.Option(metavar="NAME", help="What run.resume() calls the module.", show_default=False)] = "",
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Write the weights in a checkpoint to a file.
+
+    torch.load(FILE, weights_only=True) reads it, or safetensors. The checkpoint
+    is the newest that is here, unless --step says otherwise; `outlast checkpoints
+    restore` brings those that are only in a store. --key is needed when the
+    training has saved several modules. Needs torch.
+
+    \b
+    Examples:
+      outlast checkpoints export
+      outlast checkpoints export cifar10 --step 1200 --to cifar10.safetensors
+      outlast checkpoints export gan --key generator --to generator.pt
+    """
+    job = _job(ctx, name, None, namespace, context)
+    here = [saved.here for saved in _chosen(job, step) if saved.here and not saved.problem]
+    if not here:
+        raise NotFound("no checkpoint that can be read is on this machine; `outlast checkpoints restore` brings those in a store")
+    command = [sys.executable, "-c", _EXPORT, str(here[-1].path), str(to), key]
+    if code := subprocess.run(command, check=False).returncode:
+        raise typer.Exit(code)
+    print(f"step {here[-1].step}, {units.human_bytes(to.stat().st_size)}: {to}")
+
+
+_EXPORT = "import sys; from outlast.training import weights; weights.main(sys.argv[1:])"
+"""In a process of its own: to import torch takes seconds, and the command line does without."""
 
 
 @app.command()

@@ -106,8 +106,8 @@ def train(s: Settings) -> None:
             if leaving or run.due(step):
                 run.save(step)
 
+        run.export(model)
         if run.rank == 0:
-            results.write_weights(run.output / "model.pt", model)
             # null when this process had no step left to do
             results.write_json(run.output / "final.json", {"step": step, "loss": final, "weights_sha256": results.sha256(model)})
             seconds = time.monotonic() - started

@@ -93,8 +93,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         last = mean_loss(model, x, y)
         hashes = run.gather(results.sha256(model))
         wrong = problems(first, last, hashes)
+        run.export(model)
         if run.rank == 0:
-            results.write_weights(run.output / "model.pt", model)
             results.write_json(run.output / "final.json", {"step": step, "loss": last, "weights_sha256": hashes[0]})
             said = wrong or [f"the loss fell by {1 - last / first:.0%}, {run.world_size} ranks agree on weights {hashes[0][:12]}"]
             say(f"[DONE] first={first:.4f} last={last:.4f} time={time.monotonic() - started:.2f}s: {'; '.join(said)}")

@@ -309,15 +309,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     if own:
         wanted[own] = b""
     _compare(path, state, wanted, metadata)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        try:
-            state_dict_loader.load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
-        except CheckpointException as error:
-            for failure, _ in error.failures.values():
-                if isinstance(failure, OutlastError):
-                    raise failure from None
-            raise
+    _load(wanted, reader)
     for name, thing in state.items():
         rest = _unpickled(wanted[f"{name}/rest"], name) if f"{name}/rest" in wanted else {}
         if isinstance(thing, torch.nn.Module):
@@ -344,6 +336,41 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
     if own:
         _set_generators(_unpickled(wanted[own], "rng"))
     return own is not None
+
+
+def modules(path: Path) -> list[str]:
+    """The names of the modules in the checkpoint at `path`."""
+    return sorted({key.partition("/")[0] for key in _tensors(_Reader(path).read_metadata())})
+
+
+def read(path: Path, name: str) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module in the checkpoint at `path`, on the CPU. Needs no process group."""
+    reader = _Reader(path)
+    stored = _tensors(reader.read_metadata())
+    wanted: Flat = {
+        key: torch.empty(it.size, dtype=it.properties.dtype) for key, it in stored.items() if key.startswith(f"{name}/")
+    }
+    _load(wanted, reader)
+    return _below(wanted, f"{name}/")
+
+
+def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors of modules in a checkpoint, and not those of optimizers."""
+    said = metadata.state_dict_metadata.items()
+    return {key: it for key, it in said if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
+
+
+def _load(wanted: Flat, reader: _Reader) -> None:
+    """Fill `wanted` from a checkpoint."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            state_dict_loader.load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
+        except CheckpointException as error:
+            for failure, _ in error.failures.values():
+                if isinstance(failure, OutlastError):
+                    raise failure from None
+            raise
 
 
 def _below(values: Mapping[str, Any], prefix: str, but: str = "") -> dict[str, Any]:

@@ -164,10 +164,10 @@ class Screen:
         """Print what has not been printed."""
         if self._values:
             of = f" of {steps}" if (steps := self._steps()) else ""
-            say(f"step {self._step}{of}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))
+            self.say(f"step {self._step}{of}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))
             self._values, self._shown = {}, time.monotonic()
 
-
-def say(sentence: str) -> None:
-    """Print a sentence that is no warning where those go: what a script prints to stdout may be for a program."""
-    print(f"outlast: {sentence}", file=sys.stderr, flush=True)
+    def say(self, sentence: str) -> None:
+        """Print a sentence, to stderr: what the script prints to stdout may be for a program."""
+        if not self._quiet:
+            print(f"outlast: {sentence}", file=sys.stderr, flush=True)

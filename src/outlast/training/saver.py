@@ -148,7 +148,7 @@ class Saver:
         try:
             self._outcome = self._together(step, flat)
         except Exception as error:  # the group broke, so a rank is gone
-            self._outcome = Outcome(step, False, f"the ranks lost each other ({_sentence(error)})")
+            self._outcome = Outcome(step, False, f"the ranks lost each other ({sentence(error)})")
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat) -> Outcome:
@@ -162,7 +162,7 @@ class Saver:
             if self._rank == 0:
                 files[_METADATA] = _measured(target / _METADATA)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            problem = _sentence(error)
+            problem = sentence(error)
         answers: list[Any] = [None] * self._ranks
         dist.all_gather_object(answers, _Written(problem, files, self._copy.same), group=self._group)
         outcome = [Outcome(step, False)]
@@ -214,7 +214,7 @@ class Saver:
             try:
                 checkpoints.sweep(self._directory, new, self._keep)
             except OSError as error:
-                log.warning("outlast: old checkpoints could not be removed: %s", _sentence(error))
+                log.warning("outlast: old checkpoints could not be removed: %s", sentence(error))
         return outcome
 
     def _put(
@@ -234,7 +234,7 @@ class Saver:
             checkpoints.commit(target, new, files)
         except Exception as error:
             shutil.rmtree(target, ignore_errors=True)  # what cannot be removed now is swept later
-            return Outcome(new.step, False, _sentence(error), isinstance(error, Superseded))
+            return Outcome(new.step, False, sentence(error), isinstance(error, Superseded))
         return Outcome(new.step, True)
 
     def _news(self, answers: list[_Written]) -> metrics.News | None:
@@ -242,7 +242,7 @@ class Saver:
         try:
             return self._copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:
-            log.warning("outlast: %s cannot be copied to other disks: %s", contract.METRICS, _sentence(error))
+            log.warning("outlast: %s cannot be copied to other disks: %s", contract.METRICS, sentence(error))
             return None
 
     def _summed_up(self, outcomes: list[Outcome]) -> Outcome:
@@ -261,11 +261,11 @@ def _measured(path: Path) -> dict[str, int]:
     return {"size": path.stat().st_size, "crc32": checkpoints.checksum(path)}
 
 
-def _sentence(error: BaseException) -> str:
+def sentence(error: BaseException) -> str:
     """What went wrong, without the story of who called whom."""
     if isinstance(error, CheckpointException):
         rank, (failure, _) = min(error.failures.items())
-        return f"rank {rank}: {_sentence(failure)}"
+        return f"rank {rank}: {sentence(failure)}"
     cause: BaseException | None = error
     while cause:
         if isinstance(cause, OSError) and cause.strerror:

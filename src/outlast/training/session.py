@@ -42,7 +42,7 @@ from outlast.errors import OutlastError, Superseded
 from outlast.runtime import stall
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.progress import Progress, Writer
-from outlast.training import checkpoint, metrics, mistakes, newest, replicas, saver
+from outlast.training import checkpoint, metrics, mistakes, newest, replicas, saver, weights
 from outlast.training import stream as streams
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
@@ -60,8 +60,8 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     """Join the world that the environment describes; use as a context manager.
 
     `seed` makes models come out the same on every rank; from `Session.resume` on, every rank draws random numbers of its own.
-    `quiet`: do not print what `Session.log` is given. Raises OutlastError when the output cannot be written, Superseded when a
-    later generation of the run is at work.
+    `quiet`: print only warnings, and not what `Session.log` is given. Raises OutlastError when the output cannot be written,
+    Superseded when a later generation of the run is at work.
     """
     return Session(seed, quiet)
 
@@ -285,7 +285,7 @@ class Session:
             stream.ended = self._ended
         if chosen and self.rank == 0 and not self._run:  # otherwise whoever started us says so
             of = f" of {steps}" if (steps := self._steps()) else ""
-            metrics.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
+            self._screen.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
         self._report(phase="first step", step=step, committed=step, steps=self._steps())
         return step
 
@@ -304,6 +304,20 @@ class Session:
         """Every rank's value (anything that can be pickled), in rank order. A collective."""
         self._meet("run.gather()")
         return self._disks.gather(value)
+
+    @public("path = run.export(net)")
+    def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
+        """Write the weights of `model` to `output / name`, for use without Outlast; returns that path once the file is there.
+
+        `torch.load(path, weights_only=True)` reads it; or safetensors (`pip install safetensors`), when the name ends in
+        `.safetensors`. Names are those of the module that DDP wraps, FSDP2 shards are put together. Rank 0 writes and needs
+        memory for all of the model. Raises OutlastError on all ranks when it cannot be written. A collective.
+        """
+        path = self.output / name
+        weights.check(path, model)
+        self._meet(f"run.export(..., {str(name)!r})")
+        weights.export(model, path, self._disks.gather)
+        return path
 
     @public("run.log(step, loss=loss)")
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
@@ -443,7 +457,7 @@ class Session:
         if self.rank > 0 or not self._state:
             return
         if self._last and self._last == self._committed:
-            metrics.say(f"the last step, {self._last}, is saved in {self._directory / contract.checkpoint_name(self._last)}")
+            self._screen.say(f"the last step, {self._last}, is saved in {self._directory / contract.checkpoint_name(self._last)}")
         if self._position() != self._saved_position or self._logged[0] > self._last_saved_step:
             remedy = self._not_given() or "call run.due(step) after each step, or run.save(step)"
             log.warning("outlast: what was trained after step %d is not saved; %s", self._last_saved_step, remedy)
