@@ -186,9 +186,16 @@ def test_a_variable_is_set_before_it_is_referred_to(topology: str, name: str) ->
 
 @every_topology_of_pods
 def test_a_value_of_the_users_reaches_training_as_it_is_written(topology: str) -> None:
-    job = a_job(env={"PRICE": "$$5", "REF": "$(HOME)/x", "PLAIN": "a $b"})
+    job = a_job(env={"PRICE": "$$5", "REF": "$(OTHER)/x", "LITERAL": "$$(HOME)", "PLAIN": "a $b"})
     found = env(manifests.render(job, topology))
-    assert {name: expanded(found[name], {"HOME": "/root"}) for name in job.spec.env} == job.spec.env
+    seen = {name: expanded(found[name], {"HOME": "/root"}) for name in job.spec.env}
+    assert seen == {**job.spec.env, "LITERAL": "$(HOME)"}
+
+
+def test_a_variable_that_refers_to_one_that_is_known_has_its_value_in_the_pod() -> None:
+    job = a_job("train", env={"LOGS": "$(ROOT)/logs", "ROOT": "$(OUTLAST_OUTPUT)"})
+    found = env(manifests.render(job, "job"))
+    assert (found["ROOT"], found["LOGS"]) == (found["OUTLAST_OUTPUT"], found["OUTLAST_OUTPUT"] + "/logs")
 
 
 @given(value=st.text("$()aHOME", max_size=12))

@@ -539,6 +539,13 @@ def prepared(tmp_path: Path) -> Callable[..., dict[str, str]]:
     return prepared
 
 
+def test_variables_of_the_job_may_refer_to_its_data(tmp_path: Path, prepared):
+    (tmp_path / "digits").mkdir()
+    data = [{"from": str(tmp_path / "digits"), "to": "/data"}]
+    environ = prepared({"TRAIN": "$(OUTLAST_DATA)/train"}, data=data, env={"TRAIN": "$(OUTLAST_DATA)/train"})
+    assert environ["TRAIN"] == f"{tmp_path}/digits/train"
+
+
 def test_one_directory_of_data_is_used_where_it_lies(tmp_path: Path, prepared):
     (tmp_path / "digits").mkdir()
     assert prepared(data=[{"from": "digits"}])["OUTLAST_DATA"] == str(tmp_path / "digits")

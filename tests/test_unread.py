@@ -36,6 +36,11 @@ def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend, *word
     return int(ended.value.code or 0), capsys.readouterr().err
 
 
+def test_a_variable_that_refers_to_itself_is_said() -> None:
+    job = spec.parse(f"{JOB}  env: {{PATH: /opt:$(PATH), A: $(B), B: x}}\n")
+    assert list(unread.anywhere(job)) == ["env.PATH (/opt:$(PATH)) refers to itself and stays as it is; write the whole value"]
+
+
 def test_fields_without_effect_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend = fake.FakeBackend(tmp_path, steps=1)
     path = tmp_path / "job.yaml"

@@ -528,8 +528,9 @@ class Spec(Checked):
     environment: Environment = Environment()
     """Packages to install."""
     env: Annotated[dict[str, str], AfterValidator(_free_names)] = Field({})
-    """Environment variables for training: `NCCL_DEBUG: INFO`. Those that Outlast and torchrun set (`OUTLAST_*`, `PET_*`, `RANK`
-    and so on) may not be given."""
+    """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` becomes the value of another variable, of `env`
+    or of the worker; `$$(NAME)` is `$(NAME)` itself. Those that Outlast and torchrun set (`OUTLAST_*`, `PET_*`, `RANK` and
+    so on) may not be given."""
     suspend: Flag = False
     """Whether to save, stop and hold the job until this is false again."""
     active_deadline_seconds: Seconds | None = None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from outlast import references
+
 if TYPE_CHECKING:
     from outlast.spec import Job
 
@@ -20,6 +22,8 @@ def anywhere(job: Job) -> Iterator[str]:
     for field in FIELDS:
         if getattr(job.spec, field) != type(job.spec).model_fields[field].default:
             yield f"{field} has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
+    for name in sorted(references.circular(job.spec.env)):
+        yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
 
 
 def here(job: Job) -> Iterator[str]:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos, checkpoints, contract, files, spec
+from outlast import chaos, checkpoints, contract, files, references, spec
 from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
@@ -406,7 +406,6 @@ class LocalBackend:
         run = Run.read(places)
         environ = {
             **os.environ,
-            **job.spec.env,
             contract.Env.JOB: name,
             contract.Env.RUN: run.run,
             contract.Env.OUTPUT: run.output,
@@ -414,6 +413,7 @@ class LocalBackend:
             contract.Env.STATE: str(places.state),
             contract.Env.SHARED: str(places.state),
         }
+        environ |= references.values(job.spec.env, environ)
         preparation = prepare.Preparation(job, environ, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
         try:
             preparation.prepare()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outlast import contract, spec
+from outlast import contract, references, spec
 from outlast.backends.places import Places
 from outlast.clock import Seen
 from outlast.errors import OutlastError
@@ -204,15 +204,15 @@ class Staff:
 
     def pushing(self) -> dict[str, str]:
         """The environment of a pusher that is no worker's."""
-        return {
+        environ = {
             **os.environ,
-            **self._job.spec.env,
             contract.Env.RUN: self._run,
             contract.Env.OUTPUT: str(self._output),
             contract.Env.JOB_FILE: str(self._places.job),
             contract.Env.STORE: self._store,
             contract.Env.OWNER: self._owner,
         }
+        return {**environ, **references.values(self._job.spec.env, environ)}
 
     def _environ(self, index: int) -> dict[str, str]:
         """The environment contract of a worker, the same as a pod's."""
@@ -220,14 +220,13 @@ class Staff:
         fields = self._job.spec
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
-        return {
+        environ = {
             **os.environ,
             # Results depend on the number of threads and on the order of sets: both must be the same after every restart.
             "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
             "CUDA_VISIBLE_DEVICES": ",".join(devices(self.gpus, fields.resources.gpu, index)),
-            **fields.env,
             contract.Env.JOB: self._job.metadata.name,
             contract.Env.RUN: self._run,
             contract.Env.WORKER: str(index),
@@ -245,6 +244,7 @@ class Staff:
             contract.Env.PROBE_PORT: str(base + index if base else 0),
             contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self._places.state)]),
         }
+        return {**environ, **references.values(fields.env, environ)}
 
 
 def gpus() -> list[str]:

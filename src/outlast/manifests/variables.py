@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outlast import contract, spec
+from outlast import contract, references, spec
 from outlast.contract import Env, Pod
 from outlast.manifests import places, resources
 from outlast.manifests.rendezvous import login
@@ -30,12 +30,12 @@ def at_worker_0(rendezvous: str) -> bool:
 
 
 def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """The container's `env`. A value of the job's own is literal: Kubernetes expands nothing in it."""
-    found = {
-        **_contract(request, index=index, rendezvous=rendezvous, stay=stay),
-        **_process(request),
-        **{name: plain(literal(value)) for name, value in request.spec.env.items()},
-    }
+    """The container's `env`. A value of the job's own is literal: what it refers to and is not known yet is replaced by the
+    agent, from its environment."""
+    ours = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
+    known = {name: str(source["value"]) for name, source in ours.items() if "value" in source}
+    own = references.values(request.spec.env, known)
+    found = {**ours, **{name: plain(literal(value)) for name, value in own.items()}}
     return [{"name": name, **source} for name, source in found.items()]
 
 

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, files, saves
+from outlast import contract, files, references, saves
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, ranks, shim, titles
@@ -643,7 +643,7 @@ def main() -> None:
         from outlast import spec
 
         job = spec.load(file)
-        environ = {**environ, **job.spec.env}
+        environ |= references.values(job.spec.env, environ)
         agent = Agent(warm, job, environ, log)
         if not agent.alone:
             log.keep(None)

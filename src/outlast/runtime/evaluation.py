@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from outlast import spec, store
+from outlast import references, spec, store
 from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
 from outlast.remote import run as runs
@@ -26,7 +26,7 @@ def main(args: Sequence[str]) -> int:
     """Evaluate as the environment says; the exit code of the job's module."""
     environ = dict(os.environ)
     job = spec.load(environ[Env.JOB_FILE])
-    environ |= job.spec.env
+    environ |= references.values(job.spec.env, environ)
     if Env.STORE in environ:
         place = store.open_(environ[Env.STORE])
         begun = runs.read(place)  # its name is that of the file it was begun with; ours may be a later one

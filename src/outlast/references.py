@@ -1,0 +1,55 @@
+"""`$(NAME)` in a job's `args` and `env`: references to environment variables, as in the containers of a pod. Pure.
+
+A variable of `env` may refer to others of `env`, in any order, since API servers keep none. `$$(NAME)` stands for `$(NAME)`
+itself, and a reference to a variable that is not there stays as it is.
+https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+_REFERENCE = re.compile(r"\$?\$\((\w+)\)")
+
+
+def replaced(text: str, known: Mapping[str, str]) -> str:
+    """The text with the values of known variables in the place of references to them."""
+
+    def value(found: re.Match[str]) -> str:
+        return found[0][1:] if found[0].startswith("$$") else known.get(found[1], found[0])
+
+    return _REFERENCE.sub(value, text)
+
+
+def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """The values of the variables in `env`; what they refer to is in there, or else in `environ`."""
+    circle = circular(env)
+    found = {name: value for name, value in environ.items() if name not in env}
+
+    def value(name: str) -> str:
+        if name not in found:
+            for other in _named(env[name]):
+                if other in env and other not in circle:
+                    value(other)
+            found[name] = replaced(env[name], found)
+        return found[name]
+
+    return {name: env[name] if name in circle else value(name) for name in env}
+
+
+def circular(env: Mapping[str, str]) -> set[str]:
+    """The variables that refer to themselves, directly or by way of others; these are left as they are."""
+
+    def reached(name: str, seen: set[str]) -> set[str]:
+        for other in _named(env[name]):
+            if other in env and other not in seen:
+                seen.add(other)
+                reached(other, seen)
+        return seen
+
+    return {name for name in env if name in reached(name, set())}
+
+
+def _named(text: str) -> Iterator[str]:
+    return (found[1] for found in _REFERENCE.finditer(text) if not found[0].startswith("$$"))
