@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import hashlib
 import json
+import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ _LEFT = {
 }
 _HERE = ("code", "data", "env", "environment")
 """Fields that name what is on a machine, or that are not kept in the output."""
+_OF_A_SHELL = re.compile(
+    r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
+    r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
+    r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
+)
+"""Variables that differ from shell to shell and that no training reads, and ours."""
 _LONGEST = 60
 """Characters of a value that a sentence shows."""
 
@@ -113,6 +121,22 @@ def changes(old: spec.Job, new: spec.Job, but: Collection[str] = ()) -> Iterator
         if path[0] != "env":
             said += f": {_changed(was, now)}"
         yield f"changed since: {said}"
+
+
+def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
+    """A mark of each variable of a shell, which tells another value: 16 bits of a hash, from which nobody learns a secret."""
+    names = (name for name in environ if not _OF_A_SHELL.match(name))
+    return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
+
+
+def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
+    """What the training inherited from its shell and does not any more, from the `marks` of both; `env` are the job's own."""
+    gone = sorted(name for name in was if name not in now and name not in env)
+    other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
+    said = [f"no longer has {tree.some(gone)}"] if gone else []
+    said += [f"has another {tree.some(other)}"] if other else []
+    if said:
+        yield f"this shell {' and '.join(said)}, which the training inherits; name what it needs under env in the job file"
 
 
 def _flat(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

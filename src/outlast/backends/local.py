@@ -115,6 +115,7 @@ class LocalBackend:
             kept = (before.store or before.output) if before else ""
             to = _store(placed) or str(_output(placed, self._state))
             self.notices = [how.sentence, *goes_on.since(old, placed, changed, kept, to), *self.notices]
+        self.notices += _shell(places, run_id, placed)
         files.replace(places.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
@@ -293,7 +294,7 @@ class LocalBackend:
             run = dataclasses.replace(run, generation=generation, owner=owner)
         self._wish(places, end="")
         how = goes_on.look(Path(run.output), run.run, stored.reach(run.store) if run.store else None, status)
-        self.notices = [how.sentence]
+        self.notices = [how.sentence, *_shell(places, run.run, spec.load(places.job))]
         _show_pending(places, status, how.short, status.replicas)
         run.write(places)
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "cli")
@@ -544,6 +545,17 @@ def _slow(pid: int) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def _shell(places: Places, run: str, job: spec.Job) -> list[str]:
+    """Remember the shell that takes up a run; what the training had from the last one and will miss."""
+    now = goes_on.marks(os.environ, run)
+    try:
+        was = dict(json.loads(places.shell.read_bytes()))
+    except (OSError, ValueError, TypeError):  # a new run, or one of an earlier version
+        was = {}
+    files.replace(places.shell, json.dumps(now))
+    return list(goes_on.shell(was, now, job.spec.env))
 
 
 def _new_run_id() -> str:

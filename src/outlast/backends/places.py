@@ -1,7 +1,8 @@
 """The state of one local job on disk: where each file is, and those that the command line and the launcher share.
 
-Every file is replaced as a whole, so whoever is killed half-way leaves the old truth. Written by: job, run, wanted: the command
-line; memory, status: the launcher; workers/<index>: that worker's agent. After a power loss all but the status are whole, too.
+Every file is replaced as a whole, so whoever is killed half-way leaves the old truth. Written by: job, run, wanted, shell: the
+command line; memory, status: the launcher; workers/<index>: that worker's agent. After a power loss all but shell and status are
+whole, too.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ class Places:
     def memory(self) -> Path:
         """What a launcher must know to take over from one that died."""
         return self.state / "launcher.json"
+
+    @property
+    def shell(self) -> Path:
+        """What the environment of the shell was that took the run up last: `goes_on.marks`."""
+        return self.state / "shell.json"
 
     @property
     def lock(self) -> Path:

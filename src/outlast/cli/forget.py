@@ -37,9 +37,9 @@ def forget(
 ) -> None:
     """Remove what is kept of jobs that have ended.
 
-    That is their state; with --output also checkpoints, logs, results and the copy of their code on this machine. What is in a
-    store stays. In a cluster it is the job and what was made for it; claims and output stay. A job that has not ended is refused:
-    outlast cancel ends it.
+    That is their state: they cannot go on any more, and outlast run starts them anew. With --output it is also checkpoints, logs,
+    results and the copy of their code on this machine. What is in a store stays. In a cluster it is the job and what was made for
+    it; claims and output stay. A job that has not ended is refused: outlast cancel ends it.
 
     \b
     Examples:
