@@ -67,6 +67,15 @@ def test_a_job_trains_to_its_end_and_is_then_left_alone() -> None:
     assert 0.7 < cluster.status["goodput"] <= 1
 
 
+@pytest.mark.parametrize("annotations", [{}, {Annotation.FRESH: "true"}])
+def test_pods_of_a_job_that_is_to_begin_anew_are_told_so(annotations: dict[str, str]) -> None:
+    cluster = a_cluster(1, low=1)
+    cluster.job["metadata"]["annotations"] = annotations
+    cluster.run(2)
+    (container,) = pod(cluster, 0)["spec"]["containers"]
+    assert ("OUTLAST_FRESH" in {each["name"] for each in container["env"]}) == bool(annotations)
+
+
 def test_the_rate_is_that_of_the_world_that_trains() -> None:
     cluster = training(2)
     assert (cluster.status["step"] > 0, "rate" in cluster.status) == (True, False), "there is one report only"

@@ -75,6 +75,21 @@ def test_after_the_end_another_file_begins_a_run_of_its_own(place: store.Store) 
     assert "metrics.jsonl" not in list(place.names())
 
 
+@pytest.mark.parametrize("state", ["Failed", "Cancelled"])
+def test_a_run_that_has_not_succeeded_goes_on_with_another_submission(place: store.Store, state: str) -> None:
+    taken(place, "a")
+    place.put("metrics.jsonl", b"old")
+    runs.end(place, "a", state, "a bug", 1, by="a")
+    assert [taken(place, "b"), taken(place, "b")] == ["a", "a"]
+    assert (there := runs.read(place)) is not None
+    assert (there.run, there.owner, there.state, there.before) == ("a", "b", "Running", ("a",))
+    assert place.get("metrics.jsonl") == b"old"
+    runs.end(place, "a", state, "a bug", 1, by="b")
+    assert isinstance(taken(place, "b"), Ended)
+    assert taken(place, "c", fresh=True) == "c"
+    assert place.get("previous/a/metrics.jsonl") == b"old"
+
+
 def test_who_begins_anew_sets_an_unfinished_run_aside_once(place: store.Store) -> None:
     taken(place, "a")
     place.put("metrics.jsonl", b"old")

@@ -61,6 +61,10 @@ class Pods:
             )
             log.close()
 
+    def mend(self, old: str, new: str) -> None:
+        """Change the job file."""
+        self._file.write_text(self._file.read_text().replace(old, new))
+
     def log(self, index: int) -> str:
         return (self.directory / f"pod-{index}.log").read_text()
 
@@ -143,7 +147,7 @@ def test_a_pod_that_is_told_to_leave_has_everybody_save_and_no_step_is_lost(pods
 
 
 @pytest.mark.slow
-def test_a_training_that_fails_for_good_is_given_up_by_all_pods_and_not_begun_again(pods):
+def test_a_training_that_fails_is_given_up_by_all_pods_and_goes_on_when_it_is_submitted_again(pods, undisturbed: Final):
     two = pods(args=("--fail-at=15",), restarts={"limit": 1})
     two.start(0, 1)
     assert two.codes() == {0: contract.Exit.GIVEN_UP, 1: contract.Exit.GIVEN_UP}
@@ -152,6 +156,13 @@ def test_a_training_that_fails_for_good_is_given_up_by_all_pods_and_not_begun_ag
     two.start(1)
     assert two.running[1].wait(30) == contract.Exit.GIVEN_UP
     assert "has ended before (Failed:" in two.log(1)
+    two.mend("--fail-at=15", "--steps=60")
+    two.start(0, 1, **{contract.Env.RUN: "job-mended00"})
+    assert two.codes() == {0: 0, 1: 0}
+    assert (two.record().run, two.record().owner, two.record().state) == ("job-1a2b3c4d", "job-mended00", "Succeeded")
+    assert two.final() == undisturbed(("--steps=60",), 2)
+    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 61))
 
 
 @pytest.mark.slow

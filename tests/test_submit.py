@@ -14,6 +14,7 @@ import apiserver
 from outlast import kube, store
 from outlast.backends import kubernetes, stored
 from outlast.errors import Superseded
+from outlast.remote import run as runs
 from outlast.runtime import ownership
 
 JOB = """\
@@ -118,6 +119,79 @@ def test_what_has_ended_is_not_run_again(api: apiserver.ApiServer, outlast: Outl
     job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     _, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert out.splitlines()[0].endswith("has ended (Succeeded) and is not run again; --fresh does")
+
+
+def the(api: apiserver.ApiServer, resource: str) -> list[kube.Document]:
+    found = (document for (kind, *_), document in api.documents.items() if kind == resource)
+    return sorted(found, key=lambda each: int(each["metadata"]["resourceVersion"]))
+
+
+def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
+
+    def taken(job: kube.Document) -> object:
+        word = job["metadata"]["labels"]["outlast.dev/run"]
+        return ownership.take(place, ownership.record("train", word, word))
+
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    (first,) = the(api, "jobs.batch")
+    run = taken(first)
+    runs.end(place, str(run), "Failed", "a bug", 1)
+    first["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    code, _, err = outlast("resume", "train", "-n", "default")
+    assert (code, err) == (2, "Error: train has ended (Failed); outlast submit FILE goes on with it\n")
+    code, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job")
+    title = first["metadata"]["name"]
+    said = f"Job {title} has failed; its run goes on from its newest checkpoint; --fresh starts anew"
+    assert (code, out.splitlines()[0]) == (0, said)
+    (second,) = (job for job in the(api, "jobs.batch") if job["metadata"]["name"] != title)
+    assert taken(second) == run
+    with pytest.raises(Superseded):
+        taken(first)
+    assert outlast("submit", "job.yaml", "--as", "indexed-job")[1].splitlines()[0].endswith("runs this very file already")
+    second["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+    runs.end(place, str(run), "Succeeded", "", 0)
+    assert "is not run again; --fresh does" in outlast("submit", "job.yaml", "--as", "indexed-job")[1]
+    outlast("submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}")
+    assert taken(the(api, "jobs.batch")[-1]) != run
+
+
+def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserver.ApiServer, outlast: Outlast) -> None:
+    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
+
+    def taken() -> object:
+        word = the(api, "jobs.batch")[-1]["metadata"]["labels"]["outlast.dev/run"]
+        return ownership.take(place, ownership.record("train", word, word))
+
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    run = taken()
+    runs.end(place, str(run), "Failed", "a bug", 1)
+    outlast("cancel", "train", "-n", "default")  # or its time after its end was over
+    outlast("submit", "job.yaml", "--as", "indexed-job")
+    assert taken() == run
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "said"),
+    [
+        ("Failed", (), "ElasticJob train has failed; its run goes on from its newest checkpoint; --fresh starts anew"),
+        ("Failed", ("--fresh",), "ElasticJob train is ended first"),
+        ("Succeeded", (), "ElasticJob train has ended (Succeeded) and is not run again; --fresh does"),
+        ("Succeeded", ("--set", "env={A: b}"), "ElasticJob train created"),
+    ],
+)
+def test_an_elastic_job_that_has_ended_is_made_anew_and_its_run_goes_on(
+    api: apiserver.ApiServer, outlast: Outlast, state: str, options: tuple[str, ...], said: str
+) -> None:
+    api.unserved = ()
+    outlast("submit", "job.yaml")
+    (first,) = the(api, kube.ELASTIC_JOB.resource)
+    first["status"] = {"state": state}
+    code, out, err = outlast("submit", "job.yaml", *options)
+    assert (code, out.splitlines()[0]) == (0, said), err
+    (second,) = the(api, kube.ELASTIC_JOB.resource)
+    assert (second["metadata"]["uid"] == first["metadata"]["uid"]) == ("is not run again" in said)
+    assert ((second["metadata"].get("annotations") or {}).get("outlast.dev/fresh") == "true") == ("--fresh" in options)
 
 
 def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -272,7 +346,8 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     assert code == 2
     assert err == "Error: there is no job other in namespace default of here; there are train\n"
     code, out, _ = outlast("cancel", "train", "-n", "default")
-    assert (code, out) == (0, "train is cancelled; its output stays in s3://bucket/runs/train\n")
+    stays = "its output stays in s3://bucket/runs/train"
+    assert (code, out) == (0, f"train is cancelled; {stays}; outlast submit FILE goes on from what is saved\n")
     assert kinds(api) == []
 
 

@@ -169,6 +169,8 @@ class Annotation:
 
     REPORT = f"{GROUP}/report"
     """Of a member's Lease: a `rendezvous.local.Report` as JSON."""
+    FRESH = f"{GROUP}/fresh"
+    """Of an ElasticJob that was submitted to begin from the beginning: `true`."""
     PROGRESS = f"{GROUP}/progress"
     """Of a member's Lease: `{generation, step, steps, committed, time}` as JSON; `steps` may be null."""
     DECIDED = f"{GROUP}/decided"

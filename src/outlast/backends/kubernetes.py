@@ -51,7 +51,7 @@ _KINDS = (kube.ELASTIC_JOB, kube.LEGACY_JOB, kube.JOB, kube.STATEFUL_SET, kube.V
 _MINOR = (kube.CONFIG_MAP, kube.SERVICE, kube.POD_GROUP, kube.VOLCANO_GROUP)
 """What is made beside it, and goes with it. Claims stay: they hold data and output."""
 FILE = "outlast.dev/file"
-"""Annotation of a workload that was submitted `--fresh`: the name that it would have had without."""
+"""Annotation of a workload that was submitted: the label `run` that its file would have got when it is applied by itself."""
 _NAMED = (kube.ELASTIC_JOB, kube.LEGACY_JOB)
 """Those that are called as the job; the others carry its label."""
 _WORKER = "app.kubernetes.io/component=worker"
@@ -222,15 +222,18 @@ class KubernetesBackend:
         """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`. `take_over`: whoever trains its run in
         the store now, in another namespace for instance, is made to stop. Raises AlreadyRunning when that may be this job."""
         url = self._to_take(job, fresh) if take_over else ""
-        own = new_run(job) if fresh or take_over else None  # the owner that is made to stop may have been given the same file
-        documents = self._documents(job, source, own, fresh)
+        of_file = _workload(self._documents(job, source, None, False))
+        if not (fresh or take_over):
+            for there in self._all(job.metadata.name):
+                ended = self._ended(there)
+                if ended is not State.FAILED and self._same(there, of_file, ended):
+                    yield self._again(there, of_file, ended)
+                    return
+        # Each submission is another owner: one that has ended, or is made to stop, may have been given the same file.
+        documents = self._documents(job, source, new_run(job), fresh)
         wanted = _workload(documents)
-        if own:  # its name is that of no file, so that of the file is written into it
-            title = _workload(self._documents(job, source, None, False))["metadata"]["name"]
-            wanted["metadata"].setdefault("annotations", {})[FILE] = title
-        elif again := next((each for each in self._all(job.metadata.name) if _same_file(each, wanted)), None):
-            yield self._again(again, wanted)
-            return
+        if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
+            wanted["metadata"].setdefault("annotations", {})[FILE] = run
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         if take_over:
             from outlast.backends import stored
@@ -285,10 +288,32 @@ class KubernetesBackend:
             remedy = "let somebody make it, with any text as its key `key`, before the job"
             return [], f"{title} may not be made by you: whoever knows the job file can speak to its workers; {remedy}"
 
-    def _again(self, there: Document, wanted: Document) -> str:
+    def _ended(self, workload: Document) -> State | None:
+        """The state in which a workload has ended; of a StatefulSet only its agents know."""
+        if kube.kind_of(workload) is kube.STATEFUL_SET and not observed.suspended(workload):
+            state = self.status(_name(workload)).state
+            return state if state.final else None
+        return observed.over(workload)
+
+    def _same(self, there: Document, wanted: Document, ended: State | None) -> bool:
+        """Whether a workload was made of the very file of which another is to be. An ElasticJob that has not ended is changed."""
+        if there["kind"] != "ElasticJob":
+            return _same_file(there, wanted)
+        if ended is None or wanted["kind"] != "ElasticJob" or "deletionTimestamp" in there["metadata"]:
+            return False
+        new = self.cluster.apply(wanted, dry_run=True)
+        return _trained(new) == _trained(there)
+
+    def _onward(self, name: str) -> str:
+        """What becomes of the run of a job that has failed when it is submitted again."""
+        if self._store(name) or _claimed(self._known(name)[0]):
+            return "goes on from its newest checkpoint"
+        return "begins anew, since its output was in its pods"
+
+    def _again(self, there: Document, wanted: Document, ended: State | None) -> str:
         """See that what was submitted before goes on, as many workers as there are to be by now; what was done."""
         title = there["metadata"]["name"]
-        if (ended := observed.over(there)) is not None:
+        if ended is not None:
             return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
         if observed.suspended(there) and not observed.suspended(wanted):
             self._suspended(there, kube.kind_of(there), title, False)
@@ -328,19 +353,21 @@ class KubernetesBackend:
         """See that a job may be made: end what is to be ended before, or refuse. What was done, as sentences."""
         made = {(kube.kind_of(document), document["metadata"]["name"]) for document in documents}
         done: List[str] = []
-        for old in self._all(name):
+        for number, old in enumerate(self._all(name)):
             kind, title = kube.kind_of(old), old["metadata"]["name"]
-            same = (kind, title) in made
-            if not fresh and not observed.over(old) and not same:
+            same, ended = (kind, title) in made, self._ended(old)
+            if not fresh and not ended and not same:
                 raise AlreadyRunning(
                     f"{name} is there already, as {old['kind']} {title} of another file or topology; "
                     f"end it with outlast cancel {name}, or submit with --fresh, which ends it first"
                 )
             if fresh:
                 done.append(f"{old['kind']} {title} is ended first")
-                if not dry_run:
-                    self._delete(kind, old, grace_s=None)
-                    self._gone(kind, old)
+            elif ended is State.FAILED and not number:
+                done.append(f"{old['kind']} {title} has failed; its run {self._onward(name)}; --fresh starts anew")
+            if (fresh or (same and observed.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
+                self._delete(kind, old, grace_s=None)
+                self._gone(kind, old)
         for document in documents:
             self._ours(name, document)
         return done
@@ -538,7 +565,8 @@ class KubernetesBackend:
         """The workload that stands for a job that has not ended."""
         workload = self._known(name)[0]
         if (state := observed.over(workload)) is not None:
-            raise OutlastError(f"{name} has ended ({state}); outlast submit FILE --fresh runs it again")
+            more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
+            raise OutlastError(f"{name} has ended ({state}); outlast submit FILE {more}")
         return workload, kube.kind_of(workload), workload["metadata"]["name"]
 
     def _pods(self, name: str) -> List[Document]:
@@ -712,14 +740,18 @@ def _claimed(workload: Document) -> bool:
     return any("persistentVolumeClaim" in volume for volume in volumes)
 
 
+def _trained(elastic_job: Document) -> Document:
+    """What an ElasticJob is to train; how many workers it has may have been scaled."""
+    spec = kube.said(elastic_job)["spec"]
+    return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
+
+
 def _same_file(there: Document, wanted: Document) -> bool:
-    """Whether a workload was made of the very file of which another is to be. An ElasticJob may be changed, and is applied."""
-    meta, new = there["metadata"], wanted["metadata"]
-    if there["kind"] != wanted["kind"] or there["kind"] == "ElasticJob" or "deletionTimestamp" in meta:
+    """Whether a workload was made of the very file of which another is to be."""
+    meta, run = there["metadata"], (wanted["metadata"].get("labels") or {}).get(Label.RUN)
+    if there["kind"] != wanted["kind"] or "deletionTimestamp" in meta:
         return False
-    if (meta.get("annotations") or {}).get(FILE) == new["name"]:
-        return True
-    return bool(meta["name"] == new["name"] and (meta.get("labels") or {}).get(Label.RUN) == new["labels"].get(Label.RUN))
+    return run in ((meta.get("annotations") or {}).get(FILE), (meta.get("labels") or {}).get(Label.RUN))
 
 
 def _sizes(job: Job) -> tuple[int, int]:

@@ -44,8 +44,8 @@ def submit(
 ) -> None:
     """Train in a cluster: apply the job of a file, or of a script.
 
-    elasticjob needs the operator (outlast install); the other topologies need nothing. The same file again changes nothing, and
-    goes on with a suspended job.
+    elasticjob needs the operator (outlast install); the other topologies need nothing. The same file again changes nothing while
+    the job runs, and goes on with one that is suspended, has failed or was cancelled. One that has succeeded is not run again.
 
     \b
     Examples:
@@ -91,13 +91,14 @@ def documents(
     run: str | None = None,
     fresh: bool = False,
     put: bool = True,
+    say: bool = True,
 ) -> list[Document]:
     """The documents of a job, in the order in which they are to be applied; its code is where they say, unless not to be `put`
     there. Raises InvalidJob with the name of its file."""
     from outlast.cli import render
 
     with render.rendered(job, topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
-        if parcel.sentence:
+        if parcel.sentence and say:
             _say(parcel.sentence)
         if put:
             parcel.put()
@@ -114,7 +115,8 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
         cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
     def made(wanted: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh)
+        own = run is not None  # else it is only compared with what is there
+        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh, put=own, say=own)
 
     place = kubernetes.KubernetesBackend(cluster, documents=made)
     if not cluster.has_namespace():

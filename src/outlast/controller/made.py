@@ -72,7 +72,8 @@ def checkpoints(job: spec.Job) -> str:
 
 def _request(seen: Seen) -> Request:
     assert seen.job is not None
-    return Request(seen.job, names.Names(seen.name), seen.run, carried=True)
+    fresh = (seen.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
+    return Request(seen.job, names.Names(seen.name), seen.run, carried=True, fresh=fresh)
 
 
 def _worker(seen: Seen, request: Request, index: int = 0) -> pods.Worker:

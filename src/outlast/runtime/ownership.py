@@ -1,10 +1,10 @@
 """Which run a worker is of, where no launcher has said so: in pods. The record is `run.json` in the job's output.
 
-Who applies a job file makes pods that know a word, the digest of the file: by it they own a run, and a run that they begin has
+Pods know a word, the digest of their job file or the name of a submission: by it they own a run, and a run that they begin has
 that name. Every pod asks by itself, and all find the same answer:
 
-    nothing there, or a run that has ended and is another file's    begin a run
-    a run that has not ended                                        go on with it: a changed file is still the same training
+    nothing there, or a run that has succeeded and is another's     begin a run
+    a run that has not succeeded                                    go on with it: a changed file is still the same training
     the same, and another namespace or cluster trains it now        that one keeps it; we say so, and end
     the same, and ours is to begin from the beginning               begin a run; what that one has left goes to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
@@ -118,7 +118,7 @@ def take(
         )
     if there and not there.ended and not fresh and home:
         alive.wait(where, there.run, home, advice=_ADVICE, say=say)
-    if there is None or there.ended or (fresh and there.owner != new.owner):
+    if there is None or there.succeeded or (fresh and there.owner != new.owner):
         there = runs.claim(where, new, replace=fresh)
     if there.aside:
         runs.set_aside(where, there.run)

@@ -27,5 +27,7 @@ def documents(request: Request) -> list[Document]:
     meta = {**seen["metadata"], "labels": {**labels.common(job), **labels.kueue(job.spec)}}
     if job.metadata.namespace:
         meta["namespace"] = job.metadata.namespace
+    if request.fresh:
+        meta["annotations"] = {**(meta.get("annotations") or {}), contract.Annotation.FRESH: "true"}
     made: Document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": meta, "spec": seen["spec"]}
     return [*objects.claims(request), made]
