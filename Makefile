@@ -39,10 +39,12 @@ check: $(READY)  ## Check format, lint, types, imports, and that generated pages
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
+	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
 
 docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/reference/job_file.py > docs/reference/job-file.md
+	$(BIN)/python docs/reference/training.py > docs/reference/training.md
 	$(BIN)/python docs/guide/commands.py > docs/guide/commands.md
 	$(BIN)/python deploy/render.py
 

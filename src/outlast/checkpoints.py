@@ -47,20 +47,25 @@ class Checkpoint:
     """One committed checkpoint."""
 
     step: int
+    """Optimizer steps done when it was saved."""
     path: Path
+    """Its directory."""
     run: str = ""
     """The run that wrote it; "" when that was not started by Outlast."""
     generation: int = 0
+    """The generation that saved it; see `Session.generation`."""
     world_size: int = 0
+    """The number of ranks that saved it."""
     time: float = 0.0
     """When it was committed, seconds since the epoch."""
     bytes: int = 0
+    """Size of its files together."""
     problem: str = ""
     """Why its COMMIT cannot be read, if so."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
-    """The committed checkpoints in `directory`, lowest step first, including those whose COMMIT turned out to be unreadable."""
+    """Return the committed checkpoints in `directory`, lowest step first, with those whose COMMIT cannot be read (`problem`)."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -129,7 +134,7 @@ def read(path: Path) -> Commit:
 
 
 def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
-    """The newest checkpoint of `run` whose COMMIT is readable."""
+    """Return the newest checkpoint of `run` whose COMMIT can be read, or None. `run` is "" for scripts run without Outlast."""
     ours = (checkpoint for checkpoint in found if checkpoint.run == run and not checkpoint.problem)
     return max(ours, key=lambda checkpoint: checkpoint.step, default=None)
 

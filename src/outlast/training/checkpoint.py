@@ -284,10 +284,11 @@ def _set_generators(kept: Mapping[str, Any]) -> None:
 
 
 def restore(path: Path, state: State, rank: int | None = None) -> bool:
-    """Put the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of what was saved.
+    """Load the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of what was saved.
 
-    With `rank`, that rank's random number generators too; False when the checkpoint has none for it (it was saved by fewer
-    ranks). Raises OutlastError when the checkpoint does not fit. Needs no process group: every rank reads what it needs.
+    Needs no session and no process group: every rank reads what it needs. With `rank`, restores that rank's random number
+    generators, too; returns False if the checkpoint has none for it (fewer ranks saved it). Raises OutlastError when the
+    checkpoint does not fit.
     """
     check(state)
     reader = _Reader(path)

@@ -57,30 +57,37 @@ _LAST_SAVE_S = 10.0
 
 
 def open(seed: int = 0, *, quiet: bool = False) -> Session:
-    """Join the world that the environment describes; use as a context manager.
+    """Open the session of this process: `with session.open(seed=0) as run:`. A collective.
 
-    `seed` makes models come out the same on every rank; from `Session.resume` on, every rank draws random numbers of its own.
-    `quiet`: print only warnings, and not what `Session.log` is given. Raises OutlastError when the output cannot be written,
-    Superseded when a later generation of the run is at work.
+    Joins the process group that the environment describes (Outlast's or torchrun's; without one, a world of one rank), with gloo
+    on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all make the same model; from
+    `Session.resume` on, each rank has random numbers of its own. `quiet`: print warnings only, not the values given to
+    `Session.log`.
+
+    A session that ends without an exception saves the last step if the script has not. Raises OutlastError when the output cannot
+    be written or a process group exists already, Superseded when a later generation of the run has taken over.
     """
     return Session(seed, quiet)
 
 
 class Session:
-    """This process among its ranks. Made by `open`."""
+    """One rank of the world, as `session.open` returns it; `run` below."""
 
     rank: int
+    """Number of this process in the world, 0 ... world_size - 1."""
     local_rank: int
+    """Its number among the processes of its worker."""
     world_size: int
+    """Processes in the world; another number after a worker was lost or added."""
     device: torch.device
     """This rank's GPU, or the CPU where there is none."""
     generation: int
-    """Number of this world among those of the run."""
+    """How often the world has been formed in this run, counted from 1: by the start, restarts and changes of size."""
     output: Path
-    """Where the run's checkpoints, metrics and results go. Ranks of other workers may have another directory of that name;
-    what counts is in rank 0's, and checkpoints and metrics are in all."""
+    """Directory of the run's checkpoints, metrics and results. Workers may each have one on a disk of their own: checkpoints and
+    metrics are then on all disks, and results are those of rank 0."""
     data: Path | None
-    """Where the job's data is; None when the job names none."""
+    """Directory of the job's data; None if the job has none."""
 
     def __init__(self, seed: int, quiet: bool = False) -> None:
         env = os.environ
@@ -233,12 +240,11 @@ class Session:
 
     @public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """`DistributedDataParallel(model, **options)` that adds up gradients in the same order in every generation.
+        """Wrap `model` in `DistributedDataParallel(model, **options)`, with the same order of additions after every restart.
 
-        DDP lays out its gradient buckets anew after its first backward pass, by the order in which gradients were ready. With
-        three or more ranks another layout is another order of additions and gives other bits, so the first step after a resume
-        would differ from the undisturbed run. A backward pass over nothing lets that happen before the first step; see
-        docs/decisions/0003.
+        Plain DDP arranges its gradient buckets anew after the first backward pass. With three or more ranks the sum then has
+        other bits, so the first step after a resume would not be exact. This wrapper arranges them before the first step, by an
+        empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -249,11 +255,12 @@ class Session:
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
-        """Restore the newest valid checkpoint of this run into `state` and return its step, or 0 when there is none.
+        """Load the newest valid checkpoint of this run into `state` and return its step; without a checkpoint, return 0.
 
-        `state` holds modules, optimizers and whatever else has `state_dict` and `load_state_dict`, by name; `save` saves the
-        same. Damaged checkpoints are reported and skipped. Where workers share no disk, one valid copy is enough, and all get
-        it. Raises OutlastError when the state does not fit, NoRoom when a disk cannot take the copy. A collective.
+        `state` maps names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves the
+        same. The random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have disks
+        of their own, one valid copy is enough: it is sent to the others. Raises OutlastError when the checkpoint does not fit
+        the state, NoRoom when a disk has no room for the copy. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -301,17 +308,18 @@ class Session:
 
     @public("values = run.gather(value)")
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value (anything that can be pickled), in rank order. A collective."""
+        """Return the values of all ranks, in rank order. `value` is anything that can be pickled. A collective."""
         self._meet("run.gather()")
         return self._disks.gather(value)
 
     @public("path = run.export(net)")
     def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
-        """Write the weights of `model` to `output / name`, for use without Outlast; returns that path once the file is there.
+        """Write the weights of `model` to the file `run.output / name`, for use without Outlast, and return its path.
 
-        `torch.load(path, weights_only=True)` reads it; or safetensors (`pip install safetensors`), when the name ends in
-        `.safetensors`. Names are those of the module that DDP wraps, FSDP2 shards are put together. Rank 0 writes and needs
-        memory for all of the model. Raises OutlastError on all ranks when it cannot be written. A collective.
+        `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it
+        (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix; the shards of FSDP2 are gathered,
+        tensor by tensor. Rank 0 writes and needs CPU memory for the whole model; the file appears when it is complete, and this
+        returns on all ranks then. Raises OutlastError on all ranks when it cannot be written. A collective.
         """
         path = self.output / name
         weights.check(path, model)
@@ -321,10 +329,12 @@ class Session:
 
     @public("run.log(step, loss=loss)")
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
-        """Say that `step` has ended, with numbers for `metrics.jsonl`, which rank 0 writes; returns them as floats.
+        """Report that `step` has ended, with `values` to log; returns them as floats.
 
-        With `reduce` they are averaged over the ranks, which makes this a collective: a sum of `loss * share` becomes the mean
-        loss over the global batch.
+        Each value is a number or a tensor of one element; one on a GPU is waited for. Rank 0 appends them to `metrics.jsonl` and
+        prints them to stderr: the first, then at most every 10 seconds, and the last. With `reduce`, values are averaged over the
+        ranks (the sum of `loss * share` over a rank's micro-batches becomes the mean loss of the global batch), and this is a
+        collective. Raises OutlastError for a value that is not a single number.
         """
         self._step = step = mistakes.whole(step)
         self._logged = step, self._position()
@@ -355,7 +365,10 @@ class Session:
 
     @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
-        """Whether to save and leave, the same answer on every rank. A collective, to be called once per step."""
+        """Return whether to save and leave, the same on all ranks: one of them was asked to. Call it once per step.
+
+        The reason may be Ctrl-C, a change of size or a machine that is taken away. Costs one small all-reduce. A collective.
+        """
         asked = self._notice is not None and self._notice.exists()
         limit = self._every.duration
         late = self.rank == 0 and limit is not None and time.monotonic() - self._last_save >= limit.total_seconds()
@@ -368,9 +381,10 @@ class Session:
 
     @public("run.due(step)")
     def due(self, step: int) -> bool:
-        """Whether it is time for a checkpoint, the same answer on every rank. Never while the previous one is being saved.
+        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks.
 
-        Goes by what `interrupted` learnt, and calls it when this step has not.
+        `step`: optimizer steps done. False while a save is under way. Calls `interrupted` if the script has not in this step.
+        Raises OutlastError when `step` does not advance with the stream. A collective.
         """
         step = mistakes.whole(step)
         self._advanced(f"run.due({step})", step)
@@ -384,10 +398,11 @@ class Session:
 
     @public("run.save(step); it saves what resume() was given")
     def save(self, step: int) -> None:
-        """Save the state given to `resume`, as after `step`. Returns once it is copied; a thread does the rest. A collective.
+        """Save the state given to `resume` as the checkpoint of `step`. Returns once it is copied; a thread writes it.
 
-        When the session is to leave (`interrupted`), waits until the checkpoint is committed and raises SystemExit(75). A save
-        that fails, because the disk is full for instance, is reported, and training goes on.
+        After `interrupted` was true, waits until the checkpoint is committed and raises SystemExit(75). A save that fails, e.g.
+        because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, when `step` does not
+        advance with the stream, and when a Stream that is read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         if not self._state:

@@ -81,15 +81,17 @@ class Batch:
     """This rank's part of one global batch."""
 
     epoch: int
+    """Counted from 0."""
     step: int
     """Optimizer steps before this one since the stream began."""
     size: int
     """Samples in the global batch, over all ranks."""
     indices: Indices
-    """The samples of this rank, in order."""
+    """Indices into the dataset of this rank's samples, int64 of shape (n,); empty if its part of a short last batch is."""
     ends_epoch: bool
+    """Whether this is the last batch of its epoch."""
     pieces: tuple[tuple[Any, float], ...]
-    """Micro-batches and their shares; see `split`."""
+    """Micro-batches and their shares, as `split` returns them, on the device that they were read on."""
 
     def __iter__(self) -> NoReturn:
         raise OutlastError(
@@ -98,12 +100,13 @@ class Batch:
         )
 
     def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
-        """This rank's micro-batches with their shares of the global batch: multiply the mean loss by the share before `backward`.
+        """Iterate over this rank's micro-batches, as (data, share). Multiply the mean loss by the share before `backward`.
 
-        The shares of all micro-batches of all ranks sum to the number of ranks, so that after DDP's average over ranks the
-        gradient is that of the mean loss over the global batch, however unevenly it divides. With `net`, gradients are
-        exchanged in the last micro-batch only and tensors come on its device. A rank for which the short last batch of an epoch
-        holds nothing gets another rank's samples with share 0.0, so that it takes part in the exchange.
+        `data` has the structure of the dataset's samples; first dimension = samples. The shares of all micro-batches on all ranks
+        sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
+        global batch, even where it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
+        micro-batch only, and tensors are moved to the device of `net`. If a rank has no sample in the short last batch of an
+        epoch, it gets another rank's with share 0.0, because it has to take part in the exchange.
         """
         device = next((p.device for p in net.parameters()), None) if net is not None else None
         for number, (data, share) in enumerate(self.pieces, start=1):
@@ -161,6 +164,10 @@ class Stream:
     exactly `epochs` times, also when a resumed run has another `batch`.
 
     Its position counts the batches handed out, not those read ahead: in the loop's body, the current batch counts as consumed.
+    `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; when the loop has ended, the
+    session saves the last step. Raises OutlastError for data that is none of these, and for ranks without a sample.
+
+    The order is a keyed permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed without a table.
     """
 
     def __init__(
@@ -214,9 +221,9 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole stream: those done, and those still to come with the batch of now.
+        """Optimizer steps of the whole stream: those done, and those still to come with the present `batch`.
 
-        After a resume with another `batch`, this is another number than before it, and `step` counts steps of both sizes.
+        It changes when a run resumes with another `batch`; `step` then counts steps of both sizes.
         """
         if self._steps is not None:
             return self._steps
@@ -231,7 +238,7 @@ class Stream:
         return (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank."""
+        """Return the position as plain numbers, the same on every rank."""
         self.saves += 1
         epoch, start = self._next
         order = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
@@ -239,9 +246,9 @@ class Stream:
         return {"version": _VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, whatever the world size and the batch then and now.
+        """Continue at the position in `state`. World size and `batch` may differ from those that saved it.
 
-        Raises OutlastError when the order of samples is another one now: other data, another seed.
+        Raises OutlastError when the samples would come in another order: other data, another seed, another `shuffle`.
         """
         if state["version"] != _VERSION:
             raise OutlastError(
@@ -272,9 +279,11 @@ class Stream:
         return self.batches(*world)
 
     def batches(self, rank: int, ranks: int) -> Iterator[Batch]:
-        """What `rank` of `ranks` gets, from the current position on; iterating the stream asks the process group for these two.
+        """Iterate over the batches of `rank` among `ranks`, from the current position on.
 
-        Raises OutlastError when a full batch leaves nothing to a rank.
+        `for batch in stream` calls this with the rank and size of the process group. Call it yourself if several ranks share one
+        copy of the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError when a full
+        batch leaves a rank without samples.
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)
