@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import time
@@ -200,3 +201,20 @@ def test_colours_are_where_they_are_wanted(
 def test_a_cell_and_a_field_stay_on_their_line() -> None:
     assert show.table(("NAME", "REASON"), [("a\nb  Running", EVIL)]).splitlines()[1:] == [f"a\\nb  Running  {SHOWN}"]
     assert show.fields({"reason": "a\nexit code  0"}) == "reason  a\\nexit code  0"
+
+
+def test_ctrl_c_moves_nothing_that_is_drawn() -> None:
+    master, slave = os.openpty()
+
+    def typed() -> bytes:
+        os.write(master, b"\x03")
+        return os.read(master, 10)
+
+    assert typed() == b"^C"
+    with terminal.without_carets(slave):
+        assert typed() == b"\x03"
+    assert typed() == b"^C"
+    os.close(master)
+    os.close(slave)
+    with terminal.without_carets(slave):
+        pass  # no terminal

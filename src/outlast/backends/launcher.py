@@ -495,7 +495,8 @@ class Launcher(Decider):
     def _show(self, *, final: bool = False) -> None:
         self._read_progress()
         status = self.status
-        no_gpu = "resources.gpu: this machine shows no GPU, the job trains on the CPU"
+        each = f"each worker trains on the CPU, with {self.staff.processes} process{'es' if self.staff.processes > 1 else ''}"
+        no_gpu = f"resources.gpu ({self.job.spec.resources.gpu}): this machine shows no GPU; {each}"
         cpu_instead = self.job.spec.resources.gpu and not self.staff.gpus
         status.warnings = [text for text in [self.warning, no_gpu if cpu_instead else "", *self.joiners.values()] if text]
         status.replicas = self.wanted.replicas

@@ -217,7 +217,8 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' log lines, see the Protocol. Their times are not known, so `since_s` is refused."""
+        """The workers' log lines, see the Protocol. Their times are not known: what is there already comes one worker after the
+        other, and `since_s` is refused."""
         if since_s is not None:
             raise OutlastError(
                 f"{name} runs on this machine, where lines of logs have no times; use --tail N in place of --since"
@@ -231,6 +232,8 @@ class LocalBackend:
         while True:
             over = not follow or self._over(name)
             there = _logs(directory)
+            if worker is None and not files and tail != 0 and len(there) > 1:
+                say("one worker after the other up to now, since lines of logs on this machine have no times")
             for index, path in sorted(there.items()):
                 if index not in files and worker in (None, index):
                     files[index] = _Tail(path, tail)

@@ -128,9 +128,10 @@ def logs(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Print what the workers wrote, all of them merged.
+    """Print what the workers wrote.
 
-    In a cluster -f waits for pods, says why they do not start, and goes on through restarts and with new workers.
+    On this machine lines have no times: those that are there come one worker after the other, new ones as they are written. In a
+    cluster -f waits for pods, says why they do not start, and goes on through restarts and with new workers.
     NAME may be a job file, or the URL of a job's output in a store: logs of a machine that is gone are read there.
 
     \b

@@ -5,6 +5,7 @@ The only module that uses rich; imported when somebody looks at a terminal.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -59,11 +60,13 @@ class Terminal:
         self._live = Live(console=self._console, refresh_per_second=8, auto_refresh=False)
 
     def __enter__(self) -> Terminal:
-        self._live.start()
+        self._shown = contextlib.ExitStack()
+        self._shown.enter_context(terminal.without_carets())
+        self._shown.enter_context(self._live)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._live.stop()
+        self._shown.close()
 
     def lines(self, lines: Sequence[LogLine]) -> None:
         """Print the lines above the panel, their workers in colours."""
@@ -129,7 +132,7 @@ def _facts(facts: Sequence[str]) -> Text:
 
 def texts(found: Iterable[str]) -> None:
     """Show one text after the other, each in the place of the one before."""
-    with Live(auto_refresh=False, console=terminal.console()) as live:
+    with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
         for text in found:
             live.update(Text(text), refresh=True)
 
@@ -137,7 +140,7 @@ def texts(found: Iterable[str]) -> None:
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
     """Show the page of `outlast status` again and again, until the job has ended."""
     status = look()
-    with Live(auto_refresh=False, console=terminal.console()) as live:
+    with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
 
         def say(sentence: str) -> None:
             live.console.print(f"outlast | {sentence}", markup=False, soft_wrap=True)

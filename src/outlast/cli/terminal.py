@@ -10,9 +10,11 @@ are kept, within their line; kubectl passes logs on as they are. NO_COLOR and FO
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+import termios
 import traceback
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -114,6 +116,23 @@ def console(*, stderr: bool = False) -> Console:
                 yield segment if segment.control else segment._replace(text=safe(segment.text))
 
     return Safe(file=_raw(sys.stderr if stderr else sys.stdout), highlight=False)
+
+
+@contextlib.contextmanager
+def without_carets(fd: int = 0) -> Iterator[None]:
+    """Keep a terminal from printing `^C`: behind a panel of its width that takes a line more, and the panel's top edge stays."""
+    try:
+        before = termios.tcgetattr(fd)
+    except (termios.error, OSError):  # no terminal
+        yield
+        return
+    flags = before.copy()
+    flags[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(fd, termios.TCSANOW, flags)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
