@@ -28,9 +28,9 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
 
 
-def commands() -> list[list[str]]:
+def commands(*pages: Path) -> list[list[str]]:
     """Every command line in a block of shell, as words."""
-    lines = [line for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [line for page in pages or PAGES for block in blocks(page, "sh") for line in block.splitlines()]
     words = [shlex.split(command) for line in lines for command in re.split(r"[;|]", line.split("#")[0])]
     return [each for each in words if each]
 
@@ -45,10 +45,14 @@ def test_only_known_programs_are_shown() -> None:
 
 @pytest.mark.parametrize("words", OUTLAST, ids=" ".join)
 def test_a_command_exists_with_its_options(words: list[str]) -> None:
+    if words[0].startswith("-"):
+        assert f"  {words[0]} " in runpy.run_path(str(ROOT / "docs" / "guide" / "commands.py"))["help_of"]("")
+        return
     command = words[: 2 if words[0] in GROUPS else 1]
     help_of = runpy.run_path(str(ROOT / "docs" / "guide" / "commands.py"))["help_of"](" ".join(command))
     assert help_of.startswith(f"Usage: outlast {' '.join(command)} ")
-    for option in (word.split("=")[0] for word in words if word.startswith("-")):
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    for option in (word.split("=")[0] for word in words[:script] if word.startswith("-")):
         assert re.search(rf"^  (-\w, )?{option}\b|^  {option}, ", help_of, flags=re.M), f"{option} in {words}"
 
 
@@ -78,3 +82,23 @@ def test_python_compiles(text: str) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_headings(page: Path) -> None:
+    found = re.findall(r"\]\(([^):]+\.md)?#([^)]+)\)", page.read_text())
+    assert [(file, to) for file, to in found if to not in anchors(page.parent / file if file else page)] == []
+
+
+@pytest.mark.parametrize("page", (PAGES[0], PAGES[2]), ids=lambda page: page.stem)
+def test_the_number_of_workers_that_a_page_scales_to_is_allowed_by_its_job_file(page: Path) -> None:
+    wanted = [int(words[-1]) for words in commands(page) if words[1:2] == ["scale"]]
+    allowed = {size for text in blocks(page, "yaml") for size in spec.parse(text).spec.workers.allowed()}
+    assert wanted
+    assert set(wanted) <= allowed
