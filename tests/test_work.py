@@ -115,6 +115,7 @@ class Disk:
             Env.OUTPUT: str(self.output),
             Env.CODE: str(directory / "code"),
             Env.STATE: str(self.state),
+            Env.RUN: "first",
             Env.RENDEZVOUS: "kubernetes://job",
         }
         self.place = store.open_(url)
@@ -195,6 +196,17 @@ def test_code_of_a_newer_image_comes_and_what_the_job_wrote_stays(tmp_path: Path
     disk.environ[Env.CODE] = str(code)
     disk.start()
     assert disk.holds() == {"train.py": "v2", "config.json": '{"written": "by the job"}'}
+
+
+def test_on_a_volume_a_new_run_begins_without_the_files_of_the_one_before(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "pod", f"file://{tmp_path}/store")
+    code = disk.environ[Env.CODE]
+    disk.start()
+    disk.train(1, 0, checkpoint="of the first")
+    disk.environ |= {Env.CODE: code, Env.RUN: "second"}
+    disk.start()
+    assert disk.holds() == {"train.py": "x"}
+    assert (disk.output / "previous" / "first" / "work" / "checkpoint.pt").read_text() == "of the first"
 
 
 # Names and lines

@@ -293,9 +293,9 @@ class Client:
         }
 
     def _progress(self) -> dict[str, Any] | None:
-        """How far the training processes of this worker are; None for plain scripts, which do not say."""
+        """How far the training processes of this worker are; None for plain scripts that do not call `training.progress`."""
         found = [progress.read(self._state, local_rank) for local_rank in range(self._processes)]
-        records = [record for record in found if record and record.phase != "started"]
+        records = [record for record in found if record and (record.phase != "started" or record.step)]
         if not records:
             return None
         furthest = max(records, key=lambda record: (record.generation, record.step))

@@ -3,6 +3,7 @@ what lies beside it, and what it writes relative to it is in the output, without
 
     work/.outlast-files         size and time of each file of code as it was brought there; everything else is the job's
     work/.outlast-generation    the generation whose rank 0 worked here last
+    work/.outlast-run           in pods: the run whose files these are
 
 On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Results
 belong to rank 0, so a pusher sends the files of a directory only while rank 0 works there. Called by `code`, `push`, the agent.
@@ -22,16 +23,19 @@ from pathlib import Path
 from outlast import contract, files, saves, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
+from outlast.remote import run as runs
 from outlast.runtime import locks, progress, sync
 from outlast.store import Store
 
 _FILES = ".outlast-files"
+_RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that says which generation's files are in the store."""
 _LOCK, _KNOWN = ".push/working", ".push/fetched"
 """In the output, below `push.OWN`: a lock, and what a fetch has found out."""
 _MOST = (64 << 20, 10_000)
 """Bytes and files of code in an image that are copied; larger code runs where it lies."""
+_NO_CODE = (".git", ".outlast", ".venv", "__pycache__")
 _QUIET_S = 2.0
 """A file that was written in place more recently may be unfinished."""
 _SMALL = 1 << 20
@@ -219,7 +223,9 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         )
         return
     with locks.exclusive(directory.parent / _LOCK, waiting=lambda: None, stop=stop):
+        _set_aside(directory, environ[Env.RUN])
         directory.mkdir(parents=True, exist_ok=True)
+        files.replace(directory / _RUN, environ[Env.RUN])
         known = listed(directory)
         note_code(directory, {name: looks(path) for name, path in found.items()})
         for name, path in found.items():
@@ -233,13 +239,25 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
     environ[Env.CODE] = str(directory)
 
 
+def _set_aside(directory: Path, run: str) -> None:
+    """Move the files of another run, on a volume that outlives pods, to `previous/` in the output."""
+    try:
+        other = (directory / _RUN).read_text()
+    except FileNotFoundError:
+        return
+    if other != run:
+        above = directory.parent / runs.PREVIOUS / other
+        above.mkdir(parents=True, exist_ok=True)
+        directory.rename(next(to for n in range(1 << 30) if not (to := above / f"{contract.WORK}{'+' * n}").exists()))
+
+
 def _found(code: Path) -> dict[str, Path] | None:
-    """The files and links of code by name, without what is hidden or compiled; None when that is too much to copy."""
+    """The files and links of code by name, without what no script needs; None when that is too much to copy."""
     found: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
         linked = [name for name in names if os.path.islink(os.path.join(above, name))]
-        names[:] = [name for name in names if not name.startswith(".") and name != "__pycache__" and name not in linked]
+        names[:] = [name for name in names if name not in (*_NO_CODE, *linked)]
         for name in [*inside, *linked]:
             path = Path(above, name)
             if path.is_symlink() or path.is_file():
