@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import ports
-from outlast import contract
+from outlast import contract, store
 from outlast.remote import run as runs
 from outlast.runtime import progress
+from servers import Place
 
 Final = Callable[..., dict[str, object]]
 ARGS = ("--steps=60", "--pause=0.04")
@@ -197,3 +201,37 @@ def test_a_changed_job_goes_on_with_the_run_and_the_one_before_it_takes_nothing_
     assert one.codes() == {0: 0}
     assert (one.record().run, one.record().owner) == ("job-1a2b3c4d", "job-changed0")
     assert one.final() == undisturbed(LONG, 1)
+
+
+@pytest.mark.slow
+def test_a_plain_script_whose_pods_are_lost_with_their_disks_goes_on_with_its_files_from_the_store(
+    pods, tmp_path: Path, rclone: Place
+):
+    examples = str(Path(__file__).parent.parent / "examples")
+    two = pods(
+        script="torchrun.py", code=examples, args=("--steps=3000", "--pause=0.02", "--save-every=20"), sync={"every": "1s"}
+    )
+    url = f"{rclone.url}/job"
+
+    def disk(index: int) -> dict[str, str]:
+        output = tmp_path / f"disk-{index}"
+        names = {contract.Env.OUTPUT: output, contract.Env.LEDGER: output / contract.LEDGER}
+        return {**{name: str(path) for name, path in names.items()}, contract.Env.CODE: examples, contract.Env.STORE: url}
+
+    def pushed() -> bool:
+        return "work/checkpoint.pt" in {entry.key for entry in store.open_(url).entries()}
+
+    for index in (0, 1):
+        two.start(index, **disk(index))
+    two.wait(pushed, "a checkpoint in the store")
+    for index in (0, 1):
+        two.kill(index)
+        shutil.rmtree(tmp_path / f"disk-{index}")
+        shutil.rmtree(two.directory / f"state-{index}")
+    step = torch.load(io.BytesIO(store.open_(url).get("work/checkpoint.pt")))["step"]
+    for index in (0, 1):
+        two.start(index, **disk(index))
+    for index in (0, 1):
+        two.wait(lambda i=index: f"rank {i} of 2 goes on from step {step}" in two.log(i), f"rank {index} that goes on")
+    found = {entry.key for entry in store.open_(url).entries()}
+    assert not {key for key in found if key.startswith("work/")} - {"work/checkpoint.pt"}

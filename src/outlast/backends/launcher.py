@@ -460,7 +460,7 @@ class Launcher(Decider):
             if record.step:
                 self._paced(record.step, record.steps, "script")
             elif logged:
-                self._paced(*logged, "log")
+                self._paced(logged[0], logged[1] or self.status.steps, "log")  # a line without the total does not take it back
             return
         self._paced(record.step, record.steps, "session")
         self.stepped, self.status.saved = True, None
