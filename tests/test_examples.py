@@ -81,11 +81,6 @@ def test_everything_in_the_reference_of_training_is_described() -> None:
     assert all(f"# {call}\n" in page for call in calls)
 
 
-def test_the_reference_page_of_the_job_file_is_current() -> None:
-    page = runpy.run_path(str(ROOT / "docs" / "reference" / "job_file.py"))["page"]()
-    assert (ROOT / "docs" / "reference" / "job-file.md").read_text() == page
-
-
 def test_the_guide_shows_the_torchrun_script_as_it_is() -> None:
     code = (ROOT / "examples" / "torchrun.py").read_text().split('"""\n', 1)[1].lstrip()
     assert f"```python\n{code}```\n" in (ROOT / "docs" / "guide" / "own-script.md").read_text()
