@@ -285,6 +285,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         restarts=1,
         interruptions=2,
         goodput=0.941,
+        metrics={"step": 38.0, "loss": 0.31622, "accuracy": 0.5},
         warnings=["the save of step 30 failed: disk full"],
         workers=[WorkerStatus(index=1, state="training", pid=7, ranks=[RankStatus(rank=1, local_rank=0, step=40)], restarts=1)],
         checkpoint=CheckpointStatus(step=30, path="/x", time=1090.0, bytes=5 << 20),
@@ -305,6 +306,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
         "run         run-1",
         "world       2/2 (1–4) workers, generation 3, 1 per worker",
         "step        40/100, 10 steps/s, 6.0s left",
+        "metrics     loss 0.3162, accuracy 0.5 (step 38)",
         "checkpoint  step 30, 10s ago, 5.0 MiB",
         "restarts    1, and 2 interruptions, not counted",
         "goodput     94.1 %",
@@ -339,7 +341,14 @@ def test_only_what_changed_is_said() -> None:
 def test_a_terminal_shows_lines_above_a_panel() -> None:
     screen = io.StringIO()
     with live.Terminal(Console(file=screen, force_terminal=True, width=80, color_system=None)) as terminal:
-        terminal.update(a_status(goodput=0.5, failure=Failure(worker=0, code=1, reason="too bad"), warnings=["disk full"]))
+        terminal.update(
+            a_status(
+                goodput=0.5,
+                metrics={"step": 40, "loss": 2.5},
+                failure=Failure(worker=0, code=1, reason="too bad"),
+                warnings=["disk full"],
+            )
+        )
         terminal.lines([LogLine(0, "[EPOCH] \033[31mred\033[0m"), LogLine(1, "50%\rdone [b]")])
         terminal.say("saving")
         terminal.update(a_status(step=50, steps=None))
@@ -348,6 +357,7 @@ def test_a_terminal_shows_lines_above_a_panel() -> None:
         *("worker-0 | [EPOCH] red", "worker-1 | done [b]", "outlast | saving"),
         *("job · Running", "world of 2", "step 40/100", "40%", "10/s", "6.0s left"),
         *("world 2/2 (1–4) · generation 3 · 0 restarts · 0 interruptions", "no checkpoint yet", "goodput 50.0 %"),
+        "loss 2.5 (step 40)",
         *("last failure: too bad", "warning: disk full", "step 50"),
     ):
         assert words in shown

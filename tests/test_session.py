@@ -19,6 +19,7 @@ from torch import nn
 
 import worlds
 from outlast import checkpoints, contract
+from outlast.backends.places import logged
 from outlast.errors import OutlastError
 from outlast.runtime import ledger, progress
 from outlast.training import Batch, Stream, checkpoint, metrics, session
@@ -340,6 +341,8 @@ def test_metrics_hold_every_step_once_however_often_it_ran(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, LAST + 1))
     assert [line["loss"] for line in lines][end.results[0]["resumed"] :] == end.results[0]["losses"]
+    assert logged(tmp_path) == {"step": LAST, "loss": end.results[0]["losses"][-1]}
+    assert logged(tmp_path / "nowhere") == {}
     assert {line["generation"] for line in lines} == {1, 2}
 
 

@@ -164,6 +164,8 @@ class JobStatus(_Model):
     """Failures that counted since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """What the training logged last by `run.log`, and its `step`; of jobs of this machine."""
     saved: SavedStatus | None = None
     """What a plain script has saved, as far as names tell."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from outlast import chaos, checkpoints, contract, files, references, spec
 from outlast.backends import LogLine, goes_on, stored
-from outlast.backends.places import Places, Run, Wanted
+from outlast.backends.places import Places, Run, Wanted, logged
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.remote import run as runs
 from outlast.runtime import code, daemon, environment, ledger, locks, prepare
@@ -452,7 +452,7 @@ class LocalBackend:
         try:
             file = run.file if Path(run.file).exists() else ""
             return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(
-                update={"file": file, "command": run.command}
+                update={"file": file, "command": run.command, "metrics": logged(Path(run.output))}
             )
         except FileNotFoundError:
             lost = "its status is lost; `outlast run` goes on from the newest checkpoint"

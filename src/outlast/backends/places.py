@@ -163,3 +163,19 @@ def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
         return kind(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as problem:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem
+
+
+_TAIL = 8192
+"""Bytes at the end of `metrics.jsonl` that are read; arbitrary, more than a line."""
+
+
+def logged(output: Path) -> dict[str, float]:
+    """The newest line of `metrics.jsonl`: step and values. Empty if there is none, or it cannot be read."""
+    try:
+        with (output / contract.METRICS).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = file.read().rpartition(b"\n")[0].splitlines()
+        said = json.loads(lines[-1])
+        return {name: float(value) for name, value in said.items() if name not in ("time", "generation")}
+    except (OSError, ValueError, TypeError, AttributeError, IndexError):
+        return {}

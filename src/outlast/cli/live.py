@@ -111,6 +111,8 @@ def panel(status: JobStatus, now: float) -> Panel:
         show.count(status.interruptions, "interruption"),
     ]
     rows.append(_facts(facts))
+    if logged := show.metrics(status):
+        rows.append(_facts([logged]))
     saved = show.newest_checkpoint(status, now)
     facts = [
         f"checkpoint {saved}" if status.checkpoint else saved or f"no checkpoint {show.no_checkpoint(status)}",

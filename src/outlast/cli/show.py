@@ -112,6 +112,12 @@ def no_checkpoint(status: JobStatus) -> str:
     return "yet" if session(status) or not status.started else "seen"
 
 
+def metrics(status: JobStatus) -> str | None:
+    """`loss 0.3162, accuracy 0.91 (step 40)`: what the training logged last."""
+    values = ", ".join(f"{terminal.one_line(name)} {value:.4g}" for name, value in status.metrics.items() if name != "step")
+    return f"{values} (step {status.metrics['step']:.0f})" if values and "step" in status.metrics else None
+
+
 def state(status: JobStatus) -> str:
     """`Running: world of 2: everybody is here`."""
     return terminal.one_line(f"{status.state}: {status.reason}" if status.reason else str(status.state))
@@ -162,6 +168,7 @@ def page(status: JobStatus, now: float) -> str:
                 "run": status.run,
                 "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
                 "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
+                "metrics": metrics(status),
                 "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
                 "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
                 "goodput": percent(status.goodput),
