@@ -95,6 +95,20 @@ def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench:
     assert all(0 <= value < 10 for value in ages.values())
 
 
+def test_an_agent_says_where_its_processes_stand_still(bench: Bench) -> None:
+    beat = progress.Beat(bench.state, 0)
+    said = []
+    for _ in range(40):
+        beat.write(False, "rank 0 is in lock.acquire() (train.py:9)")
+        bench.machine.goes_on(1.0)
+        bench.looks()
+        said.append(json.loads((bench.state / contract.WORKER).read_text())["still"])
+    assert (said[0], said[-1]) == ("", "rank 0 is in lock.acquire() (train.py:9)")
+    beat.write(True, "")
+    bench.looks()
+    assert json.loads((bench.state / contract.WORKER).read_text())["still"] == ""
+
+
 def test_a_store_that_fails_does_so_since_we_heard_of_it_and_not_since_somebody_asked(bench: Bench) -> None:
     bench.agent._pusher.heard({"pushed": None, "since": 1.0, "backlog": 5, "step": 3})
     assert bench.agent._pusher.metrics()["sync_failing_seconds"] > 0

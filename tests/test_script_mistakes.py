@@ -223,6 +223,11 @@ def test_what_a_rank_said_before_it_moved_on_is_no_part_of_a_deadlock():
     watch, ours = stall.Watch(), waiting(0, default=6)
     watch._ranks, watch._store = 2, (words := Words(waiting(0, "forward", default=6)))
 
+    assert stall.Watch()._compared(ours) == [], "there is nobody to ask"
+    alone = stall.Watch()
+    alone._ranks, alone._store = 2, Words()
+    assert alone._compared(ours) is None, "the other moves"
+
     def compared(looks: int) -> str:
         return watch._deadlock(watch._compared(dataclasses.replace(ours, looks=looks)) or ())
 
@@ -258,6 +263,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(streams, "_read_now", weakref.WeakSet())  # a test that fails keeps its loop
     with session.open() as run:
         yield run
+
+
+def test_a_rank_says_that_it_is_alive(run: Any):
+    watch = stall.watch()
+    before = watch._counts()
+    run.alive()
+    assert (watch._counts() != before, watch.held) == (True, 0)
+    with run.alive():
+        assert watch.held == 1
+    assert watch.held == 0
 
 
 NET = nn.Linear(4, 2)

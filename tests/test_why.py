@@ -840,7 +840,7 @@ def failures(*steps: int | None, reason: str = HUNG, every_s: float = 60.0) -> l
 
 
 def a_run_that_goes_on(**fields: Any) -> JobStatus:
-    failure = Failure(worker=1, rank=1, code=137, reason=HUNG)
+    failure = Failure(worker=1, rank=1, code=137, reason=HUNG, step=5)
     return a_status(
         State.RUNNING, **{"world": [0, 1], "replicas": 2, "step": 5, "steps": 24, "restarts": 14, "failure": failure, **fields}
     )
@@ -872,6 +872,13 @@ def test_a_run_that_fails_without_progress_is_not_well_and_one_that_gets_on_is(
     (cause,) = here.causes(status, events, NOW)
     assert cause.wrong is bool(said)
     assert said in cause.what
+
+
+def test_a_run_that_stands_still_says_where() -> None:
+    worker = WorkerStatus(index=0, state="training", reason="stands still: rank 0 is in lock.acquire() (train.py:9)")
+    (cause,) = here.causes(a_run_that_goes_on(workers=[worker], restarts=0, failure=None), [], NOW)
+    assert (cause.rule, cause.wrong) == ("still", True)
+    assert cause.what == "2 of 2 workers train, at step 5 of 24, and it stands still: rank 0 is in lock.acquire() (train.py:9)"
 
 
 def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:

@@ -237,7 +237,7 @@ VERDICT = "verdict-{local_rank}.json"
 """`{pid, reason, stuck, early, time}`: why the agent killed this training process (it hung); `stuck` unless somebody stopped it,
 `early` if it had stood still for longer than it had moved."""
 WORKER = "worker.json"
-"""What the agent says of its worker: `{pid, state, reason, code, ranks, probes}`."""
+"""What the agent says of its worker: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
 """The world this worker is in, written by the rendezvous handler."""
 END = "end.json"

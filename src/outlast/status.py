@@ -73,7 +73,7 @@ class WorkerStatus(_Model):
     step: int | None = None
     """Steps done, where single processes are not known."""
     reason: str = ""
-    """Why it waits, or how it ended."""
+    """Why it waits, where it stands still, or how it ended."""
 
 
 class CheckpointStatus(_Model):

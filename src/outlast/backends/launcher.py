@@ -554,6 +554,7 @@ class Launcher(Decider):
         return WorkerStatus(
             index=worker.index, state=said.get("state", "starting"), pid=worker.pid, ranks=ranks,
             restarts=worker.attempt - 1, probes=said.get("probes"),
+            reason=f"stands still: {said['still']}" if said.get("still") else "",
         )  # fmt: skip
 
 

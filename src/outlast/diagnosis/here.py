@@ -56,12 +56,16 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             yield Cause("launcher", f"nobody drives it: its launcher is gone ({reason})", (), remedy)
         case _:
             at = f"at step {status.step}" + (f" of {status.steps}" if status.steps else "")
-            restarts = f", after {status.restarts} failures" if status.restarts else ""
+            restarts = f", after {status.restarts} failure{'s' * (status.restarts > 1)}" if status.restarts else ""
             train = f"{len(status.world)} of {status.replicas} workers train, {at}"
             if (repeated := _repeated(status, events, now)) and status.failure:
                 stacks = _stacks(events) if "hung: " in status.failure.reason else ""
                 remedy = f"correct it{stacks}; `outlast logs {name}` shows all"
                 yield Cause("failing", f"{train}, but {repeated}", _said(status.failure, events), remedy)
+                return
+            if still := next((worker.reason for worker in status.workers if worker.reason), ""):
+                remedy = "wait; after hang.limit it is a hang, and the training restarts"
+                yield Cause("still", f"{train}, and it {still}", (), remedy)
                 return
             what = f"nothing is wrong: {train}{restarts}"
             yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
@@ -121,7 +125,7 @@ def _stacks(events: Sequence[Event]) -> str:
 def _said(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
     """The first failing rank with its traceback, else the newest failures of the ledger."""
     if failure is not None:
-        at = f" at step {failure.step}" if failure.step is not None else ""
+        at = f" at step {failure.step}" if failure.step is not None and "hung: " not in failure.reason else ""
         return (f"{failure.reason}{at}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
     return tuple(str(event.get("reason", "")) for event in events if event["kind"] == "failure")[-_LAST:]
 

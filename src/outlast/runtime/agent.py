@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.1
 TOUCH_S = 1.0
 """How often `worker.json` is touched: the sign of life for whoever watches the agents."""
+STILL_S = 30.0
+"""From when on we say where processes stand still, before that is a hang."""
 SEEK_S = 1.0
 """How often to see whether the decider can be reached."""
 PUSH_S = 1800.0
@@ -521,7 +523,8 @@ class Agent:
             state = "leaving" if self.worker.leaving else "training" if training else "waiting"
         ranks = [{"rank": p.progress.rank, "local_rank": p.local_rank, "pid": p.progress.pid} for p in found]
         self._logged.look(found, self._log)
-        self._write(state, ranks)
+        still = next((p.where for p in found if p.silent_s > STILL_S and p.where), "") if training else ""
+        self._write(state, ranks, still)
         metrics = {"leaving": float(bool(self.worker.leaving)), **self._pusher.metrics()}
         healthy, reason = True, state
         if found:
@@ -540,7 +543,7 @@ class Agent:
                 healthy, reason = False, f"no progress for {age:.0f} s"
         self.health = probes.Health(healthy, training, reason, metrics)
 
-    def _write(self, state: str, ranks: list[dict[str, Any]] | None = None) -> None:
+    def _write(self, state: str, ranks: list[dict[str, Any]] | None = None, still: str = "") -> None:
         now = time.monotonic()
         record = {
             "pid": os.getpid(),
@@ -552,6 +555,7 @@ class Agent:
             "probes": self.probes,
             "pushed": self._pusher.said,
             "displaced": self.displaced,
+            "still": still,
         }
         if record == self._written or not self.state.is_dir():
             if now - self._touched > TOUCH_S:

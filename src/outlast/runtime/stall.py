@@ -34,6 +34,7 @@ from outlast.runtime import motion, progress
 LOOK_S = 1.0
 STILL_S = 3.0
 """How long the main thread must not have moved before we ask what the others do."""
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
 """Key of how many ranks stand still; below it is what each says of itself."""
 PATIENCE = 3.0
@@ -343,7 +344,8 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 def _foreign(frame: FrameType) -> bool:
     """Whether this is code of a library, and not the script's."""
     name = frame.f_globals.get("__name__", "")
-    return name.split(".")[0] in ("torch", "outlast", "contextlib", "threading") or "site-packages" in frame.f_code.co_filename
+    file = frame.f_code.co_filename
+    return name.split(".")[0] in ("torch", "outlast") or "site-packages" in file or file.startswith((_STDLIB, "<frozen"))
 
 
 def _joins(frame: FrameType | None) -> bool:
