@@ -357,6 +357,22 @@ def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
     assert cluster.status["replicas"] == 0
 
 
+def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
+    cluster = training()
+    for _ in range(3):
+        cluster.committed = cluster.step = 0
+        cluster.until(lambda c: c.status["state"] == "Failed" or any(a.standing == "training" for a in c.agents.values()))
+        cluster.step = 7
+        cluster.fail(0)
+        for agent in cluster.agents.values():
+            if agent.failure:
+                agent.failure |= {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True}
+        cluster.run(5)
+    cluster.until(lambda c: c.status["state"] == "Failed")
+    assert cluster.status["reason"] == "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"
+    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_killed_container_is_made_anew_and_counts(index: int) -> None:
     cluster = training()

@@ -100,7 +100,7 @@ def test_ranks_that_wait_for_each_other_end_a_job_with_the_sentence(machine):
         "dist.all_reduce(torch.ones(1))\n"
         "dist.barrier()\n"
     )
-    status = machine.run(machine.job(**a_script(machine, text)), timeout_s=40)
+    status = machine.run(machine.job(**a_script(machine, text), hang={"limit": "30s"}), timeout_s=40)
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0), status.reason
     assert "rank 0 is in dist.barrier() (wrong.py:4), rank 1 is in dist.all_reduce(torch.ones(1)) (wrong.py:5)" in status.reason
 
