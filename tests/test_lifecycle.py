@@ -154,7 +154,10 @@ def test_before_the_first_step_there_is_more_time(phase: str):
 
 
 def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_program():
-    stuck = dataclasses.replace(a_process(900.0, phase="started"), where="rank 0 is in time.sleep(9) (train.py:9)")
+    stuck = a_process(900.0, phase="started")
+    stuck = dataclasses.replace(
+        stuck, progress=dataclasses.replace(stuck.progress, step=0), where="rank 0 is in time.sleep(9) (train.py:9)"
+    )
     said = "hung: no progress for 900 s: rank 0 is in time.sleep(9) (train.py:9)"
     assert lifecycle.hung([stuck], limit_s=10.0) == lifecycle.Hang(((stuck, said),))
     assert lifecycle.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) is None

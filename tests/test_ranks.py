@@ -105,11 +105,13 @@ def test_what_a_plain_script_writes_is_a_sign_of_life(tmp_path: Path) -> None:
         assert process.silent_s == silent_s
 
 
-def test_a_plain_script_that_hangs_soon_after_its_start_stands_at_step_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_plain_script_that_hangs_stands_at_the_step_it_has_told_or_at_0_soon_after_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv(contract.Env.WORKER, "0")
-    written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started"))
     handler: Any = SimpleNamespace(generation=1)
-    for early, found in [(True, (True, 0)), (False, (False, None))]:
+    for step, early, found in [(0, True, (True, 0)), (0, False, (False, None)), (7, True, (True, 7)), (7, False, (True, 7))]:
+        written(tmp_path, dataclasses.replace(a_record(1, started=1), phase="started", step=step))
         verdict = {"pid": 1, "reason": "hung: no progress for 750 s", "stuck": True, "early": early, "time": 0.0}
         (tmp_path / contract.VERDICT.format(local_rank=0)).write_text(json.dumps(verdict))
         said = elastic._failure(tmp_path, handler, 0, SimpleNamespace(local_rank=0, exitcode=-9))

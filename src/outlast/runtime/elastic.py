@@ -42,7 +42,7 @@ _SCRIPTS = (
 """Errors that say that the script is wrong, or does not go with what is installed."""
 _STEPS = ("first step", "train")
 """Phases in which a hang says something of the step. Who hangs while it opens, restores or saves waits for a store or a disk.
-A plain script tells no steps: it stands at step 0 if it hangs before it has run for as long as it then stands still."""
+A plain script that tells no steps stands at step 0 if it hangs before it has run for as long as it then stands still."""
 _PREFIX = "[rank ${rank}] "
 """Of each line that one of several processes writes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
@@ -165,9 +165,12 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
     sentence = record and not record.get("traceback") and not verdict  # one that stands by itself
     reached = progress.read(state, process.local_rank)
-    if reached and (reached.generation != handler.generation or reached.phase == "started"):
-        reached = None  # a plain script, which says nothing
-    plain = reached is None and bool(verdict.get("early"))
+    if reached and reached.generation != handler.generation:
+        reached = None
+    told = 0
+    if reached and reached.phase == "started":  # a plain script, which says its steps at most
+        told, reached = reached.step, None
+    plain = reached is None and bool(told or verdict.get("early"))
     stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # not one that was on its way out
     return {
         "rank": rank,
@@ -178,7 +181,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "echo": not verdict and (stopped_by_us or _is_echo(record)),
         "hung": bool(verdict.get("stuck")) and (plain if reached is None else reached.phase in _STEPS),
         "early": record["type"] if _early(record, reached) else "",
-        "step": reached.step if reached else 0 if plain else None,
+        "step": reached.step if reached else told if plain else None,
         "committed": reached.committed if reached else None,
     }
 

@@ -290,6 +290,7 @@ def _limit(process: Process, limit_s: float) -> float:
 
 
 def _at(process: Process) -> str:
-    phase, where = process.progress.phase, f": {process.where}" if process.where else ""
-    at = {"train": f" after step {process.progress.step}", "save": f" after step {process.progress.step}", "started": ""}
-    return f"{at.get(phase, f' in {phase}')}{where}"
+    phase, step, where = process.progress.phase, process.progress.step, f": {process.where}" if process.where else ""
+    if phase in ("train", "save") or (phase == "started" and step):
+        return f" after step {step}{where}"
+    return where if phase == "started" else f" in {phase}{where}"
