@@ -70,7 +70,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(bench: Bench, how: str) -> None:
-    bench.agent._happened(lifecycle.Told("worker 0 received SIGTERM", bench.agent.clock(), GRACE_S))
+    bench.agent._happened(lifecycle.Told("received SIGTERM", bench.agent.clock(), GRACE_S))
     assert notice.read(bench.state / contract.NOTICE)["kind"] == "leave"
     bench.disturbed(how)
     assert bench.looks() == []

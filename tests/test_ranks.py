@@ -209,6 +209,16 @@ def test_a_file_that_is_missed_because_the_code_is_a_copy_is_named_with_the_reme
         assert rank.missed(nowhere, copy, None) == ""
 
 
+def test_a_script_that_is_no_python_dies_without_frames_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def x(:")
+    environ = {name: value for name, value in os.environ.items() if name != contract.Env.STATE}
+    command = [sys.executable, "-m", "outlast.runtime.rank", "train.py"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[0].endswith('train.py", line 1')
+    assert done.stderr.splitlines()[-1] == "SyntaxError: invalid syntax"
+    assert "rank.py" not in done.stderr
+
+
 def test_a_script_that_misses_a_file_of_its_original_directory_dies_with_the_hint(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").write_text(

@@ -136,7 +136,8 @@ class Agent:
         self._ranks.forget()
         if self._warm and (lacking := inspection.uncompiled("torch", "outlast")):
             packages = f"{' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no compiled bytecode"
-            print(f"outlast | {packages}: each start takes longer; {inspection.compile_them(lacking)}", flush=True)
+            remedy = inspection.compile_them(lacking, image=contract.Env.ADDRESS in self.environ)
+            print(f"outlast | {packages}: each start takes longer; {remedy}", flush=True)
         for left_over in self.state.glob("ranks-*"):
             shutil.rmtree(left_over, ignore_errors=True)
         self._happened(lifecycle.Started())
@@ -426,7 +427,7 @@ class Agent:
         grace = self.job.spec.interruption.grace.total_seconds()
         self._told.set()
         # The clock has a lock, which this very thread may hold.
-        self._events.put(lifecycle.Told(f"worker {self.index} received {signal.Signals(number).name}", self._looked, grace))
+        self._events.put(lifecycle.Told(f"received {signal.Signals(number).name}", self._looked, grace))
 
     def _put(self, event: lifecycle.Event) -> None:
         self._events.put(event)

@@ -106,12 +106,11 @@ def _valid(source: str, cached: str) -> bool:
     return head[:4] == importlib.util.MAGIC_NUMBER and (by_hash or head[8:] == stamp)
 
 
-def compile_them(lacking: dict[str, str]) -> str:
-    """What to do about that."""
+def compile_them(lacking: dict[str, str], *, image: bool = True) -> str:
+    """What to do about that, in the `image` of a pod or on this machine."""
     where = " ".join(sorted({os.path.dirname(path) for path in lacking.values()}))
-    return (
-        f"compile in the Dockerfile: RUN python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"
-    )
+    how = "compile in the Dockerfile: RUN" if image else "compile once:"
+    return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"
 
 
 def _version(name: str, package: str, remedy: str, *, needed: bool, asking: str = "") -> None:

@@ -76,11 +76,11 @@ def _enter(state: Path) -> None:
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on."""
+    """The traceback from the user's first frame on; None when there is none: the script cannot be read or compiled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    return trace or error.__traceback__
+    return trace
 
 
 def _hint(error: BaseException) -> str:
