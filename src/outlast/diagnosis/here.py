@@ -90,7 +90,8 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
         )
     hung = [event for event in events if event["kind"] == "hang"]
     if hung and failure is not None and "hung" in failure.reason:
-        remedy = f"all ranks must make the same collective calls in the same order{_stacks(events)}; {tried}"
+        same = "ranks that wait for each other must make the same collective calls in the same order"
+        remedy = f"see what it waits for; {same}{_stacks(events)}; {tried}"
         return Cause("hang", f"it has failed: {status.reason}", _said(failure, events), remedy)
     if code in (137,):
         return Cause(
