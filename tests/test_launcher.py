@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clocks import DISTURBANCES, Machine
-from outlast import contract, spec
+from outlast import checkpoints, contract, spec
 from outlast.backends import workers
 from outlast.backends.launcher import Launcher
 from outlast.backends.local import LocalBackend
@@ -231,3 +231,29 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
         counted.append(launcher.restarts)
         launcher.staff._vain[1] += index  # it is started again
     assert counted == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "step", "said"),
+    [
+        (0, 5, "no step is saved, 5 are lost"),
+        (0, 0, "no step was done yet"),
+        (10, 13, "step 10 is saved, 3 later ones are not"),
+        (10, 10, "step 10 is saved"),
+    ],
+)
+def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, step: int, said: str) -> None:
+    launcher = a_launcher(tmp_path, Machine())
+    if saved:
+        directory = launcher.output / contract.CHECKPOINTS
+        checkpoints.take(directory, launcher.run_id, 3)
+        checkpoints.saving(directory, saved, 3).mkdir()
+        path = directory / contract.checkpoint_name(saved)
+        checkpoints.commit(
+            checkpoints.saving(directory, saved, 3), checkpoints.Checkpoint(saved, path, launcher.run_id, 3, 2, 1.0), {}
+        )
+    launcher.status.step, launcher.stepped = step, True
+    assert launcher._what_is_saved() == said
+    taken_up = Launcher(launcher.places, Machine().awake())
+    taken_up._recover()
+    assert (taken_up.status.step, taken_up.status.reason) == (saved, f"goes on from step {saved}" if saved else "")

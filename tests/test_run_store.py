@@ -114,6 +114,29 @@ def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
 
 
 @pytest.mark.slow
+def test_a_run_that_failed_is_mended_on_another_machine_and_goes_on_bit_for_bit(
+    machine, machine_in, tmp_path: Path, moto: Place, undisturbed: Final
+):
+    fields = {"output": moto.url, "restarts": {"limit": 0}}
+    failed = machine.run(machine.job(args=("--steps=40", "--pause=0.04", "--fail-at=23"), **fields))
+    assert (failed.state, there(moto.url)["state"]) == (State.FAILED, "Failed")
+    elsewhere = machine_in(tmp_path / "elsewhere")
+    elsewhere.directory.mkdir()
+    try:
+        status = elsewhere.run(elsewhere.job(args=("--steps=40", "--pause=0.04"), **fields))
+        assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, failed.run, 0), status
+        goes_on, changed = elsewhere.backend.notices[:2]
+        assert goes_on == f"goes on from step 20 of the run in {moto.url}/job that failed; --fresh starts anew"
+        assert changed == "changed since: args: --fail-at=23 → nothing"
+        restored = [event["step"] for event in elsewhere.backend.events("job") if event["kind"] == "restored"]
+        assert (restored[0], restored[-1]) == (0, 20)
+        assert elsewhere.final("job") == undisturbed(("--steps=40", "--pause=0.04"), 2)
+    finally:
+        elsewhere.kill_everything()
+        elsewhere.kill_everything()
+
+
+@pytest.mark.slow
 def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
     status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}), timeout_s=60)
     assert status.state is State.FAILED

@@ -16,6 +16,7 @@ from outlast.backends import kubernetes, stored
 from outlast.errors import Superseded
 from outlast.remote import run as runs
 from outlast.runtime import ownership
+from outlast.status import JobStatus, State
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -169,6 +170,24 @@ def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserv
     outlast("cancel", "train", "-n", "default")  # or its time after its end was over
     outlast("submit", "job.yaml", "--as", "indexed-job")
     assert taken() == run
+
+
+def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
+    api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outlast("submit", "job.yaml", "--as", "statefulset")
+    (before,) = the(api, "statefulsets.apps")
+    said = [State.FAILED, State.SUCCEEDED]
+    told = lambda _, name: JobStatus(name=name, run="", state=said[0])  # noqa: E731  # as its agents say, who are not here
+    monkeypatch.setattr(kubernetes.KubernetesBackend, "status", told)
+    _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
+    assert out.splitlines()[0].startswith("StatefulSet train has failed; its run goes on from its newest checkpoint")
+    assert "StatefulSet train changed" in out
+    (after,) = the(api, "statefulsets.apps")
+    words = {each["spec"]["template"]["metadata"]["labels"]["outlast.dev/run"] for each in (before, after)}
+    assert len(words) == 2
+    del said[0]
+    assert "has ended (Succeeded) and is not run again" in outlast("submit", "job.yaml", "--as", "statefulset")[1]
 
 
 @pytest.mark.parametrize(

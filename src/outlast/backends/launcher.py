@@ -166,6 +166,7 @@ class Launcher(Decider):
         """Take over from a launcher that died: its counts, and the workers that still live."""
         if found := self._newest():
             self.status.step, self.status.checkpoint = found.step, _shown(found)
+            self.status.reason = f"goes on from step {found.step}"
         try:
             memory = json.loads(self.places.memory.read_text())
         except FileNotFoundError:
@@ -422,7 +423,7 @@ class Launcher(Decider):
         self._read_progress()
         saved, step = self._committed(), self.status.step
         if not saved and self.stepped:
-            return f"no step is saved, {step} are lost"
+            return f"no step is saved, {step} {'is' if step == 1 else 'are'} lost" if step else "no step was done yet"
         if not saved:
             self._see_saves(now=True)
             return saves.sentence(self.status.saved, time.time())
