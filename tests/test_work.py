@@ -101,7 +101,7 @@ def test_only_checkpoints_that_a_later_one_has_replaced_go_from_the_store(output
     gone = ["out/checkpoint-140/optimizer.pt", "step_100.pt"]
     stays = ["out/checkpoint-160/model.bin", "out/checkpoint-180/model.bin", "best.pt", "elsewhere/checkpoint-1/model.bin"]
     assert [results.expired(f"work/{path}") for path in [*gone, *stays]] == [True] * 2 + [False] * 4
-    assert not results.expired("step_100.pt")  # not in the working directory
+    assert not results.expired("step_100.pt")  # its directory holds no later one
 
 
 class Disk:
@@ -140,7 +140,7 @@ class Disk:
     def push(self) -> None:
         results = work.Results(self.output)
         ours = work.ours(self.output, self.place, self.environ)
-        skip = lambda path: push.skipped(path) or not ours or results.skipped(path)  # noqa: E731
+        skip = lambda path: push.skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
         sync.push(self.output, self.place, self.output / ".push" / "manifest", skip=skip, leave=results.unfinished())
 
     def holds(self) -> dict[str, str]:
@@ -157,13 +157,15 @@ def test_in_pods_the_files_of_rank_0_are_pushed_and_a_new_pod_gets_them(tmp_path
     assert first.environ[Env.CODE] == str(first.output / "work")
     first.train(1, 0, checkpoint="of rank 0")
     second.train(1, 1, checkpoint="of rank 1")
+    write(first.output / "trainer" / "checkpoint-20" / "optimizer.pt", "of rank 0")  # $OUTLAST_OUTPUT/trainer
     second.push()
     first.push()
     assert {entry.key for entry in first.place.entries()} >= {"work/checkpoint.pt"}
     assert "work/train.py" not in {entry.key for entry in first.place.entries()}
     third.start()
     assert third.holds() == {"train.py": "x", "checkpoint.pt": "of rank 0"}
-    assert third.said == ["fetched 1 files that the script wrote to its working directory"]
+    assert (third.output / "trainer" / "checkpoint-20" / "optimizer.pt").read_text() == "of rank 0"
+    assert third.said == ["fetched 2 files that the script wrote before"]
     third.train(2, 0, checkpoint="newer")
     third.push()
     write(first.output / "work" / "checkpoint.pt", "of a zombie")

@@ -147,7 +147,7 @@ class Pusher:
             self._output / OWN / "manifest",
             skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
             leave=(lambda _: False) if last else self._results.unfinished(),
-            expired=self._results.expired,
+            expired=self._results.expired if ours else lambda _: False,
             check=not self._checked,
             stop=stop,
         )

@@ -32,7 +32,7 @@ _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that says which generation's files are in the store."""
 _LOCK, _KNOWN = ".push/working", ".push/fetched"
-"""In the output, below `push.OWN`: a lock, and what a fetch has found out."""
+"""In the output, below `push.OWN`: a lock, and a directory of what fetches have found out."""
 _MOST = (64 << 20, 10_000)
 """Bytes and files of code in an image that are copied; larger code runs where it lies."""
 _NO_CODE = (".git", ".outlast", ".venv", "__pycache__")
@@ -118,7 +118,7 @@ class Results:
         numbered = [(place, step) for place, part in enumerate(above) if (step := saves.step_of(part)) is not None]
         of_file = saves.step_of_file(name)[1]
         numbered += [(len(above), of_file)] if of_file is not None else []
-        if not numbered or above[:1] != [contract.WORK]:
+        if not numbered:
             return False
         place, step = numbered[0]
         parts = [*above, name]
@@ -136,7 +136,7 @@ class Results:
 
         A file that was renamed after its last byte (ctime after mtime) is whole. One that was written in place has to be quiet
         for a while; if it is small and was held back in the last pass, it goes as it is. A checkpoint's directory goes when all
-        that is in it is quiet.
+        that is in it is quiet, in the rest of the output as well.
         """
         before, self._sizes = self._sizes, {}
         now = time.time()
@@ -149,8 +149,6 @@ class Results:
             return directories[path]
 
         def held(path: str) -> bool:
-            if path.partition("/")[0] != contract.WORK:
-                return False
             try:
                 place = self._output / path
                 stat = place.stat()
@@ -158,6 +156,8 @@ class Results:
                     return busy(place.parent)
             except OSError:
                 return True
+            if path.partition("/")[0] != contract.WORK:
+                return False
             if stat.st_ctime_ns > stat.st_mtime_ns or not 0 <= now - stat.st_mtime < _QUIET_S:
                 return False
             self._sizes[path] = stat.st_size
@@ -268,23 +268,39 @@ def _found(code: Path) -> dict[str, Path] | None:
     return found
 
 
+def _inside(path: str) -> bool:
+    return path.startswith(f"{contract.WORK}/")
+
+
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event) -> None:
-    """Bring the job's files to this pod when those in the store are of a later generation. Raises StoreError, OutlastError."""
+    """Bring the job's files to this pod when those in the store are of a later generation; of what lies in the output beside the
+    working directory, those that are missing here. Raises StoreError, OutlastError."""
+    from outlast.runtime import push
+
     here = generation(output)
     try:
         there = _in_store(place)
         if there <= here:
             return
         with locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
-            skip = lambda path: not path.startswith(f"{contract.WORK}/")  # noqa: E731
-            report = sync.pull(place, output, output / _KNOWN, skip=skip, stop=stop)
-            if report.failed:
-                path, reason = report.failed[0]
+            known = output / _KNOWN
+            reports = [
+                sync.pull(place, output, known / "work", skip=lambda path: not _inside(path), stop=stop),
+                sync.pull(
+                    place,
+                    output,
+                    known / "output",
+                    skip=lambda path: _inside(path) or push.skipped(path),
+                    only_missing=True,
+                    stop=stop,
+                ),
+            ]
+            for path, reason in (failed for report in reports for failed in report.failed):
                 raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
             (output / contract.WORK).mkdir(exist_ok=True)
             files.replace(output / contract.WORK / contract.WORKED, str(there))
-        if report.transferred:
-            say(f"fetched {report.transferred} files that the script wrote to its working directory")
+        if count := sum(report.transferred for report in reports):
+            say(f"fetched {count} {'file' if count == 1 else 'files'} that the script wrote before")
     except StoreError as problem:
         if not here or not problem.retry:
             raise
