@@ -36,7 +36,7 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
     program = "from outlast import cli; cli.main('run --detach --workers 2 train.py 1000'.split())"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
     backend = LocalBackend(tmp_path / ".outlast")
-    output = backend.output("train") / "trainer"
+    output = backend.output("train") / "work" / "trainer"
     try:
         until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), timeout_s=120)
         backend.chaos("train", "kill-worker", worker=1, rng=CHANCE)

@@ -175,8 +175,8 @@ def test_the_script_is_code_though_it_takes_the_place_of_the_job_file(here: Path
     ("source", "said"),
     [
         ("from outlast.training import Stream, session", "goes on exactly where it was"),
-        ("from transformers import (\n    Trainer)", "output_dir in $OUTLAST_OUTPUT"),
-        ("import lightning as L", "output_dir in $OUTLAST_OUTPUT"),
+        ("from transformers import (\n    Trainer)", "the newest checkpoint in its output_dir"),
+        ("import lightning as L", "the newest checkpoint in its output_dir"),
         ("import torch", "the script saves checkpoints"),
     ],
 )
