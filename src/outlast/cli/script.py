@@ -143,7 +143,7 @@ def _saving(source: str) -> Iterator[str]:
     elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
         yield "To go on after a failure it resumes from the newest checkpoint in its output_dir."
     else:
-        yield "To go on after a failure the script saves checkpoints, e.g. in its working directory, and loads the newest at its start."
+        yield "To go on after a failure the script saves checkpoints in its working directory, and loads the newest at its start."
 
 
 def title(file: str, *, module: bool = False) -> str:
