@@ -141,7 +141,7 @@ def _saving(source: str) -> Iterator[str]:
     if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
         yield "It uses outlast.training, which saves, and goes on exactly where it was."
     elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
-        yield "To go on after a failure it resumes from the newest checkpoint in its output_dir."
+        yield "To go on after a failure the script resumes from the newest checkpoint in its output_dir."
     else:
         yield "To go on after a failure the script saves checkpoints in its working directory, and loads the newest at its start."
 
