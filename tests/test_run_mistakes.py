@@ -218,7 +218,7 @@ def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     machine.at_step(name, 3)
     machine.backend.interrupt(name)
     machine.end(name)
-    (machine.directory / "state/jobs/job/code/exact.py").unlink()
+    (machine.directory / "state/runs/job/work/exact.py").unlink()
     machine.backend.resume(name)
     status = machine.end(name)
     assert (status.state, status.exit_code) == (State.FAILED, 78)
