@@ -142,6 +142,7 @@ def test_a_job_that_nobody_knows_is_not_found(place: Place) -> None:
 def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(place: Place) -> None:
     backend = place.backend
     run = place.submit()
+    assert backend.ensure("job") is False, "its launcher still starts"
     status = place.wait(lambda s: s.state is State.RUNNING and len(s.workers) == 2)
     assert (status.name, status.run, status.replicas, status.min, status.max) == ("job", run, 2, 1, 2)
     assert [listed.name for listed in backend.list()] == ["job"]

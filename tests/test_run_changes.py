@@ -33,7 +33,7 @@ def losses(machine, name: str) -> list[float]:
 
 
 def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(machine):
-    args = ("--steps=264", "--pause=0.05", "--dropout=0", "--samples=330")  # 24 epochs of 11 steps, the last one short
+    args = ("--steps=264", "--pause=0.25", "--dropout=0", "--samples=330")  # 24 epochs of 11 steps, the last one short
     name = machine.submit(machine.job(args=args, workers={"replicas": 2, "min": 1, "max": 3}, checkpoint={"every": "1h"}))
     for replicas in (3, 1, 2):
         step = machine.at_step(name, 10).step
@@ -41,6 +41,7 @@ def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(mac
         machine.wait(
             name, lambda s, n=replicas, before=step: len(s.world) == n and s.step > before + 5 and s.state is State.RUNNING
         )
+    (machine.backend.output(name) / "hurry").touch()
     status = machine.end(name)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 0)
 

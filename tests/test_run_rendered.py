@@ -57,6 +57,8 @@ class Node:
         shared = {Pod.OUTPUT: self.directory / "out", Pod.CODE: place / "code"}
         found: dict[str, str] = {}
         for each in said:
+            if each.get("valueFrom", {}).get("secretKeyRef", {}).get("optional"):
+                continue  # that Secret is not there
             source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             value = fields.get(source, str(index)) if source else each["value"]
             for there, here in {**places, **shared}.items():

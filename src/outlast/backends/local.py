@@ -142,10 +142,12 @@ class LocalBackend:
         return run_id
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is unfinished and has none."""
+        """Start a launcher if the job is unfinished and has none, nor one that still starts."""
         places = self._known(name)
         status = self._read(places)
         if status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or places.launched():
+            return False
+        if status.launcher is None and _starting(places):
             return False
         self._launch(places)
         return True
@@ -192,7 +194,7 @@ class LocalBackend:
         if any(worker.pid and places.owns(worker.index, worker.pid) for worker in status.workers):
             reason = "the launcher is gone; its workers train on and will start it again"
             return status.model_copy(update={"launcher": None, "reason": reason})
-        if abs(time.time() - places.taken_up()) < _STARTING_S:
+        if _starting(places):
             return status
         reason = f"all its processes are gone; `outlast run` goes on{status.from_step}"
         return status.model_copy(
@@ -565,6 +567,11 @@ def _new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
 
 
+def _starting(places: Places) -> bool:
+    """Whether the run was submitted or resumed so lately that its launcher may not hold its lock yet."""
+    return abs(time.time() - places.taken_up()) < _STARTING_S
+
+
 def _placed(job: spec.Job, state: Path) -> spec.Job:
     """The job with its default output filled in; raises OutlastError for what it needs and is not there."""
     prepare.check(job, state / "jobs" / job.metadata.name / prepare.PINS)
@@ -599,6 +606,7 @@ def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int)
         "finished": None,
         "exit_code": None,
         "rate": None,
+        "launcher": None,
     }
     files.replace(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
