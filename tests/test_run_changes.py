@@ -84,7 +84,8 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
-@pytest.mark.parametrize("end", ["fails", pytest.param("is cancelled", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/test_run_first_hour.py is quick
+@pytest.mark.parametrize("end", ["fails", "is cancelled"])
 def test_a_run_that_has_ended_and_is_mended_goes_on_bit_for_bit(machine, undisturbed, end: str):
     args = ("--steps=30", "--pause=0.02")
     name = machine.submit(machine.job(args=(*args, "--fail-at=13") if end == "fails" else args, restarts={"limit": 0}))

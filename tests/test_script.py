@@ -217,33 +217,3 @@ def test_the_shell_completes_jobs_actions_and_datasets(
         outlast(None)
         found[words] = capsys.readouterr().out.split()
     assert found == {"chaos t": ["term", "train"], "data get ": ["digits"], "scale ": ["train"]}
-
-
-@pytest.mark.slow
-@pytest.mark.jobs
-def test_a_script_that_fails_is_mended_and_the_same_command_goes_on(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    works = """\
-import os, sys, torch.distributed as dist
-dist.init_process_group("gloo")
-start = int(open("last.pt").read()) if os.path.exists("last.pt") else 0
-print("starts at", start, "of", sys.argv[1:], flush=True)
-for step in range(start, 6):
-    MISTAKE
-    if dist.get_rank() == 0:
-        open("last.tmp", "w").write(str(step + 1))
-        os.replace("last.tmp", "last.pt")
-    dist.barrier()
-dist.destroy_process_group()
-"""
-    command = ["run", "--workers", "2", "train.py", "--steps", "6"]
-    Path("train.py").write_text(works.replace("MISTAKE", "assert step < 3, 'a mistake'"))
-    assert outlast(None, *command) == 1
-    out, err = capfd.readouterr()
-    assert "starts at 0 of ['--steps', '6']" in out
-    assert "go on with `outlast run --workers 2 train.py --steps 6`" in err
-    Path("train.py").write_text(works.replace("MISTAKE", "pass"))
-    assert outlast(None, *command) == 0
-    out, err = capfd.readouterr()
-    assert "starts at 3 of" in out
-    assert "starts at 0" not in out
-    assert "changed since: train.py\n" in err
