@@ -105,6 +105,8 @@ class LocalBackend:
             generation = stored.take_over(place, output, new, before=before, replace=replace)
         places.state.mkdir(parents=True, exist_ok=True)
         _ignored_by_git(self._state)
+        if before:
+            _brought_over(Path(before.code), places.state, output / contract.WORK)
         code, changed, self.notices = _snapshot(
             placed, source, output / contract.WORK, places.state, (self._state, output), submitted
         )
@@ -701,6 +703,12 @@ def _snapshot(
     if path:
         prepare.place_code(job, into, state, say=lambda _: None, stop=threading.Event())
     return into, [], []
+
+
+def _brought_over(code: Path, state: Path, work: Path) -> None:
+    """Move the working directory of a run that was begun before it was in the output."""
+    if code.parent == state and code.is_dir() and not work.exists():
+        shutil.move(code, work)
 
 
 def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], submitted: float) -> tuple[list[str], list[str]]:
