@@ -6,6 +6,7 @@ import json
 import os
 import time as wall
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,3 +258,28 @@ def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, st
     taken_up = Launcher(launcher.places, Machine().awake())
     taken_up._recover()
     assert (taken_up.status.step, taken_up.status.reason) == (saved, f"goes on from step {saved}" if saved else "")
+
+
+def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = a_launcher(tmp_path, Machine())
+    for step in (20, 40):
+        (first.output / "work" / f"checkpoint-{step}").mkdir(parents=True)
+        (first.output / "work" / f"checkpoint-{step}" / "model.pt").touch()
+    launcher = Launcher(first.places, Machine().awake())
+    launcher._recover()
+    assert launcher.status.saved is not None
+    assert launcher.status.saved.name == "work/checkpoint-40"
+    launcher.formed(world.World(2, (0, 1), "", ""))
+    launcher.known = world.State({}, world.World(2, (0, 1), "", "", 0.0))
+    monkeypatch.setattr(launcher, "_logged", lambda _: (3, 100))
+    record = SimpleNamespace(phase="started", generation=2, step=0, steps=None)
+    monkeypatch.setattr("outlast.backends.launcher.progress.read", lambda *_: record)
+    launcher._show()
+    (warning,) = launcher.status.warnings
+    assert "is at step 3, although work/checkpoint-40 is there" in warning
+
+    (first.output / "work" / "checkpoint-60").mkdir()
+    (first.output / "work" / "checkpoint-60" / "model.pt").touch()
+    launcher._close(State.SUCCEEDED, "done", 0)
+    launcher._finish()
+    assert launcher.status.saved.name == "work/checkpoint-60"

@@ -172,7 +172,7 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, m
     process = SimpleNamespace(local_rank=0, exitcode=-40)
     assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
     shim.record_death(40, 0.0)
-    assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0: was killed by signal 40"
+    assert elastic._failure(tmp_path, handler, 0, process)["reason"] == "rank 0 on worker 0 was killed by signal 40"
 
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -117,6 +117,12 @@ def test_a_step_that_raises_three_times_stops_the_job():
     )
 
 
+def test_a_script_that_reports_no_steps_and_fails_soon_three_times_is_not_said_to_fail_at_step_0():
+    assert judged(a_failure(step=0), (NOW - 9, 0, 0), (NOW - 5, 0, 0)) == Stop(
+        "rank 1 on worker 1 raised ValueError; it has failed soon after its start 3 times in a row", 1
+    )
+
+
 def test_neither_age_nor_a_checkpoint_before_it_saves_a_step_that_always_raises():
     assert judged(a_failure(), (NOW - 9000, 20, 40), (NOW - 5000, 30, 40), committed=40) == Stop(
         "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1

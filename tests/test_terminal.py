@@ -140,6 +140,12 @@ def test_a_line_that_draws_over_itself_is_its_last_drawing_on_a_terminal_and_all
     assert [*terminal.drawn("1 %\r2 %\r", terminal=True)] == ["2 %"]
     assert [*terminal.drawn("1 %\r2 %\r", terminal=False)] == ["1 %", "2 %"]
     assert [*terminal.drawn("", terminal=False)] == [""]
+    bars = "\r  0%|   | 0/60 [?]\r  5%|#  | 3/60 [?]\r        \r{'loss': 1}\r 17%|#  | 10/60 [?]\r 18%|# | 11/60 [?]Warning"
+    assert [*terminal.drawn(bars, terminal=False)] == ["  5%|#  | 3/60 [?]", "{'loss': 1}", " 18%|# | 11/60 [?]Warning"]
+    assert [*terminal.drawn("0%|| 0/9 []late\rA:  0%|| 0/9 []\rA: 99%|| 9/9 []\x1b[A", terminal=False)] == [
+        "0%|| 0/9 []late",
+        "A: 99%|| 9/9 []",
+    ]
 
 
 def test_the_panel_on_a_terminal_shows_what_is_safe(evil: fake.FakeBackend) -> None:

@@ -278,6 +278,26 @@ def test_the_last_line_counts_and_a_shorter_bar_is_another_one() -> None:
     assert saves.last_step("nothing", (3, 20)) == (3, 20)
 
 
+@pytest.mark.parametrize(
+    ("saved", "step", "steps", "told", "warns"),
+    [
+        (140, 26, 300, "log", True),
+        (140, 26, None, "script", True),
+        (140, 0, 300, "log", False),  # the bar of a Trainer that resumes begins there
+        (140, 140, 300, "log", False),
+        (140, 26, 100, "log", False),  # the steps of an epoch
+        (140, 26, None, "log", False),
+        (None, 26, 300, "log", False),
+    ],
+)
+def test_a_script_that_does_not_load_its_checkpoint_is_noticed(
+    saved: int | None, step: int, steps: int | None, told: str, warns: bool
+) -> None:
+    said = saves.begun_anew(saves.Save("work/out/checkpoint-140", saved, LONG_AGO), step, steps, told)
+    assert said.startswith("the script was started again and is at step 26, although work/out/checkpoint-140 is there") == warns
+    assert saves.begun_anew(None, step, steps, told) == ""
+
+
 def test_the_newest_save_is_found_by_name_and_time(tmp_path: Path) -> None:
     assert saves.newest(tmp_path / "nowhere", 0) is None
     write(tmp_path / "work" / "pretrained" / "last.pt", at=LONG_AGO - 500)  # before the run

@@ -78,7 +78,7 @@ def judge(
     window = policy.window.total_seconds()
     past = _that_matter([record._replace(time=min(record.time, now)) for record in history.failures], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
-    said = failure.step is None or failure.hung  # a hang tells where in its reason
+    said = not failure.step or failure.hung  # a hang tells where in its reason; 0: at its start, or the script reports no steps
     what = failure.reason if said else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
@@ -91,7 +91,7 @@ def judge(
     step = None if contract.killed(failure.code) and not failure.hung else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     if step is not None and _in_a_row(past) >= policy.same_step:
-        again = "it has hung here" if failure.hung else "this step has failed"
+        again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
         why = f"{again} {policy.same_step} times in a row"
         return Stop(f"{what}; {why}", failure.code)
     if number > policy.limit:

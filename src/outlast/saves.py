@@ -90,7 +90,7 @@ def newest(directory: Path, since: float) -> Save | None:
                         if not looks:
                             continue
                         written = entry.stat().st_mtime
-                    if written >= since and (best is None or written > best.time):
+                    if written >= since and (best is None or (written, step or 0) > (best.time, best.step or 0)):
                         best = Save(above + name, step, written)
         except OSError:  # it is being removed, or replaced
             continue
@@ -103,6 +103,15 @@ def sentence(saved: Said | None, now: float) -> str:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
     step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
     return f"newest file that looks like a checkpoint: {saved.name}{step}, {units.human_seconds(max(0.0, now - saved.time))} ago"
+
+
+def begun_anew(before: Said | None, step: int, steps: int | None, told: str) -> str:
+    """That a script which was started again is at a step before that of its checkpoint; empty if it is not, or might not be: the
+    lines of a log may count the steps of an epoch, or of an evaluation."""
+    if before is None or before.step is None or not 0 < step < before.step or (told == "log" and (steps or 0) < before.step):
+        return ""
+    remedy = "have it load its newest checkpoint when it starts (a Trainer: resume_from_checkpoint)"
+    return f"the script was started again and is at step {step}, although {before.name} is there: {remedy}"
 
 
 _NUMBER = r"(\d{1,3}(?:,\d{3})+|\d{1,15})"

@@ -95,6 +95,8 @@ class Launcher(Decider):
         self.formed_at = 0.0
         self.warning = ""
         """What the training says of itself, e.g. that the disk is full."""
+        self.saved_before: SavedStatus | None = None
+        """What a plain script had saved when the current world was formed."""
         self._see_at = 0.0
         self.paces: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         self.status = JobStatus(
@@ -167,6 +169,8 @@ class Launcher(Decider):
         if found := self._newest():
             self.status.step, self.status.checkpoint = found.step, _shown(found)
             self.status.reason = f"goes on from step {found.step}"
+        else:
+            self._see_saves(now=True)
         try:
             memory = json.loads(self.places.memory.read_text())
         except FileNotFoundError:
@@ -277,6 +281,7 @@ class Launcher(Decider):
         self.status.started = self.status.started or time.time()
         self.started = now if self.started is None else self.started
         self.formed_at, self.stepped = now, False
+        self.warning, self.saved_before = "", self.status.saved
         for id in new.members:
             self.staff.joined(id)
             self.joiners.pop(id, None)
@@ -376,6 +381,8 @@ class Launcher(Decider):
         assert self.closing is not None
         state, reason, code = self.closing
         self._judge_last()
+        if self.status.told != "session" and self.status.checkpoint is None:
+            self._see_saves(now=True)
         if code == contract.Exit.INTERRUPTED:
             reason = f"{reason}; {self._what_is_saved()}"
         self.status.world, self.status.rate = [], None
@@ -425,7 +432,6 @@ class Launcher(Decider):
         if not saved and self.stepped:
             return f"no step is saved, {step} {'is' if step == 1 else 'are'} lost" if step else "no step was done yet"
         if not saved:
-            self._see_saves(now=True)
             return saves.sentence(self.status.saved, time.time())
         return f"step {saved} is saved" if saved >= step else f"step {saved} is saved, {step - saved} later ones are not"
 
@@ -462,6 +468,8 @@ class Launcher(Decider):
                 self._paced(record.step, record.steps, "script")
             elif logged:
                 self._paced(logged[0], logged[1] or self.status.steps, "log")  # a line without the total does not take it back
+            told = self.status
+            self.warning = self.warning or saves.begun_anew(self.saved_before, told.step, told.steps, told.told)
             return
         self._paced(record.step, record.steps, "session")
         self.stepped, self.status.saved = True, None
@@ -564,8 +572,8 @@ def _shown(found: checkpoints.Checkpoint) -> CheckpointStatus:
 
 
 _ENDS = {
-    "interrupt": "interrupted",
-    "suspend": "suspended; `outlast resume` goes on",
+    "interrupt": "stopped by the user",
+    "suspend": "stopped by the user; `outlast resume` continues it",
     "cancel": "cancelled by the user",
     "kill": "killed by the user",
 }

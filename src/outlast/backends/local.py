@@ -266,10 +266,17 @@ class LocalBackend:
         if not replicas:
             raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
         if replicas not in allowed:
-            sizes = (
-                f"{allowed[0]} to {allowed[-1]}" if len(allowed) == allowed[-1] - allowed[0] + 1 else ", ".join(map(str, allowed))
+            every = len(allowed) == allowed[-1] - allowed[0] + 1
+            sizes = f"{allowed[0]} to {allowed[-1]}" if every else ", ".join(map(str, allowed))
+            fixed = (
+                f"the number is fixed at {allowed[0]}"
+                if len(allowed) == 1
+                else f"the job allows {sizes} (workers.min, max, sizes)"
             )
-            raise OutlastError(f"{replicas} workers are not allowed; the job file allows {sizes} (workers.min, max, sizes)")
+            said = f"{replicas} worker{'s are' if replicas > 1 else ' is'} not allowed; {fixed}"
+            bound = "min" if replicas < allowed[0] else "max" if replicas > allowed[-1] else ""
+            remedy = f"; to change that, suspend it and run it again with --set workers.{bound}={replicas}" if bound else ""
+            raise OutlastError(said + remedy)
         self._wish(places, replicas=replicas)
 
     def suspend(self, name: str) -> None:

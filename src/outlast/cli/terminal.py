@@ -32,6 +32,10 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 """C0 but tab and newline, DEL, C1, separators of lines, and what reverses the direction of text."""
 _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 """Select graphic rendition: colours, bold. https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
+_BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
+"""Cursor up: tqdm's way back from a second bar."""
+_BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
+"""A drawing of tqdm's, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
 _RESET = "\x1b[0m"
 _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """SGR colours of the workers' prefixes."""
@@ -150,9 +154,15 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 def drawn(text: str, *, terminal: bool) -> Iterator[str]:
     """What is seen of a line that draws over itself, as progress bars do with carriage returns: on a terminal what was drawn
-    last, else every drawing as a line."""
-    parts = [part for part in text.split("\r") if part] or [""]
-    yield from parts[-1:] if terminal else parts
+    last, else every drawing as a line, but of each bar only the last one."""
+    parts = [part for part in _BACK.sub("", text).split("\r") if part.strip()] or [""]
+    if terminal:
+        yield parts[-1]
+        return
+    for part, after in zip(parts, [*parts[1:], ""], strict=True):
+        bar, over = _BAR.fullmatch(part.rstrip()), _BAR.match(after)
+        if not (bar and over and bar[1] == over[1]):
+            yield part
 
 
 def logged(text: str, *, colour: bool = True) -> str:

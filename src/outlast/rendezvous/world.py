@@ -491,7 +491,7 @@ def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
 
 def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     size = f"all {len(chosen)}" if len(chosen) == s.target else f"{len(chosen)} of {s.target}"
-    why = f"{s.called.reason}; " if s.called else ""
+    why = f"{s.called.reason}; " if s.called and s.called.reason != "the run goes on" else ""
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)

@@ -141,7 +141,7 @@ def _counts(goodput: Goodput) -> list[_Line]:
         median, mean = units.human_seconds(goodput.step_median_s), units.human_seconds(goodput.step_mean_s)
         steps += f"; {median} each in the median, {mean} in the mean"
     if not goodput.steps_kept + goodput.steps_replayed:
-        steps = "none reported"
+        steps = "not reported (outlast.training.progress does); those that were repeated count as training"
     saves = f"{goodput.saves:,} committed"
     if goodput.saves_failed:
         saves += f", {goodput.saves_failed:,} failed"
@@ -152,7 +152,10 @@ def _counts(goodput: Goodput) -> list[_Line]:
         _many(goodput.restarts, "restart"),
     ]
     worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
-    return [[(f"  {name:<9}", "bold"), (text, "")] for name, text in (("steps", steps), ("saves", saves), ("worlds", worlds))]
+    counts = {"steps": steps, "saves": saves, "worlds": worlds}
+    if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:
+        del counts["saves"]  # a script that reports no steps saves by itself
+    return [[(f"  {name:<9}", "bold"), (text, "")] for name, text in counts.items()]
 
 
 def _many(count: int, noun: str) -> str:

@@ -163,7 +163,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
-    sentence = record and not record.get("traceback") and not verdict  # one that stands by itself
+    killed = record.get("type") == record.get("message", "").removeprefix("was killed by ")  # `shim.record_death`
+    sentence = record and not record.get("traceback") and not verdict and not killed  # one that stands by itself
     reached = progress.read(state, process.local_rank)
     if reached and reached.generation != handler.generation:
         reached = None
