@@ -91,6 +91,27 @@ def test_who_has_left_is_not_waited_for(place: store.Store) -> None:
     assert taken(place, "b", B) == "a"
 
 
+def test_who_says_that_it_leaves_is_not_waited_for_after_the_others_could_have_spoken(
+    place: store.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`outlast cancel`, a change, `outlast submit`: another ElasticJob, which knows nothing of the one before."""
+    taken(place, "a", A)
+    heart, other = a_heart(place, "a", A), a_heart(place, "a", A, index=1)
+    for each in (heart, other):
+        each._stop, each._thread, each._open, each.silent = threading.Event(), threading.Thread(), lambda: place, False
+        each._thread.start()
+        each.once(place, first=True)
+    other.leave()  # it was not the one who spoke
+    assert (last := alive.last(place)) is not None
+    assert not last.leaving
+    heart.leave()
+    assert alive.held(place, "a", B) is not None  # another may still train there, and says so
+    monkeypatch.setattr(alive, "LEFT_S", 0.0)
+    assert alive.held(place, "a", B) is None
+    other.once(place, first=False)
+    assert alive.held(place, "a", B) is not None
+
+
 def test_a_run_that_was_released_is_left_by_its_owner_and_free(place: store.Store) -> None:
     taken(place, "a", A)
     heart = a_heart(place, "a", A)

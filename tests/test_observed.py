@@ -175,6 +175,19 @@ def test_what_agents_say_is_the_step() -> None:
     assert [worker.step for worker in found.workers] == [120, 119]
 
 
+def test_a_step_that_an_agent_reads_in_the_log_is_shown_although_the_operator_knows_none() -> None:
+    workload = {
+        "kind": "ElasticJob",
+        "apiVersion": "outlast.dev/v1alpha1",
+        "metadata": {"name": "cifar10"},
+        "spec": {},
+        "status": {"state": "Running", "step": 0},
+    }
+    told = {"cifar10-1-0": {"step": 0.0}, "cifar10-1-1": {"step": 58.0, "step_logged": 1.0, "target_step": 60.0}}
+    found = observed.status(observed.Seen(name="cifar10", workload=workload, pods=[running(0), running(1)], metrics=told))
+    assert (found.step, found.steps, found.told) == (58, 60, "log")
+
+
 def test_without_the_right_to_ask_agents_it_is_said() -> None:
     found = observed.status(Seen("train", a_job(), [running(0), running(1)], unknown="eve may not get pods/proxy"))
     assert found.warnings == ["steps are not known: eve may not get pods/proxy"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -235,3 +236,33 @@ def test_a_plain_script_whose_pods_are_lost_with_their_disks_goes_on_with_its_fi
         two.wait(lambda i=index: f"rank {i} of 2 goes on from step {step}" in two.log(i), f"rank {index} that goes on")
     found = {entry.key for entry in store.open_(url).entries()}
     assert not {key for key in found if key.startswith("work/")} - {"work/checkpoint.pt"}
+
+
+@pytest.mark.slow
+def test_a_plain_script_that_saves_on_rank_0_goes_on_at_one_step_in_all_pods(pods, tmp_path: Path, rclone: Place):
+    """Rank 0 stays and is ahead of the store; the other pod is lost with its disk, or stays and never had the file."""
+    examples = str(Path(__file__).parent.parent / "examples")
+    two = pods(script="torchrun.py", code=examples, args=("--steps=400", "--pause=0.02", "--save-every=20"), sync={"every": "1h"})
+    for index in (0, 1):
+        output = tmp_path / f"disk-{index}"
+        names = {contract.Env.OUTPUT: output, contract.Env.LEDGER: output / contract.LEDGER}
+        more = {**{name: str(path) for name, path in names.items()}, contract.Env.CODE: examples}
+        two.start(index, **more, **{contract.Env.STORE: f"{rclone.url}/job"})
+
+    def begun(index: int) -> list[str]:
+        return re.findall(r"goes on from step (\d+)", two.log(index))
+
+    def process() -> int:
+        record = progress.read(two.directory / "state-0", 0)
+        return record.pid if record else 0
+
+    two.wait(lambda: "step 60/" in two.log(0), "a checkpoint")
+    os.kill(process(), signal.SIGKILL)
+    two.wait(lambda: len(begun(0)) == len(begun(1)) == 1, "ranks that go on")
+    two.kill(1)
+    shutil.rmtree(tmp_path / "disk-1")
+    shutil.rmtree(two.directory / "state-1")
+    two.start(1, **more, **{contract.Env.STORE: f"{rclone.url}/job"})
+    two.wait(lambda: len(begun(0)) == len(begun(1)) == 2, "ranks that go on with a new pod")
+    assert begun(0) == begun(1)
+    assert two.codes() == {0: 0, 1: 0}

@@ -83,6 +83,7 @@ def status(seen: Seen) -> JobStatus:
         world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
         step=round(max((m.get("step", 0) for m in told), default=0)),
         steps=round(max((m.get("target_step", 0) for m in told), default=0)) or None,
+        told="log" if any(m.get("step_logged") for m in told) else "",
         restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in seen.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
@@ -113,6 +114,8 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
     # Where workers are, and what is wrong in the cluster, is seen here as well as there.
     kept = {"workers": found.workers} if found.workers or not written.get("workers") else {}
     fields = {**found.model_dump(), **{key: value for key, value in written.items() if value is not None}}
+    if found.told == "log":  # an operator does not read logs
+        fields |= {"step": found.step, "steps": found.steps}
     fields |= {key: [each.model_dump() for each in value] for key, value in kept.items()}
     fields |= {"name": found.name, "replicas": found.replicas, "min": found.min, "max": found.max, "submitted": found.submitted}
     fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *found.warnings])]

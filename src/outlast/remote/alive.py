@@ -25,6 +25,8 @@ BEAT_S = 30.0
 """How often an owner says that it lives."""
 DEAD_S = 120.0
 """Who has said nothing for so long is taken for dead."""
+LEFT_S = BEAT_S + 5.0
+"""Whose last word was that it leaves is taken for gone after so long."""
 _LOOK_S = 5.0
 """How often we look whether an owner that may be dead says something."""
 
@@ -38,6 +40,8 @@ class Beat:
     """Where it trains, for people, and the same for all that belong together."""
     left: bool = False
     """Whether it was its last: it has left."""
+    leaving: bool = False
+    """Whether who said it has left: if others still train there, one of them speaks within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -47,14 +51,22 @@ def last(place: Store) -> Beat | None:
     try:
         text, entry = place.read(ALIVE)
         said = json.loads(text)
-        return Beat(str(said["run"]), str(said["where"]), bool(said.get("left")), entry.etag, entry.modified)
+        return Beat(
+            str(said["run"]), str(said["where"]), bool(said.get("left")), bool(said.get("leaving")), entry.etag, entry.modified
+        )
     except (Missing, ValueError, KeyError, TypeError):
         return None
 
 
-def beat(place: Store, run: str, where: str, *, left: bool = False) -> None:
+def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
     """Say that the run is trained, or was until now."""
-    said = {"run": run, "where": where, "left": left, "word": secrets.token_hex(4)}  # each of them another version
+    said = {
+        "run": run,
+        "where": where,
+        "left": left,
+        "leaving": leaving,
+        "word": secrets.token_hex(4),
+    }  # each of them another version
     place.put(ALIVE, json.dumps(said).encode() + b"\n")
 
 
@@ -70,7 +82,7 @@ def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
     finally:
         with contextlib.suppress(StoreError):  # it is empty, and nobody takes it for anything
             place.delete([key])
-    return (there, ago) if ago < DEAD_S else None
+    return (there, ago) if ago < (LEFT_S if there.leaving else DEAD_S) else None
 
 
 def wait(
@@ -91,7 +103,7 @@ def wait(
     say(f"{there.where} trained run {run} until {units.human_seconds(ago)} ago; waiting to see whether it lives")
     while found is not None:
         now, ago = found
-        if now.etag != there.etag:
+        if now.etag != there.etag and not now.leaving:
             raise _taken(place, run, now, ago, advice)
         pause(_LOOK_S)
         found = held(place, run, where)
@@ -134,11 +146,18 @@ class Heart:
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Be silent from now on; `left`: the last word is that we have left."""
+        """Be silent from now on; `left`: the last word is that nobody trains here any more."""
         self._stop.set()
         self._thread.join(_LOOK_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
+
+    def leave(self) -> None:
+        """Be silent from now on; worker 0, who speaks for all, says so: others may train on here."""
+        self.stop()
+        if self._index == 0 and not self._thread.is_alive() and not self.silent:
+            with contextlib.suppress(StoreError):  # whoever comes waits for longer
+                beat(self._open(), self._run, self._where, leaving=True)
 
     def _live(self) -> None:
         first = self._index == 0
@@ -167,7 +186,7 @@ class Heart:
             self._doubted = True  # it may be the last word of an owner that stood still before it was sent
         elif not foreign:
             self._doubted = False
-        if self._index == 0 or there is None or there.left or there.etag == self._etag:
+        if self._index == 0 or there is None or there.left or there.leaving or there.etag == self._etag:
             beat(place, self._run, self._where)
             there = last(place)
         self._etag = there.etag if there else ""

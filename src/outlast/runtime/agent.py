@@ -158,7 +158,7 @@ class Agent:
         if self._ending:
             self._ending.join(LAST_PUSH_S)
         if self._heart:
-            self._heart.stop()
+            self._heart.leave()
         if self.environ.get(contract.Env.STAY) == "1" and self.exit.code in _FINAL:
             print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
             done = self.exit.code == contract.Exit.DONE
@@ -539,6 +539,9 @@ class Agent:
             }
             if first.steps is not None:
                 metrics["target_step"] = first.steps
+            if first.rank == 0 and not first.step and self._logged.said:
+                step, steps = self._logged.said
+                metrics |= {"step": step, "step_logged": 1.0, **({"target_step": steps} if steps else {})}
             limit = self.job.spec.hang.limit.total_seconds() * lifecycle.OTHERS_FIRST
             if first.phase in ("train", "save") and age > limit:
                 healthy, reason = False, f"no progress for {age:.0f} s"

@@ -26,7 +26,7 @@ from outlast import contract
 from outlast.clock import Seen
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
-from outlast.runtime import output, progress, shim
+from outlast.runtime import alike, output, progress, shim
 
 MONITOR_S = 0.05
 DYING_S = 5.0
@@ -103,11 +103,17 @@ def _train(
     handler: Handler, state: Path, host: str, processes: int, grace_s: float, shim_args: list[str]
 ) -> list[dict[str, Any]]:
     """Join worlds and run the training processes until they end; the failures, none if all went well."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     class Agent(LocalElasticAgent):
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            super()._rendezvous(worker_group)
+            if (worker_group.group_world_size or 0) > 1:
+                first = worker_group.group_rank == 0
+                alike.share(worker_group.store, first=first, called=lambda: handler.num_nodes_waiting() > 0, environ=os.environ)
+
         def _exit_barrier(self) -> None:
             """Workers that are done wait at the rendezvous, where the death of another is noticed."""
 

@@ -42,6 +42,7 @@ BACKLOG = 128
 """Connections that wait to be accepted."""
 HELP = {
     "step": "Optimizer steps done",
+    "step_logged": "1 when the step was read from the log of a script that tells none",
     "target_step": "Optimizer step at which the run ends, when known",
     "committed_step": "Step of the newest committed checkpoint",
     "generation": "Generation of the world this worker is in",

@@ -30,7 +30,7 @@ from outlast.chance import CHANCE
 from outlast.errors import OutlastError, Superseded
 from outlast.remote import alive
 from outlast.remote import run as runs
-from outlast.runtime import growing, sync, titles, work
+from outlast.runtime import alike, growing, sync, titles, work
 
 LOOK_S = 1.0
 """How often to look for a new checkpoint."""
@@ -87,7 +87,7 @@ class Pusher:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         """`environ` is that of the worker whose pusher this is, if it is a worker's."""
-        self._output, self._place, self._owner = output, place, owner
+        self.output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
         self._run, self._keep, self._tell = run, keep, tell
         self._taken = 0
@@ -113,14 +113,14 @@ class Pusher:
         """The committed checkpoints that we are to push and that are not in the store yet, the newest first."""
         if not self._first():
             return []
-        found = checkpoints.list_(self._output / contract.CHECKPOINTS)
+        found = checkpoints.list_(self.output / contract.CHECKPOINTS)
         return [
             c for c in reversed(found) if c.run == self._run and not c.problem and (c.step, c.generation) not in self._settled
         ]
 
     def _first(self) -> bool:
         """Whether rank 0 is here, as far as we know: what it saves and reports is ours to push."""
-        directory = self._output / contract.CHECKPOINTS
+        directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
             self._passed == 0 or checkpoints.generation(directory, self._run) > self._passed
         )
@@ -136,15 +136,15 @@ class Pusher:
                 # Another owner's machine is said to be superseded here. Else a worker of our world has a later generation: rank 0
                 # has moved to a disk of its own, and ours is behind until a session tells us.
                 runs.check(self._place, self._run, self._owner)
-                self._passed = checkpoints.generation(self._output / contract.CHECKPOINTS, self._run)
+                self._passed = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         self.say(doing="output")
         self._growing.push(self._grown(), stop)
-        ours = work.ours(self._output, self._place, self._environ)
+        ours = work.ours(self.output, self._place, self._environ)
         others = f"{contract.WORK}/"
         report = sync.push(
-            self._output,
+            self.output,
             self._place,
-            self._output / OWN / "manifest",
+            self.output / OWN / "manifest",
             skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
             leave=(lambda _: False) if last else self._results.unfinished(),
             expired=self._results.expired if ours else lambda _: False,
@@ -163,7 +163,7 @@ class Pusher:
         found = [
             f"{place}/{path.name}"
             for place in (contract.LOGS, contract.LEDGER)
-            for path in (self._output / place).glob("*")
+            for path in (self.output / place).glob("*")
             if os.path.isfile(path)  # to open a pipe waits for ever
         ]
         if self._first():
@@ -174,7 +174,7 @@ class Pusher:
 
     def push_checkpoints(self, stop: threading.Event) -> None:
         """Push the committed checkpoints that are not in the store yet, and keep as many there as here."""
-        generation = checkpoints.generation(self._output / contract.CHECKPOINTS, self._run)
+        generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._taken:
             newest = self._checkpoints.take(generation)
             self._taken = generation
@@ -232,10 +232,12 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
     due = 0.0
     pause = AGAIN_S[0]
     while not stop.is_set():
+        wanted = alike.wanted(pusher.output)
         try:
-            if time.monotonic() >= due or pusher.waiting():
-                pusher.push(stop)
+            if wanted or time.monotonic() >= due or pusher.waiting():
+                pusher.push(stop, last=bool(wanted))
                 due = time.monotonic() + every_s
+            alike.give(pusher.output, wanted)
             pusher.say(since=None, error="")
             pause = AGAIN_S[0]
         except store.Stopped:
@@ -244,7 +246,10 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
             raise
         except (OutlastError, OSError) as problem:
             failed(pusher, problem)
-            stop.wait(pause * CHANCE.uniform(0.5, 1))
+            alike.give(pusher.output, wanted, str(problem))
+            until = time.monotonic() + pause * CHANCE.uniform(0.5, 1)
+            while time.monotonic() < until and not alike.wanted(pusher.output) and not stop.wait(LOOK_S):
+                pass
             pause = min(AGAIN_S[1], 2 * pause)
             due = min(due, time.monotonic())
         stop.wait(LOOK_S)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from outlast import contract, files, saves, units
+from outlast import contract, files, saves, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
 from outlast.remote import run as runs
@@ -272,15 +273,23 @@ def _inside(path: str) -> bool:
     return path.startswith(f"{contract.WORK}/")
 
 
-def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event) -> None:
-    """Bring the job's files to this pod when those in the store are of a later generation; of what lies in the output beside the
-    working directory, those that are missing here. Raises StoreError, OutlastError."""
+def saves_itself(output: Path, place: Store) -> bool:
+    """Whether the script has saved here, on a rank other than 0, since the files in the store were begun. Raises StoreError."""
+    try:
+        return saves.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
+    except Missing:
+        return True
+
+
+def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
+    """Bring the job's files to this pod when those in the store are of a later generation, or are known to be `newer`; of what
+    lies in the output beside the working directory, those that are missing here. Raises StoreError, OutlastError."""
     from outlast.runtime import push
 
     here = generation(output)
     try:
         there = _in_store(place)
-        if there <= here:
+        if there <= here and not newer:
             return
         with locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
             known = output / _KNOWN
@@ -305,3 +314,24 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
         if not here or not problem.retry:
             raise
         say(f"goes on with the files of this machine: {problem}")
+
+
+def main(argv: list[str]) -> int:
+    """Fetch for `alike`, if the files in the store are known to be newer (`--newer`) or look so; the exit code."""
+    output = Path(os.environ[Env.OUTPUT])
+
+    def say(text: str) -> None:
+        print(f"outlast | {text}", flush=True)
+
+    try:
+        place = store.open_(os.environ[Env.STORE])
+        if argv == ["--newer"] or not saves_itself(output, place):
+            fetch(output, place, say, threading.Event(), newer=bool(argv))
+    except (OutlastError, OSError) as problem:
+        say(f"goes on with the files of this pod: {problem}")
+        return contract.Exit.FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
