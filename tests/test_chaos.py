@@ -128,6 +128,9 @@ def test_on_this_machine_a_worker_that_cannot_be_harmed_is_named() -> None:
     assert refused(7) == "exact has no worker 7; no worker runs now"
     assert refused(0, starts) == "worker 0 has no training process now (exact is Restarting); wait until it trains"
     assert refused(None, starts) == "no worker has a training process now (exact is Restarting); wait until it trains"
+    over = JobStatus(name="exact", run="r", state=State.FAILED, file="job.yaml")
+    with pytest.raises(OutlastError, match=r"\(exact is Failed\); it has ended; start it with: outlast run job.yaml"):
+        local._target(over, None, random.Random(0), needs_process=False)
 
 
 # Requests

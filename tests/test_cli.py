@@ -335,6 +335,9 @@ def test_only_what_changed_is_said() -> None:
     old = a_status(warnings=["a"])
     assert show.changes(None, old) == ["Running: world of 2", "warning: a"]
     assert show.changes(old, a_status(warnings=["a"], step=41)) == []
+    counting = [a_status(reason=f"waiting for worker 1 ({n} s left), then it starts", warnings=["a"]) for n in (9, 8)]
+    assert show.changes(counting[0], counting[1]) == []
+    assert show.changes(old, a_status(reason="", warnings=["a"])) == []
     assert show.changes(old, a_status(reason="", state=State.RESTARTING, warnings=["a", "b"])) == ["Restarting", "warning: b"]
 
 
@@ -421,7 +424,7 @@ def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Pa
     assert outlast(backend, "scale", "a", "b", "3")[0] == 2
     assert outlast(backend, "suspend")[:2] == (
         0,
-        "job is suspended: its workers are told to leave; go on with: outlast resume job\n",
+        "job is told to suspend: its workers save and leave; go on with: outlast resume job\n",
     )
     while backend.status("job").state is not State.SUSPENDED:
         time.sleep(0.01)
@@ -437,7 +440,8 @@ def test_chaos_strikes_once_or_again_and_again(tmp_path: Path, outlast: Outlast,
     while backend.status("job").state is not State.RUNNING:
         time.sleep(0.01)
     assert outlast(backend, "chaos", "kill-worker", "--worker", 1)[1].startswith("kill-worker: worker 1 at step ")
-    assert outlast(backend, "chaos", "job", "stop", "--random")[1].startswith("stop: worker ")
+    for words in (["job", "stop"], ["stop", "job"]):
+        assert outlast(backend, "chaos", *words, "--random")[1].startswith("stop: worker ")
     code, out, err = outlast(backend, "chaos", "job", "term", "--every", "10ms", "--times", 3)
     assert (code, out) == (2, "")
     assert "10ms" in err

@@ -60,6 +60,7 @@ def a_job(**fields: object) -> spec.Job:
     [
         ({"args": ["--lr=0.1", "--n=2"]}, {"args": ["--lr=0.2", "--n=2"]}, ["args: --lr=0.1 → --lr=0.2"]),
         ({"args": ["-v"]}, {"args": ["-v", "--steps", "9"]}, ["args: nothing → --steps 9"]),
+        ({"args": ["--n", "1", "-v"]}, {"args": ["--n", "2", "-v"]}, ["args: --n 1 → --n 2"]),
         ({"args": ["-v"]}, {}, ["args: -v → nothing"]),
         ({"env": {"TOKEN": "old"}}, {"env": {"TOKEN": "new"}}, ["env.TOKEN"]),
         (

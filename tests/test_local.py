@@ -210,6 +210,42 @@ def test_resume_goes_on_with_the_code_as_it_is(here: Here) -> None:
     assert here.code() == {"train.py": "v1", "snapshot.pt": "of this run"}
 
 
+def test_resume_waits_for_workers_that_were_told_to_leave(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.submit()
+    with here.launcher():
+        with pytest.raises(AlreadyRunning, match="job is running"):
+            here.backend.resume("job")
+        here.backend.suspend("job")
+        looks: list[Places] = []
+
+        def launched(places: Places) -> bool:
+            looks.append(places)
+            if len(looks) == 5:
+                here.leave(State.SUSPENDED)
+            return len(looks) < 6
+
+        monkeypatch.setattr(Places, "launched", launched)
+        here.backend.resume("job")
+    assert here.backend.status("job").state is State.PENDING
+
+
+def test_an_output_with_a_run_that_is_not_known_here_is_said_to_be_kept(here: Here, tmp_path: Path) -> None:
+    here.submit(output=str(tmp_path / "shared"))
+    (tmp_path / "shared" / "job" / "last.pt").write_text("weights")
+    (tmp_path / "another").mkdir()
+    there = Here(tmp_path / "another")
+    there.submit(output=str(tmp_path / "shared"))
+    (kept,) = (tmp_path / "shared" / "job" / "previous").iterdir()
+    assert (kept / "last.pt").exists()
+    (said,) = [notice for notice in there.backend.notices if notice.startswith("output: ")]
+    assert (
+        said == f"output: {kept.parent.parent} held a run that is not known here; it is kept in {kept}, and this one starts anew"
+    )
+    there.leave(State.SUCCEEDED)
+    there.submit(output=str(tmp_path / "shared"))
+    assert not any(notice.startswith("output: ") for notice in there.backend.notices)
+
+
 def test_links_in_the_copy_are_replaced_and_never_written_through(here: Here, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "big").write_text("the user's")

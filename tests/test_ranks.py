@@ -191,14 +191,12 @@ def test_a_file_that_is_missed_because_the_code_is_a_copy_is_named_with_the_reme
     for path in (tmp_path / "project" / "data" / "x", origin / "cache" / "y", copy / "train.py"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    remedy = f"name it under data from {tmp_path}/project/data and read it in $OUTLAST_DATA, or use an absolute path"
+    option = f" (--set 'data=[{{from: {tmp_path}/project/data}}]')"
+    remedy = f"name it under data{option} and read it in $OUTLAST_DATA, or use an absolute path"
     outside = f"is outside of the code, of which the job runs in a copy ({copy})"
     assert rank.missed("../data/x", copy, origin) == f"outlast: ../data/x {outside}; {remedy}"
     assert rank.missed(str(copy.parent / "data/x"), copy, origin) == f"outlast: {copy.parent}/data/x {outside}; {remedy}"
-    assert (
-        rank.missed("../data/x", copy, None)
-        == f"outlast: ../data/x {outside}; {remedy.replace(f' from {tmp_path}/project/data', '')}"
-    )
+    assert rank.missed("../data/x", copy, None) == f"outlast: ../data/x {outside}; {remedy.replace(option, '')}"
     assert rank.missed("cache/y", copy, origin) == (
         f"outlast: {origin}/cache/y is not in the copy of the code that the job runs in; "
         "bring it back with !cache/y in .outlastignore, or name it under data"

@@ -107,7 +107,7 @@ def test_a_failure_that_is_marked_as_not_counted_costs_nothing():
 
 def test_a_wrong_configuration_stops_at_once():
     assert judged(a_failure(78, reason="worker 1: no such file: train.py", step=None)) == Stop(
-        "worker 1: no such file: train.py; the configuration is wrong, a restart would not help", 78
+        "worker 1: no such file: train.py; a restart would not help", 78
     )
 
 

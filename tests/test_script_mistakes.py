@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,6 +98,14 @@ def test_ranks_in_different_calls_of_the_session_are_named_at_once(
     said = rf"OutlastError: rank 0 is in {one} {HERE}, {rest} in {others} {HERE}; every rank must make the same calls in the same"
     for error in end.errors:
         assert re.search(said, error), error
+
+
+def test_a_call_in_the_line_of_an_if_is_named_without_it(tmp_path: Path) -> None:
+    script = tmp_path / "one.py"
+    script.write_text("if rank == 0: found = barrier()\nfound = found, barrier()\n")
+    names = {"rank": 0, "barrier": lambda: stall.where(sys._getframe(1))}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    assert names["found"] == (("", "barrier() (one.py:1)"), ("", "found = found, barrier() (one.py:2)"))
 
 
 @pytest.mark.slow

@@ -412,6 +412,17 @@ def test_saving_the_same_step_twice_saves_it_once(plain: Path):
     assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1]
 
 
+def test_steps_are_told_although_nothing_is_logged(plain: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(contract.Env.STATE, str(plain))
+    with session.open() as run:
+        step = run.resume({"net": nn.Linear(2, 2)})
+        for told in (1, 2):
+            run.due(step + told)
+            assert progress.read(plain, 0).step == told
+        run.save(3)
+    assert progress.read(plain, 0).step == 3
+
+
 def test_saves_are_due_by_the_clock_but_never_while_one_is_in_flight(plain: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "0.001s")
     with session.open() as run:

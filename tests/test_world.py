@@ -12,8 +12,8 @@ PATIENCE = Patience(start=30, recovery=1, growth=5, leave=120, answer=10)
 NOW = 1000.0
 
 
-def a_worker(id, standing=WAITING, generation=0, *, since=NOW, failed=False):
-    return Member(id, f"host-{id}:29500", standing, generation, since, failed)
+def a_worker(id, standing=WAITING, generation=0, *, since=NOW, failed=False, why=""):
+    return Member(id, f"host-{id}:29500", standing, generation, since, failed, why)
 
 
 def a_world(*members, generation=4, at=900.0):
@@ -475,6 +475,14 @@ def test_a_failure_at_the_end_calls_those_that_are_done_too():
     assert decided(*members, world=a_world(0, 1), called=called, want=wanted(2)) == World(
         5, (0, 1), "host-0:29500", "worker 1 failed; training goes on with all 2", NOW
     )
+
+
+def test_a_call_names_the_cause_and_not_its_echo():
+    members = [
+        a_worker(0, WAITING, 4, failed=True),
+        a_worker(1, WAITING, 4, failed=True, why="rank 1 on worker 1 raised ValueError"),
+    ]
+    assert decided(*members, world=a_world(0, 1)) == Call(5, "rank 1 on worker 1 raised ValueError", False, NOW)
 
 
 def test_one_that_was_done_and_has_gone_is_not_awaited_for_long():

@@ -84,7 +84,7 @@ def judge(
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
         return Restart(History(past), used, f"{what}; interruptions do not count", counted=False)
     if failure.code == contract.Exit.MISCONFIGURED:
-        return Stop(f"{what}; the configuration is wrong, a restart would not help", failure.code)
+        return Stop(f"{what}; a restart would not help", failure.code)
     if everywhere:
         again = "every rank raises it before the first step, a restart would not help"
         return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED)

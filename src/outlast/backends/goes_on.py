@@ -152,7 +152,15 @@ def _changed(was: Any, now: Any) -> str:
         return f"{_text(was)} → {_text(now)}"
     was, now = was or [], now or []
     parts = difflib.SequenceMatcher(None, [*map(str, was)], [*map(str, now)], autojunk=False).get_opcodes()
-    return ", ".join(f"{_words(was[a:b])} → {_words(now[c:d])}" for kind, a, b, c, d in parts if kind != "equal")
+    return ", ".join(
+        f"{_words(_named(was, a, b))} → {_words(_named(now, c, d))}" for kind, a, b, c, d in parts if kind != "equal"
+    )
+
+
+def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
+    """These words, with the option before them if the first is its value."""
+    value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
+    return words[start - value : end]
 
 
 def _words(words: Sequence[Any]) -> str:

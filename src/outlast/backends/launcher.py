@@ -348,7 +348,10 @@ class Launcher(Decider):
             return
         self.closing = (state, reason, code)
         self.remember()
-        self.say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
+        if state is State.FAILED and self.status.state is State.RESTARTING:
+            self.say(State.RUNNING, "the job fails; its workers are told to end")  # why is said by its last state
+        else:
+            self.say(State.RUNNING if state is State.SUCCEEDED else State.RESIZING if code == 75 else self.status.state, reason)
         leave = code == contract.Exit.INTERRUPTED
         self.closed_at = self.clock()
         self.status.interruptions += leave

@@ -40,7 +40,9 @@ _STARTING_S = 10.0
 _DYING_S = 2.0
 """How long the lock of an output may outlive the launcher that held it."""
 _LEAVING_S = 300.0
-"""How long a launcher that has written the end may take to leave: it reads the whole ledger once more, for the goodput."""
+"""How long a launcher may take to leave: its workers save, and it reads the whole ledger once more, for the goodput."""
+_SILENT_S = 1.0
+"""After so long it is said that it is awaited."""
 
 
 class LocalBackend:
@@ -92,8 +94,11 @@ class LocalBackend:
         run_id, submitted = (earlier.run, earlier.submitted) if earlier else (_new_run_id(), time.time())
         output = Path(before.output) if before else _output(placed, self._state)
         _unused(output)
+        displaced = ""
         if before is None:
-            _make_room(output, run_id)
+            moved = _make_room(output, run_id)
+            if moved and not fresh and not places.run.exists():
+                displaced = f"output: {output} held a run that is not known here; it is kept in {moved}, and this one starts anew"
             places.run.unlink(missing_ok=True)  # first: half a state directory is no job
             if places.state.exists():
                 shutil.rmtree(places.state)
@@ -117,7 +122,7 @@ class LocalBackend:
             kept = (before.store or before.output) if before else ""
             to = _store(placed) or str(_output(placed, self._state))
             self.notices = [how.sentence, *goes_on.since(old, placed, changed, kept, to), *self.notices]
-        self.notices += _shell(places, run_id, placed)
+        self.notices += [*filter(None, [displaced]), *_shell(places, run_id, placed)]
         files.replace(places.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
         Wanted(placed.spec.workers.replicas).write(places)
@@ -155,13 +160,16 @@ class LocalBackend:
         return True
 
     def _not_running(self, places: Places) -> None:
-        """Raise AlreadyRunning if a launcher has the job; one that has just written the end gets a moment to leave."""
-        deadline = time.monotonic() + _LEAVING_S
+        """Raise AlreadyRunning if a launcher has the job; one that ends, or whose workers were told to leave, is awaited."""
+        began, name, told = time.monotonic(), places.state.name, False
         while places.launched():
-            over = places.run.exists() and self._read(places).finished is not None
-            if not over or time.monotonic() > deadline:
-                name = places.state.name
+            over = places.run.exists() and (self._read(places).finished is not None or Wanted.read(places).end)
+            waited = time.monotonic() - began
+            if not over or waited > _LEAVING_S:
                 raise AlreadyRunning(f"job {name} is running; `outlast status {name}` shows it, `outlast cancel {name}` ends it")
+            if waited > _SILENT_S and not told:
+                print(f"outlast | waiting for the workers of {name} to leave", file=sys.stderr, flush=True)
+                told = True
             time.sleep(0.02)
 
     def _launch(self, places: Places) -> None:
@@ -290,8 +298,8 @@ class LocalBackend:
     def resume(self, name: str) -> None:
         """Go on with a job that was suspended, interrupted or cancelled, or that failed, with its code and file as they were."""
         places = self._known(name)
-        status = self.status(name)
         self._not_running(places)
+        status = self.status(name)
         if status.state is State.SUCCEEDED:
             raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
         run = Run.read(places)
@@ -544,7 +552,8 @@ def _target(status: JobStatus, worker: int | None, rng: random.Random, *, needs_
             lack = f"no worker {'has a training process' if needs_process else 'runs'}"
         else:
             lack = f"worker {worker} {'has no training process' if needs_process else 'does not run'}"
-        raise OutlastError(f"{lack} now ({status.name} is {status.state}); wait until it trains")
+        remedy = f"it has ended; start it with: {status.again}" if status.state.final else "wait until it trains"
+        raise OutlastError(f"{lack} now ({status.name} is {status.state}); {remedy}")
     return rng.choice(alive)
 
 
@@ -672,12 +681,14 @@ def _unwritable(output: Path, problem: OSError) -> OutlastError:
     return OutlastError(f"output: cannot write to {output}: {why}; choose another directory or mend its rights")
 
 
-def _make_room(output: Path, run: str) -> None:
-    """An output directory for `run`; what an earlier one left there, its working directory included, is moved to `previous/`."""
+def _make_room(output: Path, run: str) -> Path | None:
+    """An output directory for `run`; what an earlier one left there, its working directory included, is moved to `previous/`.
+    Returns where that is kept, None if there was nothing."""
+    kept = None
     try:
         output.mkdir(parents=True, exist_ok=True)
         if checkpoints.generation(output / contract.CHECKPOINTS, run):
-            return  # it is the run's own: only what this machine knew of it is lost
+            return None  # it is the run's own: only what this machine knew of it is lost
         earlier = [entry for entry in output.iterdir() if entry.name != "previous"]
         if earlier:
             kept = output / "previous" / time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
@@ -689,6 +700,7 @@ def _make_room(output: Path, run: str) -> None:
         (output / contract.LEDGER).mkdir(exist_ok=True)
     except OSError as problem:
         raise _unwritable(output, problem) from problem
+    return kept
 
 
 def _snapshot(

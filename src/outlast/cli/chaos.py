@@ -60,6 +60,8 @@ def chaos(
         raise typer.BadParameter("--worker and --random exclude each other")
     if times is not None and every is None:
         raise typer.BadParameter("--times needs --every")
+    if len(words) == 2 and words[0] in harm.ACTIONS:
+        words = words[::-1]
     action = words[-1]
     strikes = harm.load(Path(action)) if action.endswith((".yaml", ".yml")) else None
     if strikes is None:

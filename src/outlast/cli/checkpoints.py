@@ -145,6 +145,10 @@ def _chosen(job: Job, step: int | None) -> list[Saved]:
     raise NotFound(f"no checkpoint of step {step}; there are: {_steps(found)}")
 
 
+def _say_none() -> None:
+    print("no checkpoint of outlast.training is there; what a plain script saves is in its working directory", file=sys.stderr)
+
+
 def _steps(found: Sequence[Saved | remote.Checkpoint]) -> str:
     return ", ".join(str(each.step) for each in found) or "none"
 
@@ -176,6 +180,8 @@ def list_(
     if output is not Output.TABLE:
         show.data([saved.plain(job) for saved in found], output)
         return
+    if not found:
+        return _say_none()
     now = time.time()
     rows = []
     for saved in found:
@@ -269,6 +275,8 @@ def verify(
             print(f"{at}: {said}", flush=True)
 
     found = _chosen(job, step)
+    if not found:
+        _say_none()
     for saved in found:
         if saved.here:
             problem = _verified(saved.here.path)

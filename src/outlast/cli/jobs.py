@@ -216,7 +216,7 @@ def suspend(
     name = which.job(place, name)
     place.suspend(name)
     more = f"outlast resume {name}{which.suffix(namespace, context)}"
-    print(f"{name} is suspended: its workers are told to leave; go on with: {more}")
+    print(f"{name} is told to suspend: its workers save and leave; go on with: {more}")
 
 
 def resume(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,7 +100,9 @@ _UNTOLD = "none told; a line such as `step 120/2000` on rank 0 is read, outlast.
 
 def _steps_known(status: JobStatus) -> bool:
     """Whether there is a step to show; a run that has just begun is at step 0."""
-    return bool(status.step or status.told or not status.started or time.time() - status.started < _BEGINNING_S)
+    return bool(
+        status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _BEGINNING_S)
+    )
 
 
 def session(status: JobStatus) -> bool:
@@ -217,13 +220,18 @@ def jobs(statuses: Sequence[JobStatus], now: float) -> str:
     return table(("NAME", "STATE", "WORKERS", "STEP", "RESTARTS", "GOODPUT", "AGE", "REASON"), rows)
 
 
+_LEFT = re.compile(r" \(\d+ s left\)")
+"""What changes every second in a reason: the panel shows it, lines need it once."""
+
+
 def _rank(rank: RankStatus) -> str:
     return str(rank.rank) if rank.step is None else f"{rank.rank}:{rank.step}"
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
     """What a reader who has seen `old` must be told now, one sentence a line."""
-    told = [] if old is not None and (old.state, old.reason) == (new.state, new.reason) else [state(new)]
+    same = old is not None and old.state == new.state and _LEFT.sub("", new.reason) in ("", _LEFT.sub("", old.reason))
+    told = [] if same else [state(new)]
     known = old.warnings if old is not None else []
     return told + [f"warning: {warning}" for warning in new.warnings if warning not in known]
 

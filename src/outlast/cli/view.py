@@ -165,7 +165,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
     """How a run ended, and what to do next."""
     took = units.human_seconds(show.lasted(status, now))
     did = [
-        f"{show.steps(status)} steps in {took}" if status.step or status.told else took,
+        f"{show.steps(status)} steps in {took}" if status.step else took,
         show.count(status.restarts, "restart"),
         show.count(status.interruptions, "interruption"),
     ]

@@ -133,13 +133,22 @@ class Decider(abc.ABC):
         self.reports[report.id] = report
         if before is not None and dataclasses.replace(before, since=report.since) == report:
             return  # a heartbeat
-        standing = Standing(report.standing)
+        failure, echo = None, False
+        if report.failed and report.failure:
+            failure, echo = reported(report.failure, report.id, report.generation, self.clock())
         self.known = self.known.heard(
-            world.Member(report.id, report.address, standing, report.generation, self.clock(), report.failed)
+            world.Member(
+                report.id,
+                report.address,
+                Standing(report.standing),
+                report.generation,
+                self.clock(),
+                report.failed,
+                failure.reason if failure and not echo else "",
+            )
         )
         now = self.known.world
-        if report.failed and report.failure and now and self.judged < report.generation == now.generation:
-            failure, echo = reported(report.failure, report.id, report.generation, self.clock())
+        if failure and now and self.judged < report.generation == now.generation:
             self.add_failure(failure, echo=echo)
         # It may have missed what was said before it connected.
         if self.known.called is not None:

@@ -52,6 +52,8 @@ class Member:
     """When it took this standing; repeating a report does not change it."""
     failed: bool = False
     """Its training processes of `generation` failed, or it was found hung."""
+    why: str = ""
+    """What failed, in a sentence; empty when that is not known or only echoes another's failure."""
 
 
 @dataclass(frozen=True)
@@ -279,8 +281,10 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def failed_workers(s: _Situation) -> Decision | None:
-    failed = [m.id for m in s.inside if m.failed and m.standing is not Standing.DONE]
-    return s.drop(f"{_workers(failed)} failed") if failed else None
+    failed = [m for m in s.inside if m.failed and m.standing is not Standing.DONE]
+    if not failed:
+        return None
+    return s.drop(next((m.why for m in failed if m.why), "") or f"{_workers(m.id for m in failed)} failed")
 
 
 def workers_left_untold(s: _Situation) -> Decision | None:
@@ -490,7 +494,7 @@ def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
 
 
 def _world(s: _Situation, chosen: Sequence[Member]) -> World:
-    size = f"all {len(chosen)}" if len(chosen) == s.target else f"{len(chosen)} of {s.target}"
+    size = f"{len(chosen)} of {s.target}" if len(chosen) < s.target else f"all {s.target}" if s.target > 1 else "1 worker"
     why = f"{s.called.reason}; " if s.called and s.called.reason != "the run goes on" else ""
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"

@@ -217,7 +217,7 @@ def _verdict(code: int) -> str:
     if code == contract.Exit.INTERRUPTED:
         return "training was interrupted and has saved its state"
     if code == contract.Exit.MISCONFIGURED:
-        return "the configuration is wrong"
+        return "training failed, and would fail again"
     if code == contract.Exit.GIVEN_UP:
         return "the job is given up"
     return "the training processes were killed" if contract.killed(code) else f"training failed with exit code {code}"

@@ -117,7 +117,7 @@ def missed(name: str, code: Path, origin: Path | None) -> str:
             else ""
         )
     what = f"{name} is outside of the code, of which the job runs in a copy ({code})"
-    where = f" from {there.parent}" if there else ""
+    where = f" (--set 'data=[{{from: {there.parent}}}]')" if there else ""
     return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
 
 

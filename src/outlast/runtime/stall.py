@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import linecache
 import os
@@ -337,8 +338,18 @@ def where(frame: FrameType | None) -> tuple[str, str]:
     if frame is None:
         return waits, ""
     file, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(file, line).strip()
+    text = _call(frame) or linecache.getline(file, line).strip()
     return waits, f"{text[:60] or frame.f_code.co_name} ({os.path.basename(file)}:{line})"
+
+
+def _call(frame: FrameType) -> str:
+    """The call that a frame is in, where it stands behind an `if` in one line."""
+    at = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    first, last, start, end = at
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if first is None or first != last or start is None or not text.lstrip().startswith("if "):
+        return ""
+    return text.encode()[start:end].decode(errors="replace")
 
 
 def _foreign(frame: FrameType) -> bool:

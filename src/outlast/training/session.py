@@ -388,6 +388,7 @@ class Session:
         """
         step = mistakes.whole(step)
         self._advanced(f"run.due({step})", step)
+        self._report(phase="train", step=step)
         if self._votes is None:
             self.interrupted()
         assert self._votes is not None
@@ -506,7 +507,7 @@ class Session:
         if self.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":
-            self._report(committed=fields["step"])
+            self._report(committed=fields["step"], step=max(self._record.step, fields["step"]))  # not every script logs
         elif kind == "not_copied":
             log.warning("outlast: step %d is saved, but not on every disk: %s", fields["step"], fields["reason"])
         elif self.rank == 0:
