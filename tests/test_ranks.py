@@ -207,6 +207,14 @@ def test_a_file_that_is_missed_because_the_code_is_a_copy_is_named_with_the_reme
         assert rank.missed(nowhere, copy, None) == ""
 
 
+def test_an_exception_that_is_its_own_cause_has_no_endless_story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(contract.Env.CODE, str(tmp_path))
+    monkeypatch.setenv(contract.Env.JOB_FILE, str(tmp_path / "job.yaml"))
+    error = ValueError("bad")
+    error.__cause__ = error  # raise error from error
+    assert rank._hint(error) == ""
+
+
 def test_a_script_that_is_no_python_dies_without_frames_of_ours(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def x(:")
     environ = {name: value for name, value in os.environ.items() if name != contract.Env.STATE}

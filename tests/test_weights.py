@@ -81,6 +81,8 @@ def exported(kind: str) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         if kind == "fsdp":
             net[2].weight = nn.Parameter(net[2].weight.to(torch.bfloat16))
+            net.extend([nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)])
+            net[4].weight = net[3].weight  # tied, and nothing of it is on rank 1
             fully_shard(net[0], mesh=init_device_mesh("cpu", (run.world_size,)))
             fully_shard(net, mesh=init_device_mesh("cpu", (run.world_size,)))
         try:
@@ -104,6 +106,7 @@ def test_wrapped_and_sharded_models_are_exported_whole_under_their_own_names(tmp
         "0.bias": (torch.Tensor, (9,), torch.float32),
         "2.weight": (torch.Tensor, (3, 9), torch.bfloat16 if kind == "fsdp" else torch.float32),
         "2.bias": (torch.Tensor, (3,), torch.float32),
+        **({f"{number}.weight": (torch.Tensor, (1, 4), torch.float32) for number in (3, 4)} if kind == "fsdp" else {}),
     }
     torch.manual_seed(1)  # as session.open(seed=1) does
     assert found["0.weight"].equal(nn.Linear(7, 9).weight)

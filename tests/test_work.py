@@ -141,7 +141,8 @@ class Disk:
         results = work.Results(self.output)
         ours = work.ours(self.output, self.place, self.environ)
         skip = lambda path: push.skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
-        sync.push(self.output, self.place, self.output / ".push" / "manifest", skip=skip, leave=results.unfinished())
+        manifest, held = self.output / ".push" / "manifest", results.unfinished()
+        sync.push(self.output, self.place, manifest, skip=skip, leave=held, expired=results.expired)
 
     def holds(self) -> dict[str, str]:
         """The files of the working directory that people see."""
@@ -198,6 +199,42 @@ def test_code_of_a_newer_image_comes_and_what_the_job_wrote_stays(tmp_path: Path
     disk.environ[Env.CODE] = str(code)
     disk.start()
     assert disk.holds() == {"train.py": "v2", "config.json": '{"written": "by the job"}'}
+
+
+def test_a_pod_that_is_killed_as_newer_code_comes_has_it_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path / "pod", f"file://{tmp_path}/store")
+    code = disk.environ[Env.CODE]
+    disk.start()
+    write(Path(code) / "train.py", "v2", at=None)
+    write(Path(code) / "new.py", "v2", at=None)
+
+    def killed(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        disk.environ[Env.CODE] = code
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.copy2", killed)
+            with pytest.raises(KeyboardInterrupt):
+                disk.start()
+    disk.start()
+    assert disk.holds() == {"train.py": "v2", "new.py": "v2"}
+
+
+def test_a_checkpoint_stays_in_the_store_until_the_one_that_replaced_it_is_there(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "pod", f"file://{tmp_path}/store")
+    disk.start()
+    disk.train(1, 0)
+    work_dir = disk.output / "work"
+    old, new = (write(work_dir / name / "model.bin", at=at) for name, at in (("checkpoint-1", LONG_AGO), ("checkpoint-2", None)))
+    for left in ("checkpoint-1", "checkpoint-1", "checkpoint-2"):
+        disk.push()
+        assert [entry.key for entry in disk.place.entries() if "checkpoint" in entry.key] == [f"work/{left}/model.bin"]
+        if old.exists():
+            old.unlink()
+            old.parent.rmdir()
+        else:
+            os.utime(new, (LONG_AGO, LONG_AGO))
 
 
 def test_on_a_volume_a_new_run_begins_without_the_files_of_the_one_before(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ remedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class OutlastError(Exception):
@@ -176,3 +176,13 @@ class Unreachable(StoreError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry=True)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and what it came from, each once: after `raise error from error` it is its own cause."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__ or cause.__context__

@@ -146,7 +146,7 @@ class Pusher:
             self._place,
             self.output / OWN / "manifest",
             skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
-            leave=(lambda _: False) if last else self._results.unfinished(),
+            leave=self._results.unfinished(last=last),
             expired=self._results.expired if ours else lambda _: False,
             check=not self._checked,
             stop=stop,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outlast import contract, files
-from outlast.errors import NoRoom, OutlastError, Superseded
+from outlast.errors import NoRoom, OutlastError, Superseded, causes
 from outlast.runtime import progress, stall
 
 _began = time.monotonic()
@@ -86,10 +86,8 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 def _hint(error: BaseException) -> str:
     """What to do about a file that is missed only because the job runs in a copy of its code; empty if that is not why."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, FileNotFoundError) and isinstance(cause.filename, str)):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None or not code or not file:
+    names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
+    if not names or not isinstance(names[0], str) or not code or not file:
         return ""
     from outlast import spec
 
@@ -97,7 +95,7 @@ def _hint(error: BaseException) -> str:
         origin = spec.local(spec.pinned(spec.load(file).spec.code or "")[0])
     except OutlastError:
         return ""
-    return missed(cause.filename, Path(code), origin)
+    return missed(names[0], Path(code), origin)
 
 
 def missed(name: str, code: Path, origin: Path | None) -> str:

@@ -85,6 +85,8 @@ class Results:
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
         """Of the files that `unfinished` held back the last time."""
+        self._waiting: set[str] = set()
+        """Paths that this pass holds back, and the directories they are in."""
 
     def skipped(self, path: str) -> bool:
         """Whether a path in the output is in the working directory and no result: code, and what is hidden or compiled."""
@@ -114,7 +116,8 @@ class Results:
             self._noted, self._listed = noted, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Whether a result that is no longer here is (of) a checkpoint that the script has deleted after a later one."""
+        """Whether a result that is no longer here is (of) a checkpoint that the script has deleted after a later one, which is
+        in the store: what this pass holds back is not."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := saves.step_of(part)) is not None]
         of_file = saves.step_of_file(name)[1]
@@ -129,17 +132,19 @@ class Results:
             return False
         if parts[place] in there:
             return False
-        found = (saves.step_of_file(other)[1] if place == len(above) else saves.step_of(other) for other in there)
+        whole = [name for name in there if not name.endswith(".tmp") and "/".join([*parts[:place], name]) not in self._waiting]
+        found = (saves.step_of_file(other)[1] if place == len(above) else saves.step_of(other) for other in whole)
         return any(other is not None and other > step for other in found)
 
-    def unfinished(self) -> Callable[[str], bool]:
-        """For one pass: whether a result may be unfinished, so that it must not replace a whole one in the store.
+    def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
+        """For one pass: whether a result may be unfinished, so that it must not replace a whole one in the store. Nothing is
+        in the `last` pass.
 
         A file that was renamed after its last byte (ctime after mtime) is whole. One that was written in place has to be quiet
         for a while; if it is small and was held back in the last pass, it goes as it is. A checkpoint's directory goes when all
         that is in it is quiet, in the rest of the output as well.
         """
-        before, self._sizes = self._sizes, {}
+        before, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
         directories: dict[Path, bool] = {}
 
@@ -164,7 +169,13 @@ class Results:
             self._sizes[path] = stat.st_size
             return path not in before or (stat.st_size > _SMALL and stat.st_size != before[path])
 
-        return held
+        def waits(path: str) -> bool:
+            if waiting := not last and held(path):
+                parts = path.split("/")
+                self._waiting.update("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+            return waiting
+
+        return waits
 
 
 # Whose files count
@@ -228,15 +239,17 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         directory.mkdir(parents=True, exist_ok=True)
         files.replace(directory / _RUN, environ[Env.RUN])
         known = listed(directory)
-        note_code(directory, {name: looks(path) for name, path in found.items()})
+        code_now = {name: looks(path) for name, path in found.items()}
+        note_code(directory, {**code_now, **known})  # who is killed half-way knows old files as old ones
         for name, path in found.items():
             into = directory / name
-            if os.path.lexists(into) and (name not in known or looks(into) != known[name] or known[name] == looks(path)):
+            if os.path.lexists(into) and (name not in known or looks(into) != known[name] or known[name] == code_now[name]):
                 continue  # the job's own, or there already
             into.parent.mkdir(parents=True, exist_ok=True)
             partial = into.with_name(f".{into.name}.coming")
             shutil.copy2(path, partial, follow_symlinks=False)
             partial.replace(into)
+        note_code(directory, code_now)
     environ[Env.CODE] = str(directory)
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from outlast import checkpoints, contract
-from outlast.errors import OutlastError, Superseded
+from outlast.errors import OutlastError, Superseded, causes
 from outlast.runtime import stall
 from outlast.training import metrics
 from outlast.training.checkpoint import Flat
@@ -266,9 +266,7 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {sentence(failure)}"
-    cause: BaseException | None = error
-    while cause:
+    for cause in causes(error):
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
-        cause = cause.__cause__ or cause.__context__
     return str(error) if isinstance(error, OutlastError) else f"{type(error).__name__}: {error}"

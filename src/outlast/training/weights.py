@@ -44,7 +44,7 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
     """
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
-    if weights:
+    if dist.get_rank() == 0:
         try:
             write(path, weights)
         except OutlastError as error:
@@ -69,21 +69,26 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
                 f"the model has {streams.kind(tensor)} as {name!r}, which is no tensor; export the part without it"
             )
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        key = (local.data_ptr() or name, tensor.shape, tensor.stride(), tensor.dtype)
+        # Not data_ptr(): that of an empty shard is 0, and all ranks must find the same tensors tied.
+        key = (local.untyped_storage().data_ptr() or name, local.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in tied:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to(tensor.device_mesh.device_type)  # it may have been offloaded
                 tensor = cast(DTensor, tensor).full_tensor()
-            if not keep:
-                continue
-            copy = tensor.cpu()
-            storage = copy.untyped_storage()
-            if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:  # a view: torch would save all it is a view of
-                copy = copy.clone()
-            storages.add(copy.untyped_storage().data_ptr())
-            tied[key] = copy
-        weights[name] = tied[key]
+            tied[key] = _copied(tensor, storages) if keep else torch.empty(0)
+        if keep:
+            weights[name] = tied[key]
     return weights
+
+
+def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """A tensor on the CPU that has its storage, which is added to `storages`, to itself: torch saves all that it is a view of."""
+    copy = tensor.cpu()
+    storage = copy.untyped_storage()
+    if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:
+        copy = copy.clone()
+    storages.add(copy.untyped_storage().data_ptr())
+    return copy
 
 
 def write(path: Path, weights: Weights) -> None:
