@@ -328,7 +328,12 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
 
 def test_a_failure_without_a_traceback_shows_the_tail_of_its_log() -> None:
     failed = Failure(worker=0, code=3, reason="rank 0 on worker 0 exited with code 3", log_tail="no such file\nbye\n")
-    assert show.failure(failed) == "rank 0 on worker 0 exited with code 3 (exit code 3)\n    no such file\n    bye"
+    assert (
+        show.failure(failed)
+        == "rank 0 on worker 0 exited with code 3 (exit code 3)\n    its log ends with:\n    no such file\n    bye"
+    )
+    long = show.failure(failed.model_copy(update={"log_tail": "x" * 500}))
+    assert max(map(len, long.splitlines())) == 4 + 300
 
 
 def test_only_what_changed_is_said() -> None:
@@ -450,6 +455,8 @@ def test_chaos_strikes_once_or_again_and_again(tmp_path: Path, outlast: Outlast,
     assert workers[0] == workers[1], "the same seed harms the same workers"
     assert len(set(workers[0])) == 2
     assert outlast(backend, "chaos", "explode")[2].startswith("Error: no such chaos: 'explode'")
+    assert "the action comes last: outlast chaos kill-worker --worker 1" in outlast(backend, "chaos", "kill-worker", "1")[2]
+    assert "the action comes last: outlast chaos job kill-worker" in outlast(backend, "chaos", "kill-worker", "job")[2]
     for wrong in (["term", "--times", 2], ["term", "--worker", 1, "--random"], ["a", "b", "term"]):
         assert outlast(backend, "chaos", *wrong)[0] == 2
     backend.cancel("job")

@@ -271,12 +271,21 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     assert launcher.status.saved.name == "work/checkpoint-40"
     launcher.formed(world.World(2, (0, 1), "", ""))
     launcher.known = world.State({}, world.World(2, (0, 1), "", "", 0.0))
-    monkeypatch.setattr(launcher, "_logged", lambda _: (3, 100))
+    of_worker = {"logged": [9, 100, 1]}
+    launcher.staff.present[0] = Worker(0, 1, 1)
+    monkeypatch.setattr(launcher.staff, "said", lambda _: of_worker)
     record = SimpleNamespace(phase="started", generation=2, step=0, steps=None)
     monkeypatch.setattr("outlast.backends.launcher.progress.read", lambda *_: record)
+    launcher._read_progress()
+    launcher.status.step, launcher.status.steps, launcher.status.told = 9, 100, "log"
+    launcher._read_progress()
+    assert (launcher.warning, launcher.status.step) == ("", 9), (
+        "the line that the worker tells of was printed in the world before"
+    )
+    of_worker["logged"] = [3, 100, 2]
     launcher._show()
     (warning,) = launcher.status.warnings
-    assert "is at step 3, although work/checkpoint-40 is there" in warning
+    assert "was at step 3, although work/checkpoint-40 was there" in warning
 
     (first.output / "work" / "checkpoint-60").mkdir()
     (first.output / "work" / "checkpoint-60" / "model.pt").touch()

@@ -909,6 +909,7 @@ def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> No
     found = here.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)
     assert [cause.rule for cause in found] == ["store", "warning", "training"]
     assert found[0].what == "its output cannot be pushed to s3://b/runs/digits since 2m00s, 1.0 MiB of checkpoints wait"
+    assert found[-1].what.startswith("2 of 2 workers train")
 
 
 # The command line

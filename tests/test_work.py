@@ -331,7 +331,7 @@ def test_a_script_that_does_not_load_its_checkpoint_is_noticed(
     saved: int | None, step: int, steps: int | None, told: str, warns: bool
 ) -> None:
     said = saves.begun_anew(saves.Save("work/out/checkpoint-140", saved, LONG_AGO), step, steps, told)
-    assert said.startswith("the script was started again and is at step 26, although work/out/checkpoint-140 is there") == warns
+    assert said.startswith("after its restart the script was at step 26, although work/out/checkpoint-140 was there") == warns
     assert saves.begun_anew(None, step, steps, told) == ""
 
 

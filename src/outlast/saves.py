@@ -111,7 +111,7 @@ def begun_anew(before: Said | None, step: int, steps: int | None, told: str) -> 
     if before is None or before.step is None or not 0 < step < before.step or (told == "log" and (steps or 0) < before.step):
         return ""
     remedy = "have it load its newest checkpoint when it starts (a Trainer: resume_from_checkpoint)"
-    return f"the script was started again and is at step {step}, although {before.name} is there: {remedy}"
+    return f"after its restart the script was at step {step}, although {before.name} was there: {remedy}"
 
 
 _NUMBER = r"(\d{1,3}(?:,\d{3})+|\d{1,15})"

@@ -386,6 +386,7 @@ class Launcher(Decider):
         self._judge_last()
         if self.status.told != "session" and self.status.checkpoint is None:
             self._see_saves(now=True)
+            self.warning = ""
         if code == contract.Exit.INTERRUPTED:
             reason = f"{reason}; {self._what_is_saved()}"
         self.status.world, self.status.rate = [], None
@@ -466,13 +467,14 @@ class Launcher(Decider):
             return
         if record.phase == "started":
             self._see_saves()
-            logged = self._logged(now_world.members[0])
+            logged = self._logged(now_world)
             if record.step:
                 self._paced(record.step, record.steps, "script")
             elif logged:
                 self._paced(logged[0], logged[1] or self.status.steps, "log")  # a line without the total does not take it back
-            told = self.status
-            self.warning = self.warning or saves.begun_anew(self.saved_before, told.step, told.steps, told.told)
+            if record.step or logged:  # in this world
+                told = self.status
+                self.warning = self.warning or saves.begun_anew(self.saved_before, told.step, told.steps, told.told)
             return
         self._paced(record.step, record.steps, "session")
         self.stepped, self.status.saved = True, None
@@ -480,11 +482,11 @@ class Launcher(Decider):
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
             self.status.checkpoint = _shown(found) if (found := self._newest()) else self.status.checkpoint
 
-    def _logged(self, index: int) -> tuple[int, int | None] | None:
-        """The step that rank 0's worker has read in its log."""
-        worker = self.staff.present.get(index)
+    def _logged(self, now: world.World) -> tuple[int, int | None] | None:
+        """The step that rank 0's worker has read in its log, printed in this world: its file may be older."""
+        worker = self.staff.present.get(now.members[0])
         said = self.staff.said(worker).get("logged") if worker else None
-        return (said[0], said[1]) if said else None
+        return (said[0], said[1]) if said and said[2:] == [now.generation] else None
 
     def _paced(self, step: int, steps: int | None, told: str) -> None:
         now = self.clock()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from outlast.status import Failure, JobStatus, RankStatus, StoreStatus
 
 
+_WIDEST = 300
+"""Characters that are shown of a line of a log in a failure."""
 _BEGINNING_S = 20.0
 """For so long a run that tells no step is taken to be before its first one; arbitrary."""
 
@@ -155,7 +157,9 @@ def failure(failed: Failure) -> str:
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
     head = f"{failed.reason} ({', '.join(where)})" if where else failed.reason
-    return "\n".join([head, *(f"    {line}" for line in (failed.traceback or failed.log_tail).rstrip().splitlines())])
+    tail = [line if len(line) <= _WIDEST else f"{line[: _WIDEST - 1]}…" for line in failed.log_tail.rstrip().splitlines()]
+    words = failed.traceback.rstrip().splitlines() or (["its log ends with:", *tail] if tail else [])
+    return "\n".join([head, *(f"    {line}" for line in words)])
 
 
 def page(status: JobStatus, now: float) -> str:

@@ -67,7 +67,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
                 remedy = "wait; after hang.limit it is a hang, and the training restarts"
                 yield Cause("still", f"{train}, and it {still}", (), remedy)
                 return
-            what = f"nothing is wrong: {train}{restarts}"
+            what = f"{'' if status.warnings else 'nothing is wrong: '}{train}{restarts}"
             yield Cause("training", what, _said(status.failure, events) if status.restarts else (), wrong=False)
 
 

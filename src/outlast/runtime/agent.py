@@ -555,7 +555,7 @@ class Agent:
             "reason": self.worker.reason or self.worker.leaving,
             "code": self.exit.code if self.exit else None,
             "ranks": ranks or [],
-            "logged": self._logged.said,
+            "logged": self._logged.told(),
             "probes": self.probes,
             "pushed": self._pusher.said,
             "displaced": self.displaced,
@@ -589,6 +589,10 @@ class Logged:
         elif first.phase == "started" and not first.step and log.written != self._written:
             self._written = log.written
             self.said = saves.last_step(log.recent.decode(errors="replace"), self.said)
+
+    def told(self) -> tuple[int, int | None, int] | None:
+        """The step, the total, and the generation whose process has printed them."""
+        return (*self.said, self._of[0]) if self.said and self._of else None
 
 
 class _Voice:
