@@ -65,9 +65,6 @@ def chaos(
     action = words[-1]
     strikes = harm.load(Path(action)) if action.endswith((".yaml", ".yml")) else None
     if strikes is None:
-        if action not in harm.ACTIONS and words[0] in harm.ACTIONS:
-            better = f"{words[0]} --worker {action}" if action.isdecimal() else f"{action} {words[0]}"
-            raise typer.BadParameter(f"the action comes last: outlast chaos {better}")
         harm.check(action)
     elif worker is not None or random_ or every is not None:
         raise typer.BadParameter(f"{action} says itself whom and when to harm; leave out --worker, --random and --every")
