@@ -55,11 +55,11 @@ class Here:
         path.write_text(text)
         os.utime(path, (at, at))
 
-    def submit(self, *, fresh: bool = False, **fields: object) -> str:
+    def submit(self, *, fresh: bool = False, name: str = "job", **fields: object) -> str:
         """The run's id."""
         path = self.source.parent / "job.yaml"
         whole = {"script": "train.py", "code": str(self.source), "workers": {"replicas": 2}, **fields}
-        document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": whole}
+        document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}
         path.write_text(json.dumps(document))
         return self.backend.submit(spec.load(path), source=path, fresh=fresh)
 
@@ -137,6 +137,11 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
         code, said = outlast(here, "forget", "job", "--output", "--yes")
         assert (code, here.places.run.exists()) == (2, True)
         assert "is in use by the job in" in said
+    (here.output / contract.OWNER).write_text("/home/ann/.outlast/jobs/job")
+    code, said = outlast(here, "forget", "job", "--output", "--yes")
+    assert (code, here.places.run.exists()) == (2, True)
+    assert "is that of the job in /home/ann/.outlast/jobs/job now; forget job without --output" in said
+    (here.output / contract.OWNER).write_text(str(here.places.state))
     assert outlast(here, "forget", "job", "--output", "-y")[0] == 0
     assert (here.output.exists(), here.places.state.exists()) == (False, False)
 
@@ -172,6 +177,16 @@ def test_an_output_that_another_state_directory_drives_is_left_alone(
     os.close(lock)
     here.submit(output=str(output))
     assert not (output / "job" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["src", "project"])
+def test_an_output_that_holds_the_code_or_the_job_file_is_refused_before_anything_is_moved(tmp_path: Path, name: str) -> None:
+    (tmp_path / "project").mkdir()
+    here = Here(tmp_path / "project")
+    output = here.source if name == "src" else tmp_path / "project"
+    with pytest.raises(OutlastError, match=r"^output: .*, the job's name below output, holds .*; give the job another name or"):
+        here.submit(name=name, output=str(output.parent))
+    assert [path.name for path in here.source.iterdir()] == ["train.py"]
 
 
 def test_a_job_that_is_to_have_no_workers_is_not_begun(here: Here) -> None:

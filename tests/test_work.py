@@ -301,6 +301,7 @@ def test_names_of_directories_that_are_checkpoints(name: str, step: int | None) 
         ("timestep 5", None),
         ("step time: 40 ms", None),
         ("step 12.5", None),
+        ("\x1b[32mstep 10\x1b[0m loss 0.1", (10, None)),
     ],
 )
 def test_steps_in_lines_of_a_log(line: str, said: tuple[int, int | None] | None) -> None:

@@ -126,14 +126,16 @@ _SAID = tuple(
     )
 )
 """`Step: 120/2000`; `step 120`, `iter 120:`, `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`."""
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LINE = 400
 """Characters of a line that are looked at: steps stand at its beginning."""
 
 
 def step_in(line: str) -> tuple[int, int | None] | None:
     """The step that a line of a log tells of, and of how many, if it says that."""
+    plain = _COLOR.sub("", line[:_LINE])
     for pattern in _SAID:
-        if found := pattern.search(line[:_LINE]):
+        if found := pattern.search(plain):
             step, total = (int(group.replace(",", "")) if group else None for group in found.groups())
             if step is not None and (total is None or 0 < total >= step):
                 return step, total

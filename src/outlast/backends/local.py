@@ -96,6 +96,8 @@ class LocalBackend:
         _unused(output)
         displaced = ""
         if before is None:
+            code_here = spec.local(spec.pinned(placed.spec.code)[0]) if placed.spec.code else None
+            _apart(output, source, *([code_here] if code_here else []))
             moved = _make_room(output, run_id)
             if moved and not fresh and not places.run.exists():
                 displaced = f"output: {output} held a run that is not known here; it is kept in {moved}, and this one starts anew"
@@ -372,11 +374,14 @@ class LocalBackend:
         there = Path(Run.read(places).output)
         if output:
             _unused(there)
+            with contextlib.suppress(FileNotFoundError):  # it has never begun to train
+                if (whose := (there / contract.OWNER).read_text()) not in ("", str(places.state)):
+                    raise OutlastError(f"output {there} is that of the job in {whose} now; forget {name} without --output")
         try:
             places.run.unlink()  # first: half a state directory is no job
             shutil.rmtree(places.state)
             if output and there.exists():
-                shutil.rmtree(there)
+                shutil.rmtree(there.resolve())
         except OSError as problem:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
@@ -679,6 +684,15 @@ def _ignored_by_git(state: Path) -> None:
 def _unwritable(output: Path, problem: OSError) -> OutlastError:
     why = problem.strerror or problem
     return OutlastError(f"output: cannot write to {output}: {why}; choose another directory or mend its rights")
+
+
+def _apart(output: Path, *sources: Path) -> None:
+    """Raise OutlastError when the output, which is emptied for a new run, holds the job's file or its code."""
+    for path in sources:
+        if output.resolve() in (path.resolve(), *path.resolve().parents):
+            raise OutlastError(
+                f"output: {output}, the job's name below output, holds {path}; give the job another name or another output"
+            )
 
 
 def _make_room(output: Path, run: str) -> Path | None:
