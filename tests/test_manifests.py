@@ -965,7 +965,8 @@ def test_render_says_what_is_wrong_and_prints_nothing(outlast: Outlast, job_file
 def test_render_warns_of_what_is_lost_and_of_what_has_no_meaning(outlast: Outlast, job_file: Path) -> None:
     _, out, err = outlast("render", job_file, "--as", "statefulset", "--set", "output=/tmp/x", "--set", "activeDeadlineSeconds=9")
     assert err.splitlines() == [
-        "outlast | job: output is neither in a store nor on a volume at /out; it ends with the pods",
+        "outlast | job: output is neither in a store nor on a volume at /out; what pods save ends with them; give output: "
+        "s3://bucket/runs, or volumes: [{claim: NAME, to: /out}]",
         "outlast | job: activeDeadlineSeconds has no meaning in the topology statefulset",
     ]
     assert out.startswith("apiVersion: v1\n")

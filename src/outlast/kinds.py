@@ -94,7 +94,7 @@ KINDS = tuple(value for value in list(globals().values()) if isinstance(value, K
 """All of them."""
 
 INSTALLED_BY = {
-    contract.GROUP: "install it with: outlast install",
+    contract.GROUP: "install it with: outlast install; outlast submit --as indexed-job needs none",
     "elastic.pytorch.org": "install it with: outlast install",
     "batch.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
     "scheduling.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",

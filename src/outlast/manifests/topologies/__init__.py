@@ -72,7 +72,10 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
     """What the user should know of a job although it can be made: what is lost, and what of it this topology cannot do."""
     found = []
     if places.lost(wanted):
-        found.append(f"output is neither in a store nor on a volume at {Pod.OUTPUT}; it ends with the pods")
+        found.append(
+            f"output is neither in a store nor on a volume at {Pod.OUTPUT}; what pods save ends with them; give output: "
+            f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
+        )
     for name, field in spec.Spec.model_fields.items():
         if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) is not None:
             found.append(f"{field.alias} has no meaning in the topology {topology}")
