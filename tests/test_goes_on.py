@@ -62,6 +62,8 @@ def a_job(**fields: object) -> spec.Job:
         ({"args": ["-v"]}, {"args": ["-v", "--steps", "9"]}, ["args: nothing → --steps 9"]),
         ({"args": ["--n", "1", "-v"]}, {"args": ["--n", "2", "-v"]}, ["args: --n 1 → --n 2"]),
         ({"args": ["-v"]}, {}, ["args: -v → nothing"]),
+        ({"args": ["--api-key=old"]}, {"args": ["--api-key=new"]}, ["args: --api-key=… → --api-key=…"]),
+        ({"args": ["--token", "old"]}, {"args": ["--token", "new"]}, ["args: --token … → --token …"]),
         ({"env": {"TOKEN": "old"}}, {"env": {"TOKEN": "new"}}, ["env.TOKEN"]),
         (
             {"workers": {"replicas": 2, "min": 1, "max": 4}},

@@ -137,10 +137,10 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
         code, said = outlast(here, "forget", "job", "--output", "--yes")
         assert (code, here.places.run.exists()) == (2, True)
         assert "is in use by the job in" in said
-    (here.output / contract.OWNER).write_text("/home/ann/.outlast/jobs/job")
+    (here.output / contract.OWNER).write_text(str(here.source))
     code, said = outlast(here, "forget", "job", "--output", "--yes")
     assert (code, here.places.run.exists()) == (2, True)
-    assert "is that of the job in /home/ann/.outlast/jobs/job now; forget job without --output" in said
+    assert f"is that of the job in {here.source} now; forget job without --output" in said
     (here.output / contract.OWNER).write_text(str(here.places.state))
     assert outlast(here, "forget", "job", "--output", "-y")[0] == 0
     assert (here.output.exists(), here.places.state.exists()) == (False, False)
@@ -187,6 +187,21 @@ def test_an_output_that_holds_the_code_or_the_job_file_is_refused_before_anythin
     with pytest.raises(OutlastError, match=r"^output: .*, the job's name below output, holds .*; give the job another name or"):
         here.submit(name=name, output=str(output.parent))
     assert [path.name for path in here.source.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("left", [State.FAILED, State.INTERRUPTED])
+def test_a_run_does_not_go_on_with_the_files_of_another_job(here: Here, left: State) -> None:
+    run = here.submit()
+    for ours in (here.places.state, "/before/it/was/moved"):
+        (here.output / contract.OWNER).write_text(str(ours))
+        here.leave(left)
+        assert here.submit() == run
+    (here.output / contract.OWNER).write_text(str(here.source))  # of another job, which had the same output
+    (here.output / "work" / "theirs.pt").write_text("weights")
+    here.leave(left)
+    assert here.submit() != run
+    assert not (here.output / "work" / "theirs.pt").exists()
+    assert [path.read_text() for path in (here.output / "previous").rglob("theirs.pt")] == ["weights"]
 
 
 def test_a_job_that_is_to_have_no_workers_is_not_begun(here: Here) -> None:

@@ -39,6 +39,8 @@ _OF_A_SHELL = re.compile(
     r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
 )
 """Variables that differ from shell to shell and that no training reads, and ours."""
+_SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
+"""Arguments that may be secrets, as in `manifests.labels`."""
 _LONGEST = 60
 """Characters of a value that a sentence shows."""
 
@@ -164,7 +166,7 @@ def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
 
 
 def _words(words: Sequence[Any]) -> str:
-    return _short(" ".join(map(_text, words))) if words else "nothing"
+    return _short(_SECRET.sub(r"\1…", " ".join(map(_text, words)))) if words else "nothing"
 
 
 def _text(value: Any) -> str:

@@ -82,7 +82,7 @@ class LocalBackend:
         placed = _placed(job, self._state)
         unfinished = None if fresh else self._unfinished(places)
         before = Run.read(places) if unfinished else None
-        if unfinished and before and (unfinished.state.final or not before.store) and not stored.ours(before):
+        if unfinished and before and (unfinished.state.final or not before.store) and not _ours(before, places):
             unfinished = before = None  # its output is gone, or another run has it
         url = before.store if before else _store(placed)
         place = stored.reach(url) if url else None
@@ -305,7 +305,7 @@ class LocalBackend:
         if status.state is State.SUCCEEDED:
             raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
         run = Run.read(places)
-        if status.state.final and not stored.ours(run):
+        if status.state.final and not _ours(run, places):
             raise OutlastError(
                 f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew"
             )
@@ -374,9 +374,8 @@ class LocalBackend:
         there = Path(Run.read(places).output)
         if output:
             _unused(there)
-            with contextlib.suppress(FileNotFoundError):  # it has never begun to train
-                if (whose := (there / contract.OWNER).read_text()) not in ("", str(places.state)):
-                    raise OutlastError(f"output {there} is that of the job in {whose} now; forget {name} without --output")
+            if whose := _taken(there, places):
+                raise OutlastError(f"output {there} is that of the job in {whose} now; forget {name} without --output")
         try:
             places.run.unlink()  # first: half a state directory is no job
             shutil.rmtree(places.state)
@@ -666,6 +665,21 @@ def _unused(output: Path) -> None:
                 f"output {output} is in use by the job in {whose}; end it there, or give this job another name or output"
             )
         time.sleep(_LOOK_S)
+
+
+def _ours(run: Run, places: Places) -> bool:
+    """Whether a run that was left can go on: see `stored.ours`, and no job with its state elsewhere has had its output since."""
+    return stored.ours(run) and not _taken(Path(run.output), places)
+
+
+def _taken(output: Path, places: Places) -> str:
+    """The state directory of another job that was the last to train in an output; empty if it was this one, or nobody. One that
+    is not there may be ours, before it was moved."""
+    try:
+        whose = (output / contract.OWNER).read_text()
+    except FileNotFoundError:
+        return ""
+    return whose if whose and Path(whose).exists() and Path(whose).resolve() != places.state.resolve() else ""
 
 
 def _free(output: Path) -> bool:
