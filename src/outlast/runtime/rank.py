@@ -105,7 +105,7 @@ def missed(name: str, code: Path, origin: Path | None) -> str:
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
     out = below.split(os.sep)[0] == os.pardir
     there = None if origin in (None, code) else Path(os.path.normpath(origin / below))
-    if (code / below).exists() or (there is not None and not there.exists()):
+    if os.path.exists(code / below) or (there is not None and not os.path.exists(there)):  # Path.exists raises EACCES
         return ""
     if not out:
         back = f"bring it back with !{below} in .outlastignore"
