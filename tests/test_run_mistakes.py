@@ -91,6 +91,7 @@ def test_an_error_of_the_script_on_all_ranks_before_the_first_step_is_not_tried_
     assert "a restart would not help" in status.reason
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_each_other_end_a_job_with_the_sentence(machine):
     text = (
         "import torch, torch.distributed as dist\n"
@@ -183,6 +184,7 @@ def test_a_long_evaluation_on_one_rank_is_no_hang(machine, how: str):
     assert not [event for event in machine.backend.events(status.name) if event["kind"] == "hang"]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine):
     code = machine.directory / "code"
     code.mkdir()
@@ -192,6 +194,7 @@ def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine
     assert "raised ValueError: a bug" in status.failure.reason
 
 
+@pytest.mark.slow
 def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
     job = machine.job(args=("--steps=400",), checkpoint={"every": "1h"}, restarts={"limit": 1})
     name = machine.submit(job)

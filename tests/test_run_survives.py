@@ -153,6 +153,7 @@ def test_a_machine_that_stands_still_for_longer_than_the_hang_limit_costs_the_pa
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
+@pytest.mark.slow
 def test_a_terminated_worker_saves_first_so_no_step_is_lost_and_nothing_counts(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS, checkpoint={"every": "1h"}))
     machine.at_step(name, 25)
