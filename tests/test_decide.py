@@ -341,23 +341,8 @@ def test_the_last_words_of_a_pod_that_failed_are_kept() -> None:
     assert cluster.status["lastFailure"]["logTail"] == "Segmentation fault"
 
 
-def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
-    cluster = training()
-    for _ in range(3):
-        cluster.committed = cluster.step = 0
-        cluster.until(lambda c: c.status["state"] == "Failed" or any(a.standing == "training" for a in c.agents.values()))
-        cluster.step = 7
-        cluster.fail(0)
-        cluster.run(5)
-    cluster.until(lambda c: c.status["state"] == "Failed")
-    assert cluster.status["reason"] == "rank 0 on worker 0 failed at step 7; this step has failed 3 times in a row"
-    assert cluster.status["conditions"][-1]["type"] == "Failed"
-    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
-    cluster.until(lambda c: not c.alive())
-    assert cluster.status["replicas"] == 0
-
-
-def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
+def failed_three_times_at_step_7(**failure: object) -> Cluster:
+    """A job that has ended by that; `failure` is what its agents report otherwise."""
     cluster = training()
     for _ in range(3):
         cluster.committed = cluster.step = 0
@@ -366,9 +351,24 @@ def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
         cluster.fail(0)
         for agent in cluster.agents.values():
             if agent.failure:
-                agent.failure |= {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True}
+                agent.failure |= failure
         cluster.run(5)
     cluster.until(lambda c: c.status["state"] == "Failed")
+    return cluster
+
+
+def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
+    cluster = failed_three_times_at_step_7()
+    assert cluster.status["reason"] == "rank 0 on worker 0 failed at step 7; this step has failed 3 times in a row"
+    assert cluster.status["conditions"][-1]["type"] == "Failed"
+    assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
+    cluster.until(lambda c: not c.alive())
+    assert cluster.status["replicas"] == 0
+
+
+def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
+    hung = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True}
+    cluster = failed_three_times_at_step_7(**hung)
     assert cluster.status["reason"] == "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"
     assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
 

@@ -709,6 +709,13 @@ def local(place: str) -> Path | None:
     return None if "://" in path else Path(path).expanduser()
 
 
+def no_such_file(path: Path, pattern: str, wanted: str) -> NotFound:
+    """The error for a missing file; names the file of this pattern that may have been meant."""
+    near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
+    remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {wanted}"
+    return NotFound(f"{path}: there is no such file; {remedy}")
+
+
 def _text(path: Path) -> str:
     if path.suffix == ".py":
         ways = f"`outlast run {path}` trains with it, `outlast init {path}` writes its job file"
@@ -716,9 +723,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.y*ml")], 1)
-        remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a job file"
-        raise NotFound(f"{path}: there is no such file; {remedy}") from error
+        raise no_such_file(path, "*.y*ml", "a job file") from error
     except IsADirectoryError as error:
         raise OutlastError(f"{path} is a directory; give the path of a job file, e.g. {path / 'job.yaml'}") from error
     except UnicodeDecodeError as error:

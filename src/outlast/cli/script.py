@@ -6,7 +6,6 @@ python and torchrun, options before the script are ours, and every word after it
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from outlast import contract
-from outlast.errors import NotFound, OutlastError
+from outlast.errors import OutlastError
 
 ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="FILE is a Python module, such as package.train.")]
 WorkersOption = Annotated[
@@ -184,9 +183,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError as error:
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], 1)
-        remedy = f"did you mean {path.with_name(near[0])}?" if near else "give the path of a script or of a job file"
-        raise NotFound(f"{path}: there is no such file; {remedy}") from error
+        from outlast import spec
+
+        raise spec.no_such_file(path, "*.py", "a script or of a job file") from error
     except OSError as error:
         raise OutlastError(f"{path} cannot be read: {error.strerror}") from error
 
