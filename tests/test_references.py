@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast import references
+from outlast.spec import references
 
 ENVIRON = {"HOME": "/root", "A": "of the shell"}
 

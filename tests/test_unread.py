@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import fake
-from outlast import cli, spec, unread
+from outlast import cli, spec
+from outlast.spec import unused
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -27,7 +28,7 @@ def test_every_field_is_read_by_something_or_said_to_be_in_vain() -> None:
     text = "\n".join(others)
     names = {field: info.alias or field for field, info in spec.Spec.model_fields.items()}
     mute = [field for field, alias in names.items() if not re.search(rf"\.{field}\b|\"{alias}\"", text)]
-    assert mute == [*unread.FIELDS]
+    assert mute == [*unused.FIELDS]
 
 
 def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend, *words: object) -> tuple[int, str]:
@@ -38,7 +39,7 @@ def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend, *word
 
 def test_a_variable_that_refers_to_itself_is_said() -> None:
     job = spec.parse(f"{JOB}  env: {{PATH: /opt:$(PATH), A: $(B), B: x}}\n")
-    assert list(unread.anywhere(job)) == ["env.PATH (/opt:$(PATH)) refers to itself and stays as it is; write the whole value"]
+    assert list(unused.anywhere(job)) == ["env.PATH (/opt:$(PATH)) refers to itself and stays as it is; write the whole value"]
 
 
 def test_fields_without_effect_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,12 +24,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos, checkpoints, contract, files, references, spec
+from outlast import chaos, checkpoints, contract, files, spec
 from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted, logged
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.remote import run as runs
 from outlast.runtime import code, daemon, environment, ledger, locks, prepare
+from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus
 
 _LOOK_S = 0.1

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outlast import contract, references, spec
+from outlast import contract, spec
 from outlast.backends.places import Places
 from outlast.clock import Seen
 from outlast.errors import OutlastError
 from outlast.rendezvous import local
 from outlast.runtime.agent import processes_per_worker
+from outlast.spec import references
 
 AGENT_SILENCE_S = 20.0
 """An agent touches its file every second. It may be away for longer while it dumps the stacks of a hang."""

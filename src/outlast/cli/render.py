@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outlast import unread
 from outlast.cli import which
 from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
 from outlast.errors import InvalidJob, OutlastError
+from outlast.spec import unused
 
 if TYPE_CHECKING:
     from outlast.shipping import Parcel
@@ -65,7 +65,7 @@ def render(
             raise OutlastError(f"{parcel.sentence}, which render does not write to unless it is told to; {ways}")
         parcel.put()
     said = [parcel.sentence] if parcel.sentence else []
-    for sentence in [*said, *unread.anywhere(job), *manifests.warnings(job, topology)]:
+    for sentence in [*said, *unused.anywhere(job), *manifests.warnings(job, topology)]:
         print(f"outlast | {job.metadata.name}: {sentence}", file=sys.stderr)
     print(text(documents) if output == "yaml" else listed(documents), end="")
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import unread
 from outlast.cli import script, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import FileOrScript, SetOption, TitleOption
 from outlast.errors import InvalidJob, NotFound, OutlastError
+from outlast.spec import unused
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
@@ -77,7 +77,7 @@ def run(
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
-    for sentence in (*script.misplaced(ctx, file), *unread.anywhere(wanted), *unread.here(wanted)):
+    for sentence in (*script.misplaced(ctx, file), *unused.anywhere(wanted), *unused.here(wanted)):
         print(f"outlast | {name}: {sentence}", file=sys.stderr)
 
     with _patient(wanted):

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import patience, unread
+from outlast import patience
 from outlast.cli import script, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
+from outlast.spec import unused
 
 if TYPE_CHECKING:
     from outlast.backends.kubernetes import KubernetesBackend
@@ -63,7 +64,7 @@ def submit(
     source = Path(file)
     place = _place(ctx, job, topology, namespace, context)
     title = job.metadata.name
-    for sentence in (*script.misplaced(ctx, file), *unread.anywhere(job), *manifests.warnings(job, topology)):
+    for sentence in (*script.misplaced(ctx, file), *unused.anywhere(job), *manifests.warnings(job, topology)):
         _say(f"{title}: {sentence}")
     if dry_run:
         made = documents(job, topology, source=source, namespace=place.cluster.namespace, put=False)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def validate(files: Sequence[Path]) -> int:
     """Print `cifar10: ok (2 workers, 1–4)` for each right file, every mistake of the others to stderr; returns the exit code."""
-    from outlast import spec, unread
+    from outlast import spec
+    from outlast.spec import unused
 
     code = 0
     for file in files:
@@ -27,9 +28,9 @@ def validate(files: Sequence[Path]) -> int:
             code = error.exit_code
         else:
             print(f"{job.metadata.name}: ok ({_size(job.spec.workers)})")
-            for sentence in unread.anywhere(job):
+            for sentence in unused.anywhere(job):
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
-            for sentence in unread.here(job):
+            for sentence in unused.here(job):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     return code
 

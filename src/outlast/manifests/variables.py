@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from outlast import contract, references, spec
+from outlast import contract, spec
 from outlast.contract import Env, Pod
 from outlast.manifests import places, resources
 from outlast.manifests.rendezvous import login
 from outlast.manifests.request import Document, Request
+from outlast.spec import references
 
 KEY = "key"
 """Of the Secret by which workers that meet at worker 0 know each other."""

@@ -26,13 +26,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, files, references, saves
+from outlast import contract, files, saves
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, ranks, shim, titles
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
 from outlast.runtime.output import Output
+from outlast.spec import references
 
 if TYPE_CHECKING:
     from outlast import spec

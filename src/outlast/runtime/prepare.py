@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import references
 from outlast.contract import Env, Pod
 from outlast.errors import OutlastError
+from outlast.spec import references
 
 if TYPE_CHECKING:
     from outlast import spec

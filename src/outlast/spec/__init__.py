@@ -36,10 +36,11 @@ from pydantic import (
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
-from outlast import contract, document, mistakes, units
-from outlast.document import Place
+from outlast import contract, units
 from outlast.errors import InvalidJob, NotFound, OutlastError
-from outlast.mistakes import Checked
+from outlast.spec import document, validation
+from outlast.spec.document import Place
+from outlast.spec.validation import Checked
 
 STORES = ("s3", "gs", "az", "file", "memory")
 """URL schemes of places where data, code and outputs may live, besides plain paths."""
@@ -147,7 +148,7 @@ def _free_names(value: dict[str, str]) -> dict[str, str]:
         elif contract.RESERVED_ENV.search(name):
             broken.append(((name,), f"env.{name} is set by Outlast itself; remove it"))
     if broken:
-        raise mistakes.Broken(broken)
+        raise validation.Broken(broken)
     return value
 
 
@@ -592,7 +593,7 @@ class Spec(Checked):
             if re.fullmatch(OWN, to):
                 yield (
                     place,
-                    f"{mistakes.name(place)} ({to}) is a place of Outlast or of the system; choose another, e.g. /mnt/data",
+                    f"{validation.name(place)} ({to}) is a place of Outlast or of the system; choose another, e.g. /mnt/data",
                 )
         brought = {data.to for data in self.data if local(data.from_)}
         brought |= {f"/models/{model.name}" for model in self.models if local(model.from_)}
@@ -603,7 +604,7 @@ class Spec(Checked):
             if first.setdefault(key, place) != place:
                 yield (
                     place,
-                    f"{mistakes.name(place)} is {to}, as {mistakes.name(first[key])} is; choose another place for one of them",
+                    f"{validation.name(place)} is {to}, as {validation.name(first[key])} is; choose another place for one of them",
                 )
         for i, data in enumerate(self.data):
             for j, other in enumerate(self.data):
@@ -638,7 +639,7 @@ def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
     """
     path = Path(path)
     read = _document(_text(path), str(path))
-    job = anchor(mistakes.validated(Job, read, source=str(path)), path.parent)
+    job = anchor(validation.validated(Job, read, source=str(path)), path.parent)
     absent = [*(_absent_code(job.spec) if code else ()), *(_absent_data(job.spec) if data else ())]
     if absent:
         raise InvalidJob([(read.line(place), sentence) for place, sentence in absent], source=str(path))
@@ -647,12 +648,12 @@ def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
 
 def parse(text: str, *, source: str = "job.yaml") -> Job:
     """The job in a text; raises InvalidJob with every mistake in it. Relative paths stay as they are."""
-    return mistakes.validated(Job, _document(text, source), source=source)
+    return validation.validated(Job, _document(text, source), source=source)
 
 
 def of(fields: dict[str, Any], *, source: str = "job") -> Job:
     """The job in a document as an API server has it; raises InvalidJob with every mistake in it."""
-    return mistakes.validated(Job, document.Document(fields, {}), source=source)
+    return validation.validated(Job, document.Document(fields, {}), source=source)
 
 
 def dump(job: Job) -> str:
@@ -772,7 +773,7 @@ def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
     for place, source in sources:
         path = local(source)
         if path and not path.exists():
-            yield ("spec", *place), f"{mistakes.name(place)} ({path}) does not exist; get the data, or correct the path"
+            yield ("spec", *place), f"{validation.name(place)} ({path}) does not exist; get the data, or correct the path"
 
 
 # ---------------------------------------------------------------------------------------------------------------- description

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
-from outlast.document import Document, Place
 from outlast.errors import InvalidJob
+from outlast.spec.document import Document, Place
 
 Model = TypeVar("Model", bound="Checked")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from outlast import references
+from outlast.spec import references
 
 if TYPE_CHECKING:
     from outlast.spec import Job
