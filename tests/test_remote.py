@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import checkpoints, contract, multipart, remote, store
+from outlast import checkpoints, contract, remote, store
 from outlast.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
 from outlast.remote import commits, register
 from outlast.remote.commits import Latest, Names, Place
-from outlast.store import Store
+from outlast.store import Store, multipart
 from servers import Place as Bucket
 from watched import WRITES, Killed, Watched
 

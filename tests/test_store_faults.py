@@ -17,8 +17,9 @@ import pytest
 
 import faults
 from faults import Proxy, Request, always, first
-from outlast import multipart, refusals, store
+from outlast import store
 from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
+from outlast.store import error_mapping, multipart
 from servers import Place
 
 MIB = 1 << 20
@@ -352,7 +353,7 @@ def test_azure_is_understood(kind: str, status: str, code: str, expected: StoreE
     import obstore.exceptions
 
     error = getattr(obstore.exceptions, kind)(AZURE.format(status=status, code=code))
-    mistake = refusals.mistake(error, "write", "az://box/x")
+    mistake = error_mapping.mistake(error, "write", "az://box/x")
     assert (type(mistake), str(mistake)) == (type(expected), str(expected))
 
 
@@ -366,7 +367,7 @@ TOKEN = "Generic GCS error: Error performing token request: Error performing GET
 def test_google_without_credentials_says_where_it_looked(answer: str, retry: bool) -> None:
     import obstore.exceptions
 
-    mistake = refusals.mistake(obstore.exceptions.GenericError(TOKEN.format(answer)), "read", "gs://bucket/x")
+    mistake = error_mapping.mistake(obstore.exceptions.GenericError(TOKEN.format(answer)), "read", "gs://bucket/x")
     assert (type(mistake), mistake.retry) == (Denied, retry)
     assert str(mistake).startswith(
         "gs://bucket/x cannot be read: no credentials in GOOGLE_APPLICATION_CREDENTIALS, gcloud's default"

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import units, urls
+from outlast import units
 from outlast.cli import show, transfers
 from outlast.cli.show import Output, OutputOption
 from outlast.errors import NotFound, OutlastError, StoreError
+from outlast.store import urls
 
 if TYPE_CHECKING:
     from outlast.runtime.sync import Report

@@ -24,9 +24,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import multipart, patience, refusals, s3, urls
+from outlast import patience
 from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
-from outlast.urls import normalised
+from outlast.store import error_mapping, multipart, s3, urls
+from outlast.store.urls import normalised
 
 __all__ = [
     "Changed", "Denied", "Entry", "Exists", "Missing", "NoBucket", "Stopped", "Store", "StoreError", "Unreachable", "normalised",
@@ -436,7 +437,7 @@ class Store:
 
     def _mistake(self, verb: str, key: str, error: Exception) -> StoreError:
         endpoint = self._root.access.endpoint if self._root.access else ""
-        return error if isinstance(error, StoreError) else refusals.mistake(error, verb, self._name(key), endpoint=endpoint)
+        return error if isinstance(error, StoreError) else error_mapping.mistake(error, verb, self._name(key), endpoint=endpoint)
 
     @contextlib.contextmanager
     def _reading(self, path: Path) -> Iterator[None]:
@@ -516,5 +517,5 @@ def open_(url: str, *, patience_s: float | None = None) -> Store:
     try:
         raws = [kind(bucket, client_options=each, **options) for each in (client, slow)]
     except Exception as error:  # whatever is wrong with what the environment says
-        raise refusals.mistake(error, "open", url) from error
+        raise error_mapping.mistake(error, "open", url) from error
     return Store(url, _Root(scheme, bucket, raws[0], raws[1], access, patience_s), prefix)

@@ -10,9 +10,9 @@ import re
 import time
 from datetime import datetime
 
-from outlast import s3
 from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, StoreError, Unreachable
-from outlast.urls import PLACES
+from outlast.store import s3
+from outlast.store.urls import PLACES
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted", "copy": "copied", "open": "opened"}
 

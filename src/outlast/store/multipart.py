@@ -22,7 +22,7 @@ from typing import Any
 
 from outlast import files
 from outlast.errors import Changed, Missing, Stopped, StoreError
-from outlast.s3 import Access
+from outlast.store.s3 import Access
 
 SMALL = 8 << 20
 """Bytes; what is not larger is one request instead."""
