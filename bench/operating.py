@@ -38,8 +38,9 @@ from typing import Any
 
 import psutil
 
-from outlast import kinds, kube
+from outlast import kube
 from outlast.contract import Label
+from outlast.kube import kinds
 
 Document = dict[str, Any]
 PODS, THREADS = 4, 8

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from outlast import contract, kinds, kube
+from outlast import contract, kube
 from outlast.controller import deciders, memory
 from outlast.controller.cache import Cache, Key, trimmed
 from outlast.controller.leader import Leadership
@@ -40,7 +40,8 @@ from outlast.controller.operator import Operator, Settings
 from outlast.controller.process import OBJECTS
 from outlast.controller.queues import Found
 from outlast.errors import Absent
-from outlast.kinds import Kind
+from outlast.kube import kinds
+from outlast.kube.kinds import Kind
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import simulated

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from outlast.kinds import KINDS
+from outlast.kube.kinds import KINDS
 
 Document = dict[str, Any]
 NOW = "2026-01-01T00:00:00Z"

@@ -7,9 +7,10 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from outlast import kinds, kube
+from outlast import kube
 from outlast.errors import Absent, Forbidden, NotServed, Refused
-from outlast.kinds import Kind, kind_of
+from outlast.kube import kinds
+from outlast.kube.kinds import Kind, kind_of
 
 Document = dict[str, Any]
 _INSTALLED = set(kinds.INSTALLED_BY)

@@ -12,8 +12,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from outlast import kinds, wire
-from outlast.backends import pods as podwords
 from outlast.clock import Clock
 from outlast.contract import RENEW_S, Annotation, Label
 from outlast.controller import memory, observe
@@ -21,7 +19,9 @@ from outlast.controller.decide import decide
 from outlast.controller.observe import HEARD
 from outlast.controller.plan import Plan
 from outlast.controller.queues import Found, Share, Sight
-from outlast.kinds import Kind, kind_of
+from outlast.kube import kinds, wire
+from outlast.kube import pods as podwords
+from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import kueue
 from simulated_deciders import Deciders, Node
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import errors, kinds, kube
+from outlast import errors, kube
 from outlast.contract import Label
 from outlast.controller.act import AGAIN_S, Done, act, event
 from outlast.controller.plan import Deletion, Note, Plan
 from outlast.controller.together import Threads
+from outlast.kube import kinds
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]

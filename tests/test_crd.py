@@ -14,8 +14,9 @@ import pytest
 import yaml
 from kubernetes_validate import utils as schemas
 
-from outlast import contract, kinds, manifests, spec
+from outlast import contract, manifests, spec
 from outlast.errors import InvalidJob
+from outlast.kube import kinds
 from outlast.manifests import cel, crd, disruption, install, labels, rbac
 from outlast.manifests.request import Document
 from outlast.status import Failure, JobStatus, State

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from outlast import kinds
-from outlast.backends import pods as podwords
 from outlast.contract import RENEW_S, Annotation, Label
 from outlast.controller import memory
 from outlast.controller.observe import Limits
 from outlast.controller.telemetry import Telemetry
+from outlast.kube import kinds
+from outlast.kube import pods as podwords
 from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outlast import kinds
 from outlast.contract import Annotation, Env
+from outlast.kube import kinds
 from simulated import EVERY, Cluster, Killed, trains
 from test_decide import again, pod, repeated
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from outlast import kinds
+from outlast.kube import kinds
 from simulated import Cluster, Killed, trains
 
 MOST = 4

@@ -17,7 +17,7 @@ from outlast.controller.decide import decide
 from outlast.controller.observe import HEARD, Limits, Seen
 from outlast.controller.plan import Plan
 from outlast.controller.queues import Found
-from outlast.kinds import ELASTIC_JOB
+from outlast.kube.kinds import ELASTIC_JOB
 from outlast.rendezvous.world import World
 
 NOW = 1_767_225_600.0

@@ -19,10 +19,11 @@ from kubernetes_validate import utils as schemas
 import fake
 import ports
 from fake_cluster import Document, FakeCluster
-from outlast import __version__, cli, doctor, kinds, kube, manifests, spec
+from outlast import __version__, cli, doctor, kube, manifests, spec
 from outlast.doctor import Check, inside, machine
 from outlast.doctor import cluster as asked
 from outlast.errors import Forbidden, Refused, Unanswered
+from outlast.kube import kinds
 from outlast.runtime import inspection
 
 IMAGE = "docker.io/library/outlast:test"

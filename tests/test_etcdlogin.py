@@ -14,11 +14,12 @@ import pytest
 
 import etcds
 from fake_cluster import Document, FakeCluster
-from outlast import certificates, etcd, etcdlogin, kinds, kube, manifests, spec
+from outlast import certificates, etcd, etcdlogin, kube, manifests, spec
 from outlast.contract import Env, Pod
 from outlast.doctor import cluster as doctor
 from outlast.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
 from outlast.etcd import put
+from outlast.kube import kinds
 from outlast.manifests import install
 from test_installation import established, outlast
 

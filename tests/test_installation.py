@@ -14,8 +14,9 @@ import pytest
 import yaml
 
 from fake_cluster import Document, FakeCluster
-from outlast import cli, installation, kinds, kube
+from outlast import cli, installation, kube
 from outlast.errors import ClusterError, OutlastError
+from outlast.kube import kinds
 from outlast.manifests import install
 
 ROOT = Path(__file__).parents[1]

@@ -22,10 +22,11 @@ import pytest
 
 import apiserver
 import ports
-from outlast import answers, errors, kube, kubeconfig
-from outlast.answers import Asked
+from outlast import errors, kube
 from outlast.backends.kubernetes import KubernetesBackend
 from outlast.cli import inside
+from outlast.kube import error_mapping, kubeconfig
+from outlast.kube.error_mapping import Asked
 from outlast.rendezvous import kubernetes as rendezvous
 
 
@@ -195,7 +196,7 @@ ASKED = Asked("apply", kube.JOB, "train", "team-a", "https://c")
 )
 def test_a_refusal_is_one_sentence(answer: tuple[int, object], error: type[Exception], said: str) -> None:
     body = answer[1].encode() if isinstance(answer[1], str) else json.dumps(answer[1]).encode()
-    found = answers.mistake(answer[0], body, ASKED)
+    found = error_mapping.mistake(answer[0], body, ASKED)
     assert type(found) is error
     assert said in str(found)
     assert "\n" not in str(found)

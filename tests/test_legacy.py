@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast import kinds
 from outlast.controller import deciders
 from outlast.controller import legacy as controller
 from outlast.controller.cache import Looked
 from outlast.controller.observe import Limits
 from outlast.controller.plan import Document, Plan
 from outlast.controller.queues import Found
+from outlast.kube import kinds
 from outlast.manifests import legacy
 
 START = 1_800_000_000.0

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from outlast.backends import observed, pods
+from outlast.backends import observed
 from outlast.backends.observed import Seen
+from outlast.kube import pods
 from outlast.status import State
 
 Document = dict[str, Any]

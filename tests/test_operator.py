@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import apiserver
 import rights
-from outlast import contract, kinds, kube
+from outlast import contract, kube
 from outlast.clock import Clock
 from outlast.contract import Annotation, Label
 from outlast.controller import cache, deciders, leader, operator, process, telemetry
@@ -36,7 +36,8 @@ from outlast.controller.queues import Found
 from outlast.controller.telemetry import Telemetry
 from outlast.controller.turns import Turns
 from outlast.errors import ClusterError, OutlastError, Unanswered
-from outlast.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
+from outlast.kube import kinds
+from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
 
 NOW = 1_767_225_600.0
 TRAIN = Key(ELASTIC_JOB, "default", "train")

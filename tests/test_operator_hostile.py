@@ -18,7 +18,7 @@ from outlast.backends.kubernetes import KubernetesBackend
 from outlast.controller import deciders, observe
 from outlast.controller.decide import decide
 from outlast.controller.observe import Limits
-from outlast.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
+from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 from test_operator import World, world  # noqa: F401  # the fixture
 
 Document = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 
 from outlast.controller import deciders
 from outlast.controller.observe import Limits
-from outlast.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
+from outlast.kube.kinds import ELASTIC_JOB, KINDS, LEGACY_JOB
 from rights import RULES, Right, may, needed, rights
 from test_operator import World, world  # noqa: F401  # the fixture
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from outlast import kinds
 from outlast.controller.queues import Share
+from outlast.kube import kinds
 from outlast.manifests import kueue
 from simulated import Cluster, Killed, Kueue, trains
 

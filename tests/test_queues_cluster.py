@@ -14,7 +14,7 @@ import pytest
 
 import namespaces
 from namespaces import Document, Namespace
-from outlast import kinds
+from outlast.kube import kinds
 from outlast.manifests import kueue
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 import fake
 import situations
 from fake_cluster import FakeCluster
-from outlast import cli, diagnosis, kinds, kube
+from outlast import cli, diagnosis, kube
 from outlast.backends import local
 from outlast.backends.places import Run
 from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage
 from outlast.diagnosis import seen as sight
 from outlast.errors import Forbidden, NotFound
+from outlast.kube import kinds
 from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]

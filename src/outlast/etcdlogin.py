@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from outlast import certificates, etcd, kinds
+from outlast import certificates, etcd
 from outlast.certificates import Pair
 from outlast.errors import Absent, ClusterError, EtcdRefused, OutlastError
+from outlast.kube import kinds
 from outlast.manifests import install
 from outlast.manifests.rendezvous import LOGIN
 from outlast.manifests.request import Document

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast import etcdlogin, kinds
+from outlast import etcdlogin
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.kinds import Kind, kind_of
+from outlast.kube import kinds
+from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import install, rbac, rendezvous
 from outlast.manifests.request import Document
 

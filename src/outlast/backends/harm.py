@@ -11,8 +11,9 @@ import random
 from pathlib import Path
 
 from outlast import chaos, kube
-from outlast.backends import inpod, pods
+from outlast.backends import inpod
 from outlast.errors import NotFound, OutlastError
+from outlast.kube import pods
 
 _NOBODY = 3
 """Exit code of `inpod` without a training process."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from outlast import chaos as schedules
 from outlast import kube, patience
-from outlast.backends import LogLine, harm, observed, podlogs, pods, stored
+from outlast.backends import LogLine, harm, observed, podlogs, stored
 from outlast.chance import CHANCE
 from outlast.contract import Label, Pod
 from outlast.errors import (
@@ -35,6 +35,7 @@ from outlast.errors import (
     OutlastError,
     Unanswered,
 )
+from outlast.kube import pods
 from outlast.manifests import evaluation, legacy, objects
 from outlast.status import JobStatus, State
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast import wire
-from outlast.backends import pods
 from outlast.contract import Env, Label
-from outlast.kinds import LEGACY_JOB
+from outlast.kube import pods, wire
+from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import legacy
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from outlast import kube, patience
-from outlast.backends import LogLine, pods
+from outlast.backends import LogLine
 from outlast.errors import Absent, Refused, Unanswered
+from outlast.kube import pods
 
 _QUEUE = 10_000
 """Lines that may wait for the reader of all."""

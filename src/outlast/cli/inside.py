@@ -39,7 +39,7 @@ def exec_(
       outlast exec cifar10 --worker 1 -- bash
       tar c data | outlast exec cifar10 -- tar x -C /data
     """
-    from outlast.backends import pods
+    from outlast.kube import pods
 
     words = words or []
     if len(words) < 2:

@@ -104,7 +104,7 @@ def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
 def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
     """Of pods and their nodes."""
     from outlast import kube
-    from outlast.backends import pods
+    from outlast.kube import pods
 
     found = [pod for pod in place.pods(name) if not pods.over(pod)]
     notes: list[str] = []

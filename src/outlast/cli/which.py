@@ -60,7 +60,7 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
     known = {status.name for status in here.list()}
     if name in known or (name is None and known):
         return here
-    from outlast import kubeconfig
+    from outlast.kube import kubeconfig
 
     return cluster(ctx) if kubeconfig.any_(os.environ) else here
 

@@ -18,7 +18,7 @@ from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.controller.together import Each, at_once, in_turn
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
-from outlast.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
+from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from outlast import contract
 from outlast.contract import Annotation, Label
-from outlast.kinds import LEASE, NODE, POD, Kind
+from outlast.kube.kinds import LEASE, NODE, POD, Kind
 
 Document = dict[str, Any]
 Place = tuple[str, str]

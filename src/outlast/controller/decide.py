@@ -15,12 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from outlast import contract, kinds, wire
+from outlast import contract
 from outlast.controller import ends, failures, looks, made, memory, progress
 from outlast.controller.looks import Look
 from outlast.controller.observe import Pod, Seen
 from outlast.controller.plan import Deletion, Document, Plan
 from outlast.errors import InvalidJob
+from outlast.kube import kinds, wire
 from outlast.manifests import gang
 from outlast.manifests.kueue import Priority
 from outlast.rendezvous import keys, world

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from outlast import wire
 from outlast.controller import decide, ends, legacy, observe
 from outlast.controller.cache import Looked
 from outlast.controller.observe import Limits
 from outlast.controller.operator import Decider
 from outlast.controller.plan import Plan
 from outlast.controller.queues import Found
-from outlast.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
+from outlast.kube import wire
+from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 
 WRITES_PER_S = 100
 """The most statuses that are written in a second to tell how far training is."""

@@ -9,7 +9,7 @@ from outlast import kube
 from outlast.controller.cache import Cache
 from outlast.controller.telemetry import Telemetry
 from outlast.errors import Absent, ClusterError, Conflict
-from outlast.kinds import Kind, kind_of
+from outlast.kube.kinds import Kind, kind_of
 
 Document = dict[str, Any]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from outlast.contract import OPERATOR
 from outlast.errors import Absent, ClusterError, Conflict, Taken
-from outlast.kinds import LEASE, Kind
+from outlast.kube.kinds import LEASE, Kind
 
 Document = dict[str, Any]
 

@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import Any
 
 from outlast import contract
-from outlast.backends import pods as podwords
 from outlast.controller import memory
 from outlast.controller.plan import Deletion, Document, Note, Plan
-from outlast.kinds import LEGACY_JOB
+from outlast.kube import pods as podwords
+from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import legacy
 from outlast.rendezvous.world import until
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from outlast import contract, spec
 from outlast.controller.observe import Seen
-from outlast.kinds import Kind
+from outlast.kube.kinds import Kind
 from outlast.manifests import disruption, gang, kueue, labels, names, objects, places, pods, rbac, rendezvous, variables
 from outlast.manifests.kueue import Priority
 from outlast.manifests.request import Request

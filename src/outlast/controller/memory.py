@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from outlast import units
-from outlast.backends import pods as podwords
+from outlast.kube import pods as podwords
 from outlast.manifests import labels
 from outlast.rendezvous.keys import Wanted
 from outlast.rendezvous.world import Call, World

@@ -11,13 +11,14 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from outlast import contract, spec, wire
-from outlast.backends import pods as podwords
+from outlast import contract, spec
 from outlast.contract import LEASE_S, Annotation, Label
 from outlast.controller import memory, queues
 from outlast.controller.memory import Memory
 from outlast.controller.queues import Found
 from outlast.errors import InvalidJob
+from outlast.kube import pods as podwords
+from outlast.kube import wire
 from outlast.manifests import gang, kueue
 from outlast.rendezvous import decider, keys
 from outlast.rendezvous.local import Report, is_count, is_number

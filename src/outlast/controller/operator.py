@@ -33,7 +33,7 @@ from outlast.controller.telemetry import Telemetry
 from outlast.controller.together import Later, Threads
 from outlast.controller.turns import Turns
 from outlast.errors import ClusterError, Forbidden, NotServed, Refused
-from outlast.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
+from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
 from outlast.manifests import kueue
 from outlast.runtime import probes
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outlast.kinds import POD, Kind
+from outlast.kube.kinds import POD, Kind
 
 Document = dict[str, Any]
 

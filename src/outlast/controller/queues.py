@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.backends import pods as podwords
 from outlast.controller import memory
 from outlast.controller.plan import Deletion
-from outlast.kinds import Kind, kind_of
+from outlast.kube import pods as podwords
+from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import kueue
 from outlast.manifests.kueue import Priority
 

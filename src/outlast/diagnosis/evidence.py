@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from outlast import kinds
 from outlast.contract import Label
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Seen
 from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
-from outlast.kinds import Kind
+from outlast.kube import kinds
+from outlast.kube.kinds import Kind
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:

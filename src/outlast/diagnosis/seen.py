@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from outlast.contract import Label, Pod
-from outlast.kinds import LEGACY_JOB
+from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import legacy
 from outlast.manifests.request import Document
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
-from outlast import contract, installation, kinds, manifests, spec
+from outlast import contract, installation, manifests, spec
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
 from outlast.diagnosis import refused
 from outlast.diagnosis import seen as sight
 from outlast.doctor import Check, failed, passed, warned
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
-from outlast.kinds import Kind
+from outlast.kube import kinds
+from outlast.kube.kinds import Kind
 from outlast.manifests import install, rendezvous, resources, scheduling
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS

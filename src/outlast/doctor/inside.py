@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from outlast import __version__, contract, kinds
+from outlast import __version__, contract
 from outlast.contract import Pod
 from outlast.doctor import Check, failed, warned
 from outlast.doctor import cluster as judged
 from outlast.errors import Absent, ClusterError, Forbidden
+from outlast.kube import kinds
 from outlast.manifests import places
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS

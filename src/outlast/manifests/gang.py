@@ -11,7 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outlast import kinds, spec
+from outlast import spec
+from outlast.kube import kinds
 from outlast.manifests import labels, resources
 from outlast.manifests.request import Document, Request
 

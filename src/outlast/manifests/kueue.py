@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outlast import kinds
-from outlast.kinds import Kind
+from outlast.kube import kinds
+from outlast.kube.kinds import Kind
 from outlast.manifests import names
 from outlast.manifests.request import Document
 

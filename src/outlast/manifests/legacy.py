@@ -16,7 +16,7 @@ from typing import Any
 
 from outlast import contract
 from outlast.contract import Label
-from outlast.kinds import LEGACY_JOB
+from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import cel, names
 from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outlast import contract
 from outlast.contract import OPERATOR
-from outlast.kinds import LEGACY_JOB
+from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import crd, kueue
 from outlast.manifests.request import Document
 

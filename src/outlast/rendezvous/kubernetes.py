@@ -26,7 +26,7 @@ from typing import Any
 
 from outlast import contract, files, kube
 from outlast.errors import Absent, ClusterError, Conflict, Superseded, Unauthorized
-from outlast.kinds import ELASTIC_JOB, LEASE
+from outlast.kube.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.contact import Line, pause
 from outlast.rendezvous.local import Called, Closed, Report
 from outlast.rendezvous.world import World

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from outlast import contract, wire
+from outlast import contract
+from outlast.kube import wire
 from outlast.manifests import labels, objects, places, rendezvous
 from outlast.manifests.request import Document, Request, wrong
 

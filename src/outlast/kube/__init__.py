@@ -23,12 +23,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import quote
 
-from outlast import answers, kubeconfig, wire
-from outlast.answers import Asked
 from outlast.chance import CHANCE
 from outlast.errors import Absent, ClusterError, Forbidden, NoCluster, NotServed, Refused, Unanswered, Unauthorized
-from outlast.kinds import *  # noqa: F403  # `kube.POD`: callers name kinds by this module
-from outlast.kinds import NAMESPACE, POD, Kind, kind_of
+from outlast.kube import error_mapping, kubeconfig, wire
+from outlast.kube.error_mapping import Asked
+from outlast.kube.kinds import *  # noqa: F403  # `kube.POD`: callers name kinds by this module
+from outlast.kube.kinds import NAMESPACE, POD, Kind, kind_of
 
 if TYPE_CHECKING:
     import httpx2
@@ -845,7 +845,7 @@ def _mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
         return _Expired(f"{asked.thing} cannot be listed: the list has grown too old")
     if status == 410 and asked.verb == "watch":
         raise _Gone
-    return answers.mistake(status, body, asked)
+    return error_mapping.mistake(status, body, asked)
 
 
 def _unreached(error: Exception, asked: Asked) -> ClusterError:

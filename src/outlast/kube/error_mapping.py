@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, NotServed, Refused, Taken, Unanswered, Unauthorized
-from outlast.kinds import INSTALLED_BY, Kind
+from outlast.kube.kinds import INSTALLED_BY, Kind
 
 _LONGEST = 600
 """Characters of a server's sentence that are passed on: some quote whole documents."""

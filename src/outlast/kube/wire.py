@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from outlast.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, POD, Kind
+from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, POD, Kind
 
 Document = dict[str, Any]
 
