@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from outlast import store
+from outlast import runs, store
 from outlast.backends import places, stored
 from outlast.errors import AlreadyRunning, Denied, Superseded, Unreachable
-from outlast.remote import alive
-from outlast.remote import run as runs
+from outlast.runs import alive
 from outlast.runtime import ownership
 
 A, B = "team-a/cifar10", "team-b/cifar10"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import fake
-from outlast import checkpoints, cli, contract, remote, store
+from outlast import checkpoints, cli, contract, runs, store
+from outlast.checkpoints import remote
 from outlast.status import JobStatus, State, StoreStatus
 from outlast.store import Store
 
@@ -45,7 +46,7 @@ def here(tmp_path: Path) -> Path:
 @pytest.fixture
 def place(tmp_path: Path) -> Store:
     place = store.open_(f"file://{tmp_path}/store/one")
-    remote.claim(place, remote.Run(RUN, "one", 1.0))
+    runs.claim(place, runs.Run(RUN, "one", 1.0))
     return place
 
 

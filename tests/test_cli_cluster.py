@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import cli, store
+from outlast import cli, runs, store
 from outlast.cli import show
 from outlast.manifests import resources
-from outlast.remote import run as runs
 from outlast.report import goodput
 
 Document = dict[str, Any]

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import worlds
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, runs, store
+from outlast.checkpoints import remote
 from outlast.errors import Superseded
-from outlast.remote import run as runs
 from outlast.runtime import growing, push
 from outlast.training import metrics, session
 from servers import Place as Bucket

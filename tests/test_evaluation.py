@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, runs, store
+from outlast.checkpoints import remote
 from outlast.contract import Env
-from outlast.remote import run as runs
 from outlast.runtime import evaluation, ownership
 
 SCRIPT = """

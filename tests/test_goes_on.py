@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract, spec
+from outlast import contract, runs, spec
 from outlast.backends import goes_on
 from outlast.backends.goes_on import GoesOn
 from outlast.backends.places import Run
 from outlast.errors import OutlastError
-from outlast.remote import run as runs
 from outlast.report import goodput
 from outlast.report.timeline import Bucket
 from outlast.runtime import code

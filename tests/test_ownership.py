@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints, store
+from outlast import checkpoints, runs, store
 from outlast.errors import Superseded
-from outlast.remote import run as runs
 from outlast.runtime import growing, ownership, probes, push
 from outlast.runtime.ownership import Ended
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from outlast import checkpoints, contract, store
-from outlast.runtime import growing, restore, sync
+from outlast.checkpoints import restore
+from outlast.runtime import growing, sync
 from servers import Place
 
 RUN = "run-1"

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, runs, store
+from outlast.checkpoints import register, remote, rules
+from outlast.checkpoints.rules import Latest, Names, Place
 from outlast.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
-from outlast.remote import commits, register
-from outlast.remote.commits import Latest, Names, Place
 from outlast.store import Store, multipart
 from servers import Place as Bucket
 from watched import WRITES, Killed, Watched
@@ -71,30 +71,30 @@ places = st.builds(at, st.integers(1, 9), st.integers(1, 4))
 
 @given(registers(), st.integers(-1, 5), st.sets(st.integers(1, 9)))
 def test_the_last_two_stay_and_what_is_protected(now: Latest, keep: int, protected: set[int]):
-    gone = commits.expired(now, keep, protected)
+    gone = rules.expired(now, keep, protected)
     left = now.without(gone)
     assert set(now.places[-2:]) <= set(left.places)
-    assert set(commits.counted(now)[-max(2, keep) :]) <= set(left.places)
+    assert set(rules.counted(now)[-max(2, keep) :]) <= set(left.places)
     assert not protected & {place.step for place in gone}
-    assert all(commits.outlived(now, place) for place in gone)
+    assert all(rules.outlived(now, place) for place in gone)
 
 
 @given(registers(), places, st.lists(st.tuples(places, st.integers(0, 4)), max_size=8))
 def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, happens: list[tuple[Place, int]]):
     """So its files may be deleted however late one comes to it."""
-    outlived = commits.outlived(now, old)
+    outlived = rules.outlived(now, old)
     for place, keep in happens:
-        if not commits.refused(now, place):
+        if not rules.refused(now, place):
             now = now.added(place)
-        now = now.without(commits.expired(now, keep))
-        assert commits.outlived(now, old) or not outlived
-        outlived = commits.outlived(now, old)
+        now = now.without(rules.expired(now, keep))
+        assert rules.outlived(now, old) or not outlived
+        outlived = rules.outlived(now, old)
 
 
 @given(registers(), st.lists(places, max_size=5))
 def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zombies(now: Latest, finished: list[Place]):
     now = dataclasses.replace(now, generation=3)
-    new = commits.taken(now, 4, finished)
+    new = rules.taken(now, 4, finished)
     assert new.generation == 4
     assert new.step >= now.step
     assert all(place.generation == 3 and place in finished for place in new.places if place not in now.places)
@@ -102,34 +102,34 @@ def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zomb
 
 def test_a_checkpoint_that_a_later_generation_went_back_before_does_not_count():
     now = latest(at(8), at(10, 2), at(12), at(13))  # 12 and 13 were damaged when generation 2 began
-    assert commits.counted(now) == [at(8), at(10, 2)]
-    assert commits.expired(now, 2) == []
+    assert rules.counted(now) == [at(8), at(10, 2)]
+    assert rules.expired(now, 2) == []
     now = now.added(at(14, 2))
-    assert commits.expired(now, 2) == [at(8)]
-    assert commits.expired(now.added(at(15, 2)), 2) == [at(8), at(10, 2), at(12), at(13)]
+    assert rules.expired(now, 2) == [at(8)]
+    assert rules.expired(now.added(at(15, 2)), 2) == [at(8), at(10, 2), at(12), at(13)]
 
 
 def test_what_may_not_be_added_is_told_why():
     now = latest(at(10), at(20, 2), at(30, 3))
-    assert commits.refused(now, at(5)) == "step 5 is older than what the store keeps (steps 10, 20, 30)"
-    assert commits.refused(now, at(30, 2)) == "step 30 is in the store as generation 3 wrote it"
-    assert commits.refused(now, at(25)) == ""
-    assert commits.refused(now, at(5, 4)) == ""  # the run has gone back before all of them
+    assert rules.refused(now, at(5)) == "step 5 is older than what the store keeps (steps 10, 20, 30)"
+    assert rules.refused(now, at(30, 2)) == "step 30 is in the store as generation 3 wrote it"
+    assert rules.refused(now, at(25)) == ""
+    assert rules.refused(now, at(5, 4)) == ""  # the run has gone back before all of them
 
 
 def test_who_may_not_commit_is_told_why():
-    assert commits.superseded(None, RUN, 1) == commits.superseded(latest(generation=2), RUN, 2) == ""
-    assert commits.superseded(latest(generation=2), RUN, 1) == (
+    assert rules.superseded(None, RUN, 1) == rules.superseded(latest(generation=2), RUN, 2) == ""
+    assert rules.superseded(latest(generation=2), RUN, 1) == (
         "generation 1 of run run-1 has been replaced by generation 2; this process must stop"
     )
-    assert commits.superseded(latest(), "other", 9) == "run other no longer owns its output in the store: run run-1 does"
+    assert rules.superseded(latest(), "other", 9) == "run other no longer owns its output in the store: run run-1 does"
 
 
 @given(registers())
 def test_a_register_is_read_as_it_was_written(now: Latest):
     assert Latest.parse(now.text(5.0)) == now
-    named = [commits.ownership(4), *(commits.commitment(4, place) for place in now.places)]
-    assert Names.read([*named, commits.commitment(3, at(9)), commits.announcement(5), "odd"], RUN) == Names(5, now)
+    named = [rules.ownership(4), *(rules.commitment(4, place) for place in now.places)]
+    assert Names.read([*named, rules.commitment(3, at(9)), rules.announcement(5), "odd"], RUN) == Names(5, now)
 
 
 def test_the_register_says_the_newest_to_people_and_scripts():
@@ -154,7 +154,7 @@ def test_a_place_is_found_in_a_key(step: int, generation: int, run: str):
     place = Place.of(said)
     assert Place.parse(f"{place.key}/some/file", run) == place
     assert Place.parse(place.key, run + "x") is None
-    named = Names.read([commits.ownership(9), commits.commitment(9, place)], run)
+    named = Names.read([rules.ownership(9), rules.commitment(9, place)], run)
     assert named.latest == Latest(run, 9, (place,))
 
 
@@ -223,13 +223,13 @@ def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
 
 def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place(place: Store, tmp_path: Path):
     old, new = remote.Checkpoints(place, "old"), remote.Checkpoints(place, "new")
-    remote.claim(place, remote.Run("old", "job", 1.0))
+    runs.claim(place, runs.Run("old", "job", 1.0))
     old.take(7)
     old.push(written(tmp_path / "old", 10, run="old", generation=7), journals=tmp_path)
     with pytest.raises(Superseded, match=r"run new no longer owns .*: run old does"):
         new.take(1)
-    remote.claim(place, remote.Run("new", "job", 2.0), replace=True)
-    remote.set_aside(place, "new")
+    runs.claim(place, runs.Run("new", "job", 2.0), replace=True)
+    runs.set_aside(place, "new")
     assert new.take(1).step == 0
     with pytest.raises(Superseded):
         old.push(written(tmp_path / "old", 20, run="old", generation=7), journals=tmp_path)
@@ -622,14 +622,14 @@ def test_a_reader_that_has_died_is_forgotten(memory: Store, tmp_path: Path, monk
     ours = three(memory, tmp_path)
     memory.put("checkpoints/step-00000010/READING-1-dead", b"")
     assert ours.prune(2) == []
-    monkeypatch.setattr(commits, "LEASE_S", 0.0)  # by the store's clock it has said nothing for so long
+    monkeypatch.setattr(rules, "LEASE_S", 0.0)  # by the store's clock it has said nothing for so long
     assert [p.step for p in ours.prune(2)] == [10]
     assert keys(memory, "checkpoints/step-00000010") == []
 
 
 def test_a_reader_says_again_and_again_that_it_reads(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours = three(memory, tmp_path)
-    monkeypatch.setattr(commits, "RENEW_S", 0.001)
+    monkeypatch.setattr(rules, "RENEW_S", 0.001)
     said = threading.Semaphore(0)
 
     def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
@@ -679,57 +679,57 @@ def test_what_dead_generations_left_is_swept_when_two_newer_are_there(place: Sto
 # Who owns the place
 
 
-def a_run(run: str, **fields: Any) -> remote.Run:
-    return remote.Run(run, "job", 1.0, **fields)
+def a_run(run: str, **fields: Any) -> runs.Run:
+    return runs.Run(run, "job", 1.0, **fields)
 
 
 def test_a_run_claims_its_place_once(place: Store):
-    assert remote.read(place) is None
-    assert remote.claim(place, a_run("one")) == a_run("one")
-    assert remote.claim(place, a_run("one", reason="again")) == a_run("one")
-    remote.check(place, "one")
+    assert runs.read(place) is None
+    assert runs.claim(place, a_run("one")) == a_run("one")
+    assert runs.claim(place, a_run("one", reason="again")) == a_run("one")
+    runs.check(place, "one")
     with pytest.raises(Superseded, match=r"run two no longer owns .*: run one does"):
-        remote.check(place, "two")
-    assert remote.update(place, "one", state="Running").state == "Running"
-    assert remote.end(place, "one", "Succeeded", "all steps are done", 0) == remote.read(place)
-    assert remote.read(place) == a_run("one", state="Succeeded", reason="all steps are done", exit_code=0)
+        runs.check(place, "two")
+    assert runs.update(place, "one", state="Running").state == "Running"
+    assert runs.end(place, "one", "Succeeded", "all steps are done", 0) == runs.read(place)
+    assert runs.read(place) == a_run("one", state="Succeeded", reason="all steps are done", exit_code=0)
 
 
 def test_a_run_that_has_not_ended_keeps_its_place(place: Store):
-    remote.claim(place, a_run("one", state="Running"))
+    runs.claim(place, a_run("one", state="Running"))
     with pytest.raises(AlreadyRunning, match=r"run one of job job in .* has not ended \(it was Running when it last said so\)"):
-        remote.claim(place, a_run("two"))
-    assert remote.claim(place, a_run("two"), replace=True) == a_run("two")
+        runs.claim(place, a_run("two"))
+    assert runs.claim(place, a_run("two"), replace=True) == a_run("two")
     with pytest.raises(Superseded, match=r"run one no longer owns .*: run two does"):
-        remote.end(place, "one", "Succeeded", "", 0)
+        runs.end(place, "one", "Succeeded", "", 0)
 
 
 def test_what_earlier_runs_left_is_set_aside(place: Store):
-    remote.claim(place, a_run("one", state="Failed", reason="it broke"))
+    runs.claim(place, a_run("one", state="Failed", reason="it broke"))
     for key in ("metrics.jsonl", "logs/worker-0.log", "checkpoints/latest", "checkpoints/step-1/a b/ü#%.bin"):
         place.put(key, key.encode())
     before = {key: place.get(key) for key in keys(place)}
-    claimed = remote.claim(place, a_run("two"))
+    claimed = runs.claim(place, a_run("two"))
     assert claimed == a_run("two", aside="one")
-    assert remote.set_aside(place, "two") == 4
-    assert remote.set_aside(place, "two") == 0
-    assert remote.read(place) == a_run("two")
+    assert runs.set_aside(place, "two") == 4
+    assert runs.set_aside(place, "two") == 0
+    assert runs.read(place) == a_run("two")
     assert {key: place.get(f"previous/one/{key}") for key in before} == before
     assert set(keys(place)) == {"run.json", *(f"previous/one/{key}" for key in before)}
 
 
 def test_objects_of_nobody_are_set_aside_too(place: Store):
     place.put("notes.txt", b"mine")
-    assert remote.claim(place, a_run("one")).aside == "before-one"
-    remote.set_aside(place, "one")
+    assert runs.claim(place, a_run("one")).aside == "before-one"
+    runs.set_aside(place, "one")
     assert keys(place) == ["previous/before-one/notes.txt", "run.json"]
 
 
 def test_a_damaged_record_is_told_and_replaced(memory: Store):
     memory.put("run.json", b'{"run": "o')
     with pytest.raises(OutlastError, match=r"run.json cannot be read: Unterminated string"):
-        remote.read(memory)
-    assert remote.claim(memory, a_run("two")) == a_run("two")
+        runs.read(memory)
+    assert runs.claim(memory, a_run("two")) == a_run("two")
 
 
 @every_moment
@@ -740,24 +740,24 @@ def test_whoever_is_killed_while_setting_aside_loses_no_object(conditional: bool
     for n in range(1, 1000):
         place = raw.child(str(n))
         calm: Any = Watched(place, hand_over, conditional=conditional)
-        remote.claim(calm, a_run("one", state="Succeeded"))
+        runs.claim(calm, a_run("one", state="Succeeded"))
         for key, content in objects.items():
             place.put(key, content)
         last = Last(n, lost=lost, carried_out=carried_out)
         dying: Any = Watched(place, last, conditional=conditional)
         try:
-            remote.claim(dying, a_run("two"))
-            remote.set_aside(dying, "two")
+            runs.claim(dying, a_run("two"))
+            runs.set_aside(dying, "two")
         except (Killed, Unreachable):
             here = {key.removeprefix("previous/one/"): place.get(key) for key in keys(place)}
             assert objects.items() <= here.items(), "an object is lost"
-        remote.claim(calm, a_run("two"))
-        remote.set_aside(calm, "two")
+        runs.claim(calm, a_run("two"))
+        runs.set_aside(calm, "two")
         assert {key: place.get(key) for key in keys(place) if not key.endswith("run.json")} == {
             f"previous/one/{key}": content for key, content in objects.items()
         }
-        assert remote.read(place) == a_run("two")
-        assert remote.Run.parse(place.get("previous/one/run.json")) == a_run("one", state="Succeeded")
+        assert runs.read(place) == a_run("two")
+        assert runs.Run.parse(place.get("previous/one/run.json")) == a_run("one", state="Succeeded")
         if not last.reached:
             break
     assert n > 20
@@ -765,7 +765,7 @@ def test_whoever_is_killed_while_setting_aside_loses_no_object(conditional: bool
 
 def test_who_sets_aside_much_too_late_touches_nothing_of_the_new_run(memory: Store):
     memory.put("logs/worker-0.log", b"old")
-    remote.claim(memory, a_run("one"))
+    runs.claim(memory, a_run("one"))
     done = False
 
     def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
@@ -773,11 +773,11 @@ def test_who_sets_aside_much_too_late_touches_nothing_of_the_new_run(memory: Sto
         answer = act()
         if request == "copy" and not done:  # meanwhile another process has done it, and the run has begun
             done = True
-            remote.set_aside(memory, "one")
+            runs.set_aside(memory, "one")
             memory.put("logs/worker-0.log", b"new")
         return answer
 
-    remote.set_aside(Watched(memory, hand), "one")  # type: ignore[arg-type]
+    runs.set_aside(Watched(memory, hand), "one")  # type: ignore[arg-type]
     assert memory.get("logs/worker-0.log") == b"new"
     assert memory.get("previous/before-one/logs/worker-0.log") == b"old"
 
@@ -787,9 +787,9 @@ def test_two_that_claim_at_once_do_not_both_succeed(memory: Store):
 
     def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
         if request == "create" and not claimed:
-            claimed.append(remote.claim(memory, a_run("two", state="Running")).run)
+            claimed.append(runs.claim(memory, a_run("two", state="Running")).run)
         return act()
 
     with pytest.raises(AlreadyRunning):
-        remote.claim(Watched(memory, hand), a_run("one"))  # type: ignore[arg-type]
-    assert remote.read(memory) == a_run("two", state="Running")
+        runs.claim(Watched(memory, hand), a_run("one"))  # type: ignore[arg-type]
+    assert runs.read(memory) == a_run("two", state="Running")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, store
+from outlast.checkpoints import register, remote, rules
+from outlast.checkpoints.rules import Place
 from outlast.errors import Superseded, Unreachable
-from outlast.remote import commits, register
-from outlast.remote.commits import Place
 from outlast.store import Store
 from servers import Place as Bucket
 from watched import Hand, Killed, Turns, Watched
@@ -60,7 +60,7 @@ class Truth:
 
     def __init__(self, raw: Store) -> None:
         self.raw = raw
-        self.latest = commits.Latest(RUN, 0)
+        self.latest = rules.Latest(RUN, 0)
         """What the register said last."""
         self.history: list[Place] = []
         """What has been the newest."""
@@ -81,7 +81,7 @@ class Truth:
             return
         before, self.latest = self.latest, latest
         for place in latest.places:
-            if commits.outlived(latest, place):  # a new owner may have copied it while it went
+            if rules.outlived(latest, place):  # a new owner may have copied it while it went
                 continue
             assert place in finished, f"{place} counts and is not there"
             assert place in before.places or place.generation >= before.generation, f"{place} is a zombie's, after {before}"
@@ -190,7 +190,7 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
         assert there.push(saved[5, step], journals=tmp_path).kind == "committed"
         there.prune(2)
         truth()
-    steps = {commits.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
+    steps = {rules.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
     assert min(steps) == newest.step + 2, "what is older than the last two was swept"
     return truth.history
 

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import ports
-from outlast import contract, store
-from outlast.remote import run as runs
+from outlast import contract, runs, store
 from outlast.runtime import progress
 from servers import Place
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import apiserver
-from outlast import kube, store
+from outlast import kube, runs, store
 from outlast.backends import kubernetes, stored
 from outlast.errors import Superseded
-from outlast.remote import run as runs
 from outlast.runtime import ownership
 from outlast.status import JobStatus, State
 

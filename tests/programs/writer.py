@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from outlast import checkpoints, contract, store
-from outlast.runtime import restore
+from outlast.checkpoints import restore
 
 output, url, run, generation = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 directory = output / contract.CHECKPOINTS

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from outlast import checkpoints, contract, saves, spec, units
+from outlast.checkpoints import register
 from outlast.errors import OutlastError
-from outlast.remote import register
-from outlast.remote.run import Run
+from outlast.runs import Run
 from outlast.shipping import tree
 from outlast.status import JobStatus, State
 from outlast.store import Store

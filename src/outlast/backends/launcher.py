@@ -39,7 +39,7 @@ from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
 
 if TYPE_CHECKING:
-    from outlast.remote import alive
+    from outlast.runs import alive
 
 TICK_S = 0.1
 WAITED_S = 2.0
@@ -133,7 +133,7 @@ class Launcher(Decider):
         if self.store:
             from outlast import store
             from outlast.backends import stored
-            from outlast.remote import alive
+            from outlast.runs import alive
 
             home, owner = stored.home(self.places.state), self.record.owner
             self.heart = alive.Heart(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)

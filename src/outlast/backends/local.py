@@ -24,11 +24,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos, checkpoints, contract, files, spec
+from outlast import chaos, checkpoints, contract, files, runs, spec
 from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted, logged
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.remote import run as runs
 from outlast.runtime import code, daemon, environment, ledger, locks, prepare
 from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, runs, store
 from outlast.backends import LogLine
 from outlast.backends.places import Run
+from outlast.checkpoints import register, remote
 from outlast.errors import NotFound, OutlastError
-from outlast.remote import alive, register
-from outlast.remote import run as runs
+from outlast.runs import alive
 from outlast.runtime import growing, ledger, push, sync, tree
 from outlast.status import State
 
@@ -82,7 +82,7 @@ def release(url: str) -> str:
 
 
 def home(state: Path) -> str:
-    """Where this machine's jobs with their state there are trained, see `remote.alive`. Machines may be called the same, e.g.
+    """Where this machine's jobs with their state there are trained, see `runs.alive`. Machines may be called the same, e.g.
     `localhost` or `ubuntu`, so what they are told apart by is drawn once and kept beside the jobs."""
     kept = state.parent / ".id"
     if not kept.exists():

@@ -19,8 +19,7 @@ from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
-    from outlast import remote
-    from outlast.checkpoints import Checkpoint
+    from outlast.checkpoints import Checkpoint, remote
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at what a job has saved, bring it back, remove it.")
 
@@ -87,14 +86,15 @@ class Saved:
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
     """The job that is meant; raises NotFound. Asks the store only when the machine does not know the job."""
-    from outlast import remote, store
+    from outlast import runs, store
+    from outlast.checkpoints import remote
 
     elsewhere = which.in_store(name)
     if url and elsewhere:
         raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
     if elsewhere or (url and not (namespace or context) and not which.backend(ctx).list()):
         there = store.open_(elsewhere or url or "")
-        if (record := remote.read(there)) is None:
+        if (record := runs.read(there)) is None:
             raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
         return Job(record.run, None, remote.Checkpoints(there, record.run))
     place = which.place(ctx, name, namespace, context)
@@ -106,7 +106,7 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
             where = status.output or "wherever its script writes"
             raise NotFound(f"the checkpoints of {name} are in its pods only ({where}); give the job an output in a store")
         there = store.open_(url)
-        record = remote.read(there)
+        record = runs.read(there)
         return Job(record.run if record else status.run, None, remote.Checkpoints(there, record.run if record else status.run))
     kept = remote.Checkpoints(store.open_(url), status.run) if url else None
     return Job(status.run, Path(place.output(name)) / contract.CHECKPOINTS, kept)
@@ -332,7 +332,7 @@ def restore(
       outlast checkpoints restore cifar10 --step 1200
       outlast checkpoints restore s3://bucket/runs/cifar10 --to best
     """
-    from outlast import remote
+    from outlast.checkpoints import remote
 
     job = _job(ctx, name, store, namespace, context)
     if job.there is None:

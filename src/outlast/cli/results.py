@@ -60,11 +60,11 @@ def _ledger(
 ) -> tuple[str, str, Iterable[Event], bool, float | None]:
     """The job's name, its run, its ledger, whether it goes on, and the goodput that an operator has written."""
     if url := which.in_store(name):
-        from outlast import remote, store
+        from outlast import runs, store
         from outlast.backends import stored
 
         place = store.open_(url)
-        if (record := remote.read(place)) is None:
+        if (record := runs.read(place)) is None:
             raise NotFound(f"there is no job in {place.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
         return record.job, record.run, stored.events(place), not record.ended, None
     from outlast.cli import view

@@ -37,9 +37,9 @@ from outlast.spec import references
 
 if TYPE_CHECKING:
     from outlast import spec
-    from outlast.remote import alive
     from outlast.rendezvous import etcd
     from outlast.rendezvous.host import Host
+    from outlast.runs import alive
     from outlast.runtime import ownership
 
 LOOK_S = 0.1
@@ -265,7 +265,8 @@ class Agent:
 
     def _restore(self) -> None:
         from outlast import store
-        from outlast.runtime import restore, work
+        from outlast.checkpoints import restore
+        from outlast.runtime import work
 
         place, say = store.open_(self._store), self._preparation.say
         restore.restore(self.output, place, self.environ[contract.Env.RUN], say)
@@ -274,8 +275,8 @@ class Agent:
 
     def _take_up(self) -> ownership.Ended | None:
         """Find out which run this is, and go on with the log of this worker."""
-        from outlast.remote import alive
-        from outlast.remote import run as runs
+        from outlast import runs
+        from outlast.runs import alive
         from outlast.runtime import ownership
 
         environ = self.environ
@@ -359,7 +360,7 @@ class Agent:
 
     def _record(self, state: str, reason: str, code: int) -> None:
         """Record how the run has ended, in the background: then nobody trains it again."""
-        from outlast.remote import run as runs
+        from outlast import runs
         from outlast.runtime import ownership
 
         run, word = self.environ[contract.Env.RUN], self.environ[contract.Env.OWNER]

@@ -13,11 +13,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from outlast import spec, store
+from outlast import runs, spec, store
+from outlast.checkpoints import restore
 from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
-from outlast.remote import run as runs
-from outlast.runtime import prepare, push, restore, sync
+from outlast.runtime import prepare, push, sync
 from outlast.spec import references
 
 _OURS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)

@@ -28,10 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, runs, store
+from outlast.checkpoints import register, remote
 from outlast.errors import Superseded
-from outlast.remote import alive, register
-from outlast.remote import run as runs
+from outlast.runs import alive
 from outlast.runtime import growing, locks, push
 
 _ADVICE = (
@@ -91,7 +91,7 @@ def place(output: Path, url: str) -> store.Store:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Where this pod's job is trained, see `remote.alive`: the same for all its pods. Jobs of an operator are told apart by their
+    """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are told apart by their
     run, which is no other's; the others by their cluster's authorities, where pods can see them: pods that were started before
     and after those have changed are taken for two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"

@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, runs, store
 from outlast.chance import CHANCE
+from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
-from outlast.remote import alive
-from outlast.remote import run as runs
+from outlast.runs import alive
 from outlast.runtime import alike, growing, sync, titles, work
 
 LOOK_S = 1.0

@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from outlast import contract, files, saves, store, units
+from outlast import contract, files, runs, saves, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
-from outlast.remote import run as runs
 from outlast.runtime import locks, progress, sync
 from outlast.store import Store
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import checkpoints, contract
+from outlast.checkpoints.rules import Place
 from outlast.errors import Changed, Exists, Missing, OutlastError, Stopped
-from outlast.remote.commits import Place
 from outlast.store import Store
 
 _BLOCK = 8 << 20

@@ -13,10 +13,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from outlast import contract
+from outlast import contract, runs
+from outlast.checkpoints import rules
+from outlast.checkpoints.rules import Latest, Names, Place
 from outlast.errors import Changed, Exists, Missing, Superseded, Unreachable
-from outlast.remote import commits, run
-from outlast.remote.commits import Latest, Names, Place
 from outlast.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
@@ -33,11 +33,11 @@ class Register(Protocol):
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, in place of the damaged one `instead` if given; what the register says then.
 
-        It is not in there if `commits.refused` has a reason, or another one of that step is committed. Raises Superseded.
+        It is not in there if `rules.refused` has a reason, or another one of that step is committed. Raises Superseded.
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Forget checkpoints, but none that might be needed (`commits.outlived`); what the register says then."""
+        """Forget checkpoints, but none that might be needed (`rules.outlived`); what the register says then."""
 
 
 def open_(store: Store, of: str, now: Callable[[], float]) -> Register:
@@ -53,7 +53,7 @@ def read(store: Store, of: str) -> Latest | None:
     latest, _ = _object(store)
     if latest:
         return latest if latest.run == of else None
-    return Named(store, of).names().latest or commits.rebuilt(of, finished(store, of))
+    return Named(store, of).names().latest or rules.rebuilt(of, finished(store, of))
 
 
 def finished(store: Store, of: str) -> list[Place]:
@@ -88,19 +88,19 @@ class Swapped:
     now: Callable[[], float]
 
     def take(self, generation: int) -> Latest:
-        """See `Register`. A register of another run is taken over if the store's `run.json` says that it is our turn."""
+        """See `Register`. A register of another run is taken over if the store's `runs.json` says that it is our turn."""
         for _ in range(_ATTEMPTS):
             said, etag = _object(self.store)
             latest = said if said and said.run == self.of else None
             if not latest:
-                run.check(self.store, self.of)
-                lost = Named(self.store, self.of).names().latest or commits.rebuilt(self.of, finished(self.store, self.of))
+                runs.check(self.store, self.of)
+                lost = Named(self.store, self.of).names().latest or rules.rebuilt(self.of, finished(self.store, self.of))
             latest = latest or lost or Latest(self.of, 0)
-            if reason := commits.superseded(latest, self.of, generation):
+            if reason := rules.superseded(latest, self.of, generation):
                 raise Superseded(reason)
             if latest is said and latest.generation == generation:
                 return latest
-            if self._swap(new := commits.taken(latest, generation, finished(self.store, self.of)), etag):
+            if self._swap(new := rules.taken(latest, generation, finished(self.store, self.of)), etag):
                 return new
         raise self._restless()
 
@@ -110,12 +110,12 @@ class Swapped:
             latest, etag = _object(self.store)
             if latest and latest.run == self.of and latest.at(place.step) == place:
                 return latest  # perhaps by our own attempt whose answer was lost
-            if reason := commits.superseded(latest, self.of, generation):
+            if reason := rules.superseded(latest, self.of, generation):
                 raise Superseded(reason)
             if latest is None or latest.generation < generation:  # somebody has removed or damaged it
                 self.take(generation)
                 continue
-            if commits.refused(latest, place) or latest.at(place.step) not in (None, instead):
+            if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
                 return latest
             if self._swap(new := latest.added(place), etag):
                 return new
@@ -127,7 +127,7 @@ class Swapped:
             latest, etag = _object(self.store)
             if latest is None or latest.run != self.of:
                 return None
-            new = latest.without([place for place in places if commits.outlived(latest, place)])
+            new = latest.without([place for place in places if rules.outlived(latest, place)])
             if new == latest or self._swap(new, etag):
                 return new
         raise self._restless()
@@ -174,39 +174,39 @@ class Named:
         said = self.names()
         if said.latest and said.latest.generation == generation == said.announced:
             return said.latest
-        run.check(self.store, self.of)
-        self._write(commits.announcement(generation))
+        runs.check(self.store, self.of)
+        self._write(rules.announcement(generation))
         said = self.names()
         self._check(said, generation)
         if said.latest and said.latest.generation == generation:
             return said.latest
         latest, etag = (said.latest, "") if said.latest else _object(self.store)
         if latest is None or latest.run != self.of:
-            latest = commits.rebuilt(self.of, finished(self.store, self.of)) or Latest(self.of, 0)
-        latest = commits.completed(latest, said.proposed)
-        if reason := commits.superseded(latest, self.of, generation):
+            latest = rules.rebuilt(self.of, finished(self.store, self.of)) or Latest(self.of, 0)
+        latest = rules.completed(latest, said.proposed)
+        if reason := rules.superseded(latest, self.of, generation):
             raise Superseded(reason)
         for place in latest.places:
-            self._write(commits.commitment(generation, place))
+            self._write(rules.commitment(generation, place))
         if etag:  # of a time when the store could do better; readers would believe it
             self.store.delete([LATEST])
-        self._write(commits.ownership(generation))
+        self._write(rules.ownership(generation))
         self._check(self.names(), generation)
         # Those of the owner before stay for as long, for the sake of listings that have begun.
-        old = [name for name in self.store.names(self._below) if (commits.generation_of(name) or 0) < latest.generation]
+        old = [name for name in self.store.names(self._below) if (rules.generation_of(name) or 0) < latest.generation]
         self.store.delete([f"{self._below}/{name}" for name in old])
         return dataclasses.replace(latest, generation=generation)
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """See `Register`."""
         latest = self._open(place, generation)
-        if commits.refused(latest, place) or latest.at(place.step) not in (None, instead):
+        if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
             return latest
-        self._write(commits.commitment(generation, place, proposed=True))
+        self._write(rules.commitment(generation, place, proposed=True))
         latest = self._open(place, generation)
-        if commits.refused(latest, place) or latest.at(place.step) not in (None, instead):
+        if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
             return latest
-        self._write(commits.commitment(generation, place))
+        self._write(rules.commitment(generation, place))
         if instead:
             self._forget(generation, [instead])
         return latest.added(place)
@@ -226,16 +226,16 @@ class Named:
         latest = self.names().latest
         if latest is None:
             return None
-        gone = [place for place in places if commits.outlived(latest, place)]
+        gone = [place for place in places if rules.outlived(latest, place)]
         self._forget(latest.generation, gone)
         return latest.without(gone)
 
     def _forget(self, generation: int, places: Sequence[Place]) -> None:
-        names = [commits.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
+        names = [rules.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
         self.store.delete([f"{self._below}/{name}" for name in names])
 
     def _check(self, said: Names, generation: int) -> None:
-        if reason := commits.superseded(Latest(self.of, said.announced), self.of, generation):
+        if reason := rules.superseded(Latest(self.of, said.announced), self.of, generation):
             raise Superseded(reason)
 
     def _write(self, name: str) -> None:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Literal
 
 from outlast import checkpoints, contract, units
+from outlast.checkpoints import register, rules
+from outlast.checkpoints.objects import Damaged, DamagedHere, Parts, Progress
+from outlast.checkpoints.rules import Latest, Place
 from outlast.errors import Denied, OutlastError, StoreError, Superseded
-from outlast.remote import commits, register
-from outlast.remote.commits import Latest, Place
-from outlast.remote.parts import Damaged, DamagedHere, Parts, Progress
 from outlast.store import Entry, Store
 
 __all__ = ["Checkpoint", "Checkpoints", "Damaged", "Outcome"]
@@ -114,7 +114,7 @@ class Checkpoints:
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             found = list(pool.map(self._known, latest.places))
         # Without COMMIT and outlived: somebody is removing it.
-        return [c for c in found if c.said or not commits.outlived(latest, c.place)]
+        return [c for c in found if c.said or not rules.outlived(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint whose COMMIT can be read."""
@@ -159,7 +159,7 @@ class Checkpoints:
                 raise OutlastError(f"{local.path} is of run {said.run or '(unnamed)'}, not of run {self.run}")
             place = Place.of(said)
             latest, instead = self._fenced(), None
-            if latest and (reason := commits.refused(latest, place)):
+            if latest and (reason := rules.refused(latest, place)):
                 return Outcome("expired", reason)
             # One of that step by another writer: the run went back before it, so it was skipped as damaged. Is it?
             if latest and (there := latest.at(place.step)):
@@ -178,13 +178,13 @@ class Checkpoints:
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
             return Outcome("committed", f"step {place.step} is in the store")
-        reason = commits.refused(latest, place)
+        reason = rules.refused(latest, place)
         return Outcome("expired", reason) if reason else _there(place)
 
     def _fenced(self) -> Latest | None:
         """What the register says; raises Superseded."""
         latest = register.read(self.store, self.run)
-        if reason := commits.superseded(latest, self.run, self._generation or 0):
+        if reason := rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
         return latest
 
@@ -280,7 +280,7 @@ class Checkpoints:
         done = threading.Event()
 
         def renew() -> None:
-            while not done.wait(commits.RENEW_S):
+            while not done.wait(rules.RENEW_S):
                 with contextlib.suppress(StoreError):
                     self.store.put(key, b"")
 
@@ -307,7 +307,7 @@ class Checkpoints:
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
-        gone = [place for place in commits.expired(latest, keep) if not self._being_read(self._below(place.step))]
+        gone = [place for place in rules.expired(latest, keep) if not self._being_read(self._below(place.step))]
         if not dry_run:
             if gone:
                 latest = self._register.drop(gone) or latest
@@ -317,7 +317,7 @@ class Checkpoints:
     def _sweep(self, latest: Latest) -> None:
         """Delete what is in no register and never will be again."""
         for name in self.store.names(contract.CHECKPOINTS):
-            step = commits.step_of(name)
+            step = rules.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
                 continue
             entries = self._below(step)
@@ -326,7 +326,7 @@ class Checkpoints:
             dead: dict[Place, list[str]] = {}
             for entry in entries:
                 place = Place.parse(entry.key.removeprefix(f"{contract.CHECKPOINTS}/"), self.run)
-                if place and commits.outlived(latest, place):
+                if place and rules.outlived(latest, place):
                     dead.setdefault(place, []).append(entry.key)
             for place, keys in dead.items():
                 self._parts(place).delete(keys)
@@ -339,7 +339,7 @@ class Checkpoints:
     def _being_read(self, entries: Iterable[Entry]) -> bool:
         """Whether somebody reads the step that they are of, by the store's clock."""
         said = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
-        return bool(said) and commits.being_read(said, self._clock())
+        return bool(said) and rules.being_read(said, self._clock())
 
     def _clock(self) -> float:
         key = f"{contract.CHECKPOINTS}/clock"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast import checkpoints, contract, remote, store
+from outlast import checkpoints, contract, store
+from outlast.checkpoints import remote
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:

@@ -15,9 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from outlast import units
+from outlast import runs, units
 from outlast.errors import AlreadyRunning, Missing, StoreError, Superseded
-from outlast.remote import run as runs
 from outlast.store import Store
 
 ALIVE = "alive.json"
