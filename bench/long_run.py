@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from outlast import contract, store
-from outlast.runtime import growing
+from outlast.sync import growing
 
 DAY_S, SAVE_S, PUSH_S = 86_400, 300, 600
 LEDGER = f"{contract.LEDGER}/worker-0-process-0.jsonl"

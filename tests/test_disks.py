@@ -22,7 +22,8 @@ import worlds
 from outlast import checkpoints, contract, runs, store
 from outlast.checkpoints import remote
 from outlast.errors import Superseded
-from outlast.runtime import growing, push
+from outlast.runtime import push
+from outlast.sync import growing
 from outlast.training import metrics, session
 from servers import Place as Bucket
 from worlds import Ended, Training, world

@@ -20,7 +20,8 @@ from outlast import store
 from outlast.backends import stored
 from outlast.errors import StoreError, Unreachable
 from outlast.report import goodput
-from outlast.runtime import growing, ownership, push, sync
+from outlast.runtime import ownership, push
+from outlast.sync import growing, sync
 
 GO = threading.Event()
 LOG, METRICS = "logs/worker-0.log", "metrics.jsonl"

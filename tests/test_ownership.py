@@ -12,8 +12,9 @@ import pytest
 
 from outlast import checkpoints, runs, store
 from outlast.errors import Superseded
-from outlast.runtime import growing, ownership, probes, push
+from outlast.runtime import ownership, probes, push
 from outlast.runtime.ownership import Ended
+from outlast.sync import growing
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from outlast import checkpoints, contract, store
 from outlast.checkpoints import restore
-from outlast.runtime import growing, sync
+from outlast.sync import growing, sync
 from servers import Place
 
 RUN = "run-1"

@@ -20,8 +20,8 @@ from outlast import checkpoints, cli, contract, store
 from outlast.backends.local import LocalBackend
 from outlast.cli import show
 from outlast.errors import OutlastError
-from outlast.runtime import growing
 from outlast.status import JobStatus, State
+from outlast.sync import growing
 from servers import Place
 
 Final = Callable[..., dict[str, object]]

@@ -28,10 +28,11 @@ from outlast import cli, store
 from outlast.cli import sync as command
 from outlast.cli import transfers
 from outlast.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
-from outlast.runtime import crc32, crew, manifest, memory, sync, transfer, tree
-from outlast.runtime.direct import Direct
-from outlast.runtime.manifest import Object, Seen, Stat, Verdict
 from outlast.store import Store
+from outlast.sync import crc32, index, pool, sync, transfer, tree
+from outlast.sync import state as memory
+from outlast.sync.direct import Direct
+from outlast.sync.index import Object, Seen, Stat, Verdict
 from servers import Place
 
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
@@ -109,7 +110,7 @@ def test_a_file_is_believed_unchanged_only_if_everything_says_so() -> None:
     seen = Seen(5, 100, 200, 7)
 
     def verdict(here: Stat = here, seen: Seen | None = seen, there: Object = there, settled: int = 1000) -> Verdict:
-        return manifest.compare(here, seen, there, settled)
+        return index.compare(here, seen, there, settled)
 
     assert verdict() is Verdict.SAME
     assert verdict(here=Stat(6, 100, 200)) is Verdict.DIFFERENT
@@ -128,15 +129,15 @@ def test_a_file_is_believed_unchanged_only_if_everything_says_so() -> None:
 def test_a_file_that_was_just_written_is_looked_at_again() -> None:
     second = 1_000_000_000
     stat = Stat(5, 100 * second, 100 * second)
-    later = manifest.seen(stat, 7, 103 * second)
-    soon = manifest.seen(stat, 7, 101 * second)
+    later = index.seen(stat, 7, 103 * second)
+    soon = index.seen(stat, 7, 101 * second)
     there = Object(5, 100 * second, 7, 0)
-    assert manifest.compare(stat, later, there, 0) is Verdict.SAME
-    assert manifest.compare(stat, soon, there, 0) is Verdict.LOOK
+    assert index.compare(stat, later, there, 0) is Verdict.SAME
+    assert index.compare(stat, soon, there, 0) is Verdict.LOOK
 
 
 def test_a_listing_tells_what_others_replaced() -> None:
-    known = {key: Object(5, 1, 7, manifest.mark('"etag"')) for key in ("same", "replaced", "resized", "gone")}
+    known = {key: Object(5, 1, 7, index.mark('"etag"')) for key in ("same", "replaced", "resized", "gone")}
     entries = [
         ("same", 5, "etag", 200.0),
         ("replaced", 5, "other", 200.0),
@@ -145,7 +146,7 @@ def test_a_listing_tells_what_others_replaced() -> None:
         ("directory/", 0, "etag", 200.0),
         (".m", 5, "etag", 200.0),
     ]
-    found = manifest.found(entries, known, own=".m")
+    found = index.found(entries, known, own=".m")
     assert {key for key, there in found.items() if there == known.get(key)} == {"same"}
     assert {key for key, there in found.items() if there.crc32 == -1} == {"replaced", "resized", "new"}
     assert found["new"].mtime == 200_000_000_000
@@ -153,7 +154,7 @@ def test_a_listing_tells_what_others_replaced() -> None:
 
 @pytest.mark.parametrize("key", ["/etc/passwd", "../up", "a/../../up", "a//b", "./a", "a/.", "", "nul\0"])
 def test_keys_that_lead_elsewhere_are_unsafe(key: str) -> None:
-    assert manifest.unsafe(key)
+    assert index.unsafe(key)
 
 
 @given(some.binary(), some.binary())
@@ -167,28 +168,28 @@ OBJECTS = some.dictionaries(some.text(min_size=1), some.builds(Object, INTS.filt
 
 @given(OBJECTS, INTS)
 def test_a_manifest_is_read_as_it_was_written(there: dict[str, Object], settled: int) -> None:
-    assert manifest.decode(manifest.encode(there, settled)) == (there, settled)
+    assert index.decode(index.encode(there, settled)) == (there, settled)
 
 
 @given(OBJECTS, some.dictionaries(some.text(min_size=1), some.builds(Seen, INTS.filter(lambda n: n >= 0), INTS, INTS, INTS)))
 def test_a_state_is_read_as_it_was_written(there: dict[str, Object], here: dict[str, Seen]) -> None:
-    state = manifest.State("s3://b", '"etag"', 2, 3.5, there, here)
-    assert manifest.State.decode(state.encode()) == state
+    state = index.State("s3://b", '"etag"', 2, 3.5, there, here)
+    assert index.State.decode(state.encode()) == state
 
 
 @given(some.binary())
 def test_nonsense_is_no_manifest(data: bytes) -> None:
-    for decode in (manifest.decode, manifest.State.decode):
+    for decode in (index.decode, index.State.decode):
         with pytest.raises(ValueError, match=r"."):
             decode(data)
 
 
 def test_there_are_more_threads_for_as_long_as_that_helps() -> None:
     def widths(rate: Callable[[int], float]) -> list[int]:
-        width, before = crew.FEW, 0.0
+        width, before = pool.FEW, 0.0
         widths = [width]
         for _ in range(10):
-            width, before = crew.widened(width, before, rate(width))
+            width, before = pool.widened(width, before, rate(width))
             widths.append(width)
         return widths
 
@@ -339,7 +340,7 @@ def test_a_store_is_checked_once_a_day(away: Store, tmp_path: Path) -> None:
     sync.push(source, away, tmp_path / "push")
     away.delete(["a"])
     assert counts(sync.push(source, away, tmp_path / "push")) == (0, 1, 0)
-    state = manifest.State.decode((tmp_path / "push").read_bytes())
+    state = index.State.decode((tmp_path / "push").read_bytes())
     state.checked -= sync.CHECK_EVERY_S
     (tmp_path / "push").write_bytes(state.encode())
     assert counts(sync.push(source, away, tmp_path / "push")) == (1, 0, 0)
@@ -365,7 +366,7 @@ def test_a_manifest_that_cannot_be_read_is_none(place: Store, tmp_path: Path) ->
     place.put(sync.MANIFEST, b"not by us")
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (2, 0, 0)
     assert counts(sync.push(source, place, tmp_path / "push")) == (0, 2, 0)
-    assert sorted(manifest.decode(place.get(sync.MANIFEST))[0]) == ["a", "b"]
+    assert sorted(index.decode(place.get(sync.MANIFEST))[0]) == ["a", "b"]
 
 
 def test_two_machines_that_push_into_one_place_see_each_other(place: Store, tmp_path: Path) -> None:
@@ -391,7 +392,7 @@ def test_a_manifest_written_meanwhile_is_not_lost(moto_proxy: Proxy, tmp_path: P
 
     moto_proxy.fault = chosen
     sync.push(one, place, tmp_path / "push-1")
-    assert sorted(manifest.decode(place.get(sync.MANIFEST))[0]) == ["a", "b"]
+    assert sorted(index.decode(place.get(sync.MANIFEST))[0]) == ["a", "b"]
 
 
 def test_an_object_that_is_replaced_during_a_pull_arrives_as_it_is_then(place: Store, tmp_path: Path) -> None:
@@ -733,7 +734,7 @@ def test_a_pull_never_writes_outside_of_its_directory(tmp_path: Path) -> None:
     for key in keys:
         away.put(key, b"2")
     lies = {key: Object(1, 0, -1, 0) for key in [*keys, "../up", "/abs", "a//b"]}
-    away.put(sync.MANIFEST, manifest.encode(lies, 0))
+    away.put(sync.MANIFEST, index.encode(lies, 0))
     report = sync.pull(away, target, tmp_path / "pull")
     assert report.transferred == 2
     assert dict(report.failed) == {
@@ -910,7 +911,7 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
         with memory.of(tmp_path / "push", f"{away.url}/{sync.MANIFEST}") as known:
             for name in names:
                 stat, content = tree.look(source / name), (source / name).read_bytes()
-                there = Object(stat.size, stat.mtime, zlib.crc32(content), manifest.mark(away.put(name, content)))
+                there = Object(stat.size, stat.mtime, zlib.crc32(content), index.mark(away.put(name, content)))
                 known.add(name, there, Seen(*stat, zlib.crc32(content)))
 
     killed_after("a", "b")

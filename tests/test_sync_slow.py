@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from outlast import store
-from outlast.runtime import sync
+from outlast.sync import sync
 from servers import Place, enter, serve_rclone
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 
 from outlast import contract, saves, store
 from outlast.contract import Env
-from outlast.runtime import progress, push, sync, work
+from outlast.runtime import progress, push, work
+from outlast.sync import sync
 
 LONG_AGO = time.time() - 1000
 

@@ -20,8 +20,9 @@ from outlast.backends.places import Run
 from outlast.checkpoints import register, remote
 from outlast.errors import NotFound, OutlastError
 from outlast.runs import alive
-from outlast.runtime import growing, ledger, push, sync, tree
+from outlast.runtime import ledger, push
 from outlast.status import State
+from outlast.sync import growing, sync, tree
 
 _ADVICE = (
     "end it there, or give this job another name or output; --take-over takes the run from it, "

@@ -127,7 +127,7 @@ class Parts:
 
         All that are here are compared with their checksums, those that are sent while they are. Raises DamagedHere.
         """
-        from outlast.runtime import sync
+        from outlast.sync import sync
 
         sizes = self.sizes()
         absent = [name for name, file in said.files.items() if sizes.get(name) != file["size"]]
@@ -151,7 +151,7 @@ class Parts:
 
         Raises Damaged when they are not what COMMIT says.
         """
-        from outlast.runtime import sync
+        from outlast.sync import sync
 
         if problem := _wrong_sizes(said.files, self.sizes()):
             raise Damaged(problem)

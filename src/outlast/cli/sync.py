@@ -22,8 +22,8 @@ from outlast.errors import NotFound, OutlastError, StoreError
 from outlast.store import urls
 
 if TYPE_CHECKING:
-    from outlast.runtime.sync import Report
     from outlast.store import Store
+    from outlast.sync.sync import Report
 
 _LISTED = 20
 """How many paths of a kind are named at the end."""
@@ -52,7 +52,7 @@ def sync(
       outlast sync data s3://bucket/data -o json
     """
     from outlast import store
-    from outlast.runtime import sync as engine
+    from outlast.sync import sync as engine
 
     pushing, directory, url = sides(source, target)
     place, state = store.open_(url), _state(pushing, directory, url)

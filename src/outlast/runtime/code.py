@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 from outlast import files, spec, store, units
 from outlast.errors import OutlastError, StoreError
-from outlast.runtime import archives, fetch, locks, sync, work
+from outlast.runtime import archives, fetch, locks, work
 from outlast.runtime.fetch import Say
+from outlast.sync import sync
 
 if TYPE_CHECKING:
     from outlast.shipping import tree

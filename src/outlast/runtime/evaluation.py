@@ -17,8 +17,9 @@ from outlast import runs, spec, store
 from outlast.checkpoints import restore
 from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
-from outlast.runtime import prepare, push, sync
+from outlast.runtime import prepare, push
 from outlast.spec import references
+from outlast.sync import sync
 
 _OURS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from outlast import store, units
 from outlast.errors import Changed, Missing, OutlastError, StoreError
-from outlast.runtime import crew, sync
 from outlast.store import Entry, Store
+from outlast.sync import pool, sync
 
 TELL_S = 5.0
 """How often a long fetch says how far it is."""
@@ -85,9 +85,9 @@ def look(url: str, field: str) -> Listing:
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
     """Those that are files: consoles show a directory by an empty object `directory/`, which is listed without its slash."""
-    empty = (crew.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
+    empty = (pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
-    with contextlib.closing(crew.work(empty, threading.Event())) as outcomes:
+    with contextlib.closing(pool.work(empty, threading.Event())) as outcomes:
         for entry, _, error in outcomes:
             if isinstance(error, Missing):
                 absent.add(entry)

@@ -32,7 +32,8 @@ from outlast import checkpoints, contract, runs, store
 from outlast.checkpoints import register, remote
 from outlast.errors import Superseded
 from outlast.runs import alive
-from outlast.runtime import growing, locks, push
+from outlast.runtime import locks, push
+from outlast.sync import growing
 
 _ADVICE = (
     "end it there, or give this job another name or output. "

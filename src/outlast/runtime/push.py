@@ -30,7 +30,8 @@ from outlast.chance import CHANCE
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
 from outlast.runs import alive
-from outlast.runtime import alike, growing, sync, titles, work
+from outlast.runtime import alike, titles, work
+from outlast.sync import growing, sync
 
 LOOK_S = 1.0
 """How often to look for a new checkpoint."""

@@ -24,8 +24,9 @@ from pathlib import Path
 from outlast import contract, files, runs, saves, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
-from outlast.runtime import locks, progress, sync
+from outlast.runtime import locks, progress
 from outlast.store import Store
+from outlast.sync import sync
 
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from urllib.parse import SplitResult, urlsplit
 
-from outlast.runtime import tree
+from outlast.sync import tree
 
 if TYPE_CHECKING:
     import ssl

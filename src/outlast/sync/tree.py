@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outlast.errors import NotFound, OutlastError
-from outlast.runtime import crc32
-from outlast.runtime.manifest import Seen, Stat, seen
+from outlast.sync import crc32
+from outlast.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
 """How the names of files begin that are being written; they end in `.part`."""

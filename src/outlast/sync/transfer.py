@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from outlast.errors import Changed, Denied, Missing, Stopped, StoreError, Unreachable
-from outlast.runtime import crc32, tree
-from outlast.runtime.crew import Job, Outcome, work
-from outlast.runtime.direct import Direct
-from outlast.runtime.manifest import Stat
 from outlast.store import Store
+from outlast.sync import crc32, tree
+from outlast.sync.direct import Direct
+from outlast.sync.index import Stat
+from outlast.sync.pool import Job, Outcome, work
 
 SMALL = 8 << 20
 """Bytes; a larger file is sent by `Store.upload`, and received by pieces of this size."""

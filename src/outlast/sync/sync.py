@@ -24,10 +24,12 @@ from functools import partial
 from pathlib import Path
 
 from outlast.errors import Changed, Denied, Missing, NoBucket, OutlastError, StoreError, Unreachable
-from outlast.runtime import crew, manifest, memory, transfer, tree
-from outlast.runtime.manifest import GRANULARITY_NS, Object, Seen, Stat, Verdict
-from outlast.runtime.transfer import Damaged, Sent, Wanted, receive, send
 from outlast.store import Store
+from outlast.sync import index as manifest
+from outlast.sync import pool, transfer, tree
+from outlast.sync import state as memory
+from outlast.sync.index import GRANULARITY_NS, Object, Seen, Stat, Verdict
+from outlast.sync.transfer import Damaged, Sent, Wanted, receive, send
 
 __all__ = ["MANIFEST", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
 
@@ -242,8 +244,8 @@ class _Run:
                 doubtful.append(path)
             else:
                 todo.append(path)
-        jobs = (crew.Job(path, 0, partial(tree.checksum, os.path.join(self._root, path))) for path in doubtful)
-        with contextlib.closing(crew.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
+        jobs = (pool.Job(path, 0, partial(tree.checksum, os.path.join(self._root, path))) for path in doubtful)
+        with contextlib.closing(pool.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
             for path, result, _ in outcomes:
                 if result is not None and result.crc32 == objects[path].crc32 and result.size == objects[path].size:
                     seen[path] = result
@@ -318,9 +320,9 @@ class _Run:
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
         if replaced:
-            jobs = (crew.Job(path, 0, partial(self._store.head, path)) for path in replaced)
+            jobs = (pool.Job(path, 0, partial(self._store.head, path)) for path in replaced)
             again = []
-            with contextlib.closing(crew.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
+            with contextlib.closing(pool.work(jobs, threading.Event(), stop=self._stop)) as outcomes:
                 for path, entry, error in outcomes:
                     if isinstance(error, Missing) and objects[path].size == 0:
                         del objects[path]  # `directory/`, with which consoles show one: the slash is lost in the listing

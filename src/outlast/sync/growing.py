@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from outlast import contract
 from outlast.errors import Denied, Missing, NoBucket, Stopped, StoreError, Unreachable
-from outlast.runtime import tree
 from outlast.store import Store
+from outlast.sync import tree
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from typing import IO
 
 from outlast import files
 from outlast.errors import AlreadyRunning, OutlastError
-from outlast.runtime.manifest import Object, Seen, State
+from outlast.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
 """After how long what has been done is written down, at the latest: a kill costs so much, an exception nothing."""

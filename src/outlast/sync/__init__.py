@@ -1,0 +1,1 @@
+"""Directory trees and object stores, synchronised in both directions."""
