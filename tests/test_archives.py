@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from outlast.errors import OutlastError
-from outlast.runtime import archives
+from outlast.shipping import archives
 
 
 def a_tar(path: Path, *members: tarfile.TarInfo | tuple[str, bytes], mode: str = "w:gz") -> Path:

@@ -20,7 +20,8 @@ import pytest
 
 from outlast import spec
 from outlast.errors import OutlastError, Stopped
-from outlast.runtime import environment, installers, locks, requirements
+from outlast.prepare import installers, python_env, requirements
+from outlast.runtime import locks
 
 
 def a_wheel(directory: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "") -> Path:
@@ -44,7 +45,7 @@ class Maker:
         self.stop = threading.Event()
         self.environ = {**os.environ, "PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_NO_INDEX": ""}
 
-    def make(self, *lines: str, conda: str = "") -> environment.Made:
+    def make(self, *lines: str, conda: str = "") -> python_env.Made:
         """An environment of these requirements, or of this file for conda."""
         if conda:
             path = self.directory / "environment.yml"
@@ -54,9 +55,9 @@ class Maker:
             path = self.directory / "requirements.txt"
             path.write_text("\n".join(lines))
             asked = spec.Environment(requirements=str(path))
-        return environment.make(asked, self.cache, self.directory, self.environ, say=self.said.append, stop=self.stop)
+        return python_env.make(asked, self.cache, self.directory, self.environ, say=self.said.append, stop=self.stop)
 
-    def python(self, made: environment.Made, code: str) -> str:
+    def python(self, made: python_env.Made, code: str) -> str:
         """What a program prints that runs in an environment."""
         argv = [made.python, "-c", code]
         return subprocess.check_output(argv, env={**self.environ, **made.variables}, text=True).strip()
@@ -141,7 +142,7 @@ def test_a_requirements_file_that_cannot_be_read_is_said(tmp_path: Path, files: 
     for name, text in files.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OutlastError) as caught:
-        environment.check(spec.Environment(requirements=str(tmp_path / "requirements.txt")))
+        python_env.check(spec.Environment(requirements=str(tmp_path / "requirements.txt")))
     assert str(caught.value) == sentence.format(tmp_path)
 
 
@@ -150,7 +151,7 @@ def test_editing_the_requirements_does_not_change_a_run_on_its_way(tmp_path: Pat
     (tmp_path / "base.txt").write_text("einops")
     (tmp_path / "limits.txt").write_text("einops<1")
     (tmp_path / "run").mkdir()
-    frozen = environment.frozen(spec.Environment(requirements=str(tmp_path / "requirements.txt")), tmp_path / "run")
+    frozen = python_env.frozen(spec.Environment(requirements=str(tmp_path / "requirements.txt")), tmp_path / "run")
     (tmp_path / "base.txt").write_text("other")
     (tmp_path / "limits.txt").unlink()
     found = requirements.read(Path(str(frozen.requirements)), "x")
@@ -193,7 +194,7 @@ def test_requirements_come_on_top_of_our_python(maker: Maker, installer: str):
     assert maker.make("--no-index", "--find-links .", "tiny # a comment", "shellingham==9.9") == made
     assert maker.said == []
     assert time.monotonic() - began < 1
-    (home / environment.MARKER).unlink()  # as if we had been killed before the end
+    (home / python_env.MARKER).unlink()  # as if we had been killed before the end
     (home / "half").touch()
     assert maker.make("--no-index", "--find-links .", "tiny", "shellingham==9.9") == made
     assert not (home / "half").exists()
@@ -203,7 +204,7 @@ def test_an_environment_depends_on_what_the_file_includes_and_on_our_packages(ma
     def depends_on(text: str) -> list[object]:
         (maker.directory / "base.txt").write_text(text)
         (maker.directory / "requirements.txt").write_text("-r base.txt")
-        return environment._Venv(requirements.read(maker.directory / "requirements.txt", "x"), "x").depends_on()
+        return python_env._Venv(requirements.read(maker.directory / "requirements.txt", "x"), "x").depends_on()
 
     first = depends_on("einops")
     assert depends_on("einops # newer") == first
@@ -259,7 +260,7 @@ def test_another_torch_is_not_installed_unasked(maker: Maker):
 
 
 def test_who_comes_second_waits_for_the_environment(maker: Maker):
-    found: list[environment.Made] = []
+    found: list[python_env.Made] = []
     asked = ("--no-index", "--find-links .", "nosuch")
     with pytest.raises(OutlastError):
         maker.make(*asked)
@@ -271,7 +272,7 @@ def test_who_comes_second_waits_for_the_environment(maker: Maker):
         while not maker.said:
             time.sleep(0.01)
         lock.with_suffix("").mkdir()
-        (lock.with_suffix("") / environment.MARKER).write_text("{}")  # the first has made it
+        (lock.with_suffix("") / python_env.MARKER).write_text("{}")  # the first has made it
     thread.join()
     assert maker.said == ["waiting for another worker that makes environment.requirements (requirements.txt)"]
     assert found[0].python == str(lock.with_suffix("") / "bin" / "python")
@@ -410,13 +411,13 @@ def a_micromamba(directory: Path) -> Path:
 
 
 @pytest.fixture
-def mamba(maker: Maker) -> Callable[..., environment.Made]:
+def mamba(maker: Maker) -> Callable[..., python_env.Made]:
     maker.environ["PATH"] = f"{a_micromamba(maker.directory / 'bin')}{os.pathsep}{os.environ['PATH']}"
     return lambda text: maker.make(conda=text)
 
 
 @pytest.mark.slow
-def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mamba: Callable[..., environment.Made]):
+def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mamba: Callable[..., python_env.Made]):
     made = mamba("name: x\ndependencies: [python=3.11, pytorch]")
     assert maker.said[-1].startswith("made environment.conda (environment.yml): Python 3.11")
     seen = maker.python(made, "import outlast.training, torch, sys; print(outlast.__file__, 'pydantic' in sys.modules)")
@@ -471,7 +472,7 @@ def test_without_conda_that_is_said_before_anything_is_fetched(tmp_path: Path, m
     monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "environment.yml").write_text("dependencies: [python]")
     with pytest.raises(OutlastError) as caught:
-        environment.check(spec.Environment(conda=str(tmp_path / "environment.yml")))
+        python_env.check(spec.Environment(conda=str(tmp_path / "environment.yml")))
     assert str(caught.value) == (
         "environment.conda: this machine has neither micromamba, mamba nor conda; install one of them, "
         "or list the packages in a file for environment.requirements"

@@ -18,9 +18,9 @@ from outlast.backends import goes_on
 from outlast.backends.goes_on import GoesOn
 from outlast.backends.places import Run
 from outlast.errors import OutlastError
+from outlast.prepare import code
 from outlast.report import goodput
 from outlast.report.timeline import Bucket
-from outlast.runtime import code
 from outlast.shipping import tree
 from outlast.status import State
 from outlast.store import open_

@@ -20,8 +20,10 @@ import pytest
 
 from outlast import contract, spec, store
 from outlast.errors import OutlastError, Stopped
-from outlast.runtime import archives, cache, code, fetch, locks
-from outlast.runtime.prepare import Preparation
+from outlast.prepare import cache, code, fetch
+from outlast.prepare.prepare import Preparation
+from outlast.runtime import locks
+from outlast.shipping import archives
 from outlast.store import Store
 from outlast.sync import sync
 from servers import Place

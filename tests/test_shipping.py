@@ -24,8 +24,8 @@ from kubernetes_validate import utils as schemas
 from outlast import contract, manifests, shipping, spec, store
 from outlast.errors import OutlastError
 from outlast.manifests import places
-from outlast.runtime import archives, prepare
-from outlast.shipping import ignore, tree
+from outlast.prepare import prepare
+from outlast.shipping import archives, ignore, tree
 from outlast.shipping.parcel import APPLIED, SMALL, choose
 from servers import Place
 

@@ -12,7 +12,8 @@ import pytest
 
 from outlast import contract, saves, store
 from outlast.contract import Env
-from outlast.runtime import progress, push, work
+from outlast.prepare import workdir
+from outlast.runtime import progress, push
 from outlast.sync import sync
 
 LONG_AGO = time.time() - 1000
@@ -31,7 +32,7 @@ def output(tmp_path: Path) -> Path:
     """With a working directory that holds the code train.py and lib/net.py."""
     directory = tmp_path / "output" / "work"
     code = {name: write(directory / name) for name in ("train.py", "lib/net.py")}
-    work.note_code(directory, {name: work.looks(path) for name, path in code.items()})
+    workdir.note_code(directory, {name: workdir.looks(path) for name, path in code.items()})
     return directory.parent
 
 
@@ -49,26 +50,26 @@ def output(tmp_path: Path) -> Path:
     ],
 )
 def test_all_but_code_and_what_is_hidden_is_a_result(output: Path, path: str, skipped: bool) -> None:
-    assert work.Results(output).skipped(path) is skipped
+    assert workdir.Results(output).skipped(path) is skipped
 
 
 def test_a_file_of_code_that_the_job_has_written_is_a_result(output: Path) -> None:
-    results = work.Results(output)
+    results = workdir.Results(output)
     write(output / "work" / "train.py", "changed", at=None)
     assert not results.skipped("work/train.py")
 
 
 def test_code_behind_a_link_is_no_result(output: Path, tmp_path: Path) -> None:
     (output / "work" / "data").symlink_to(tmp_path)
-    work.note_code(output / "work", {"data": None})
-    results = work.Results(output)
+    workdir.note_code(output / "work", {"data": None})
+    results = workdir.Results(output)
     assert results.skipped("work/data/big.bin")
     assert results.skipped("work/data")
     assert results.skipped("work/train.py")  # noted before
 
 
 def test_what_is_being_written_waits_and_what_was_renamed_does_not(output: Path) -> None:
-    results = work.Results(output)
+    results = workdir.Results(output)
     write(output / "work" / "quiet.pt")
     write(output / "work" / "log.txt", at=None)
     big = write(output / "work" / "big.pt", "x" * (2 << 20), at=None)
@@ -88,17 +89,17 @@ def test_what_is_being_written_waits_and_what_was_renamed_does_not(output: Path)
 
 def test_a_checkpoints_directory_goes_when_all_of_it_is_quiet(output: Path) -> None:
     write(output / "work" / "out" / "checkpoint-140" / "model.safetensors")
-    held = work.Results(output).unfinished()
+    held = workdir.Results(output).unfinished()
     assert not held("work/out/checkpoint-140/model.safetensors")
     write(output / "work" / "out" / "checkpoint-140" / "optimizer.pt", at=None)
-    held = work.Results(output).unfinished()
+    held = workdir.Results(output).unfinished()
     assert held("work/out/checkpoint-140/model.safetensors")
 
 
 def test_only_checkpoints_that_a_later_one_has_replaced_go_from_the_store(output: Path) -> None:
     write(output / "work" / "out" / "checkpoint-160" / "optimizer.pt")
     write(output / "work" / "step_200.pt")
-    results = work.Results(output)
+    results = workdir.Results(output)
     gone = ["out/checkpoint-140/optimizer.pt", "step_100.pt"]
     stays = ["out/checkpoint-160/model.bin", "out/checkpoint-180/model.bin", "best.pt", "elsewhere/checkpoint-1/model.bin"]
     assert [results.expired(f"work/{path}") for path in [*gone, *stays]] == [True] * 2 + [False] * 4
@@ -125,8 +126,8 @@ class Disk:
     def start(self) -> None:
         """As an agent does before the training."""
         self.environ[Env.CODE] = str(Path(self.environ[Env.CODE]))
-        work.enter(self.environ, self.said.append, threading.Event())
-        work.fetch(self.output, self.place, self.said.append, threading.Event())
+        workdir.enter(self.environ, self.said.append, threading.Event())
+        workdir.fetch(self.output, self.place, self.said.append, threading.Event())
 
     def train(self, generation: int, rank: int, **wrote: str) -> None:
         """As a process of that rank, which writes these files."""
@@ -139,8 +140,8 @@ class Disk:
             write(self.output / "work" / f"{name}.pt", text)
 
     def push(self) -> None:
-        results = work.Results(self.output)
-        ours = work.ours(self.output, self.place, self.environ)
+        results = workdir.Results(self.output)
+        ours = workdir.ours(self.output, self.place, self.environ)
         skip = lambda path: push.skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
         manifest, held = self.output / ".push" / "manifest", results.unfinished()
         sync.push(self.output, self.place, manifest, skip=skip, leave=held, expired=results.expired)
@@ -182,7 +183,7 @@ def test_in_pods_the_files_of_rank_0_are_pushed_and_a_new_pod_gets_them(tmp_path
 
 def test_larger_code_runs_where_it_lies_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(tmp_path / "pod", f"file://{tmp_path}/store")
-    monkeypatch.setattr(work, "_MOST", (0, 0))
+    monkeypatch.setattr(workdir, "_MOST", (0, 0))
     before = disk.environ[Env.CODE]
     disk.start()
     assert disk.environ[Env.CODE] == before

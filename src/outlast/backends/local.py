@@ -28,7 +28,8 @@ from outlast import chaos, checkpoints, contract, files, runs, spec
 from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted, logged
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.runtime import code, daemon, environment, ledger, locks, prepare
+from outlast.prepare import code, prepare, python_env
+from outlast.runtime import daemon, ledger, locks
 from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus
 
@@ -605,7 +606,7 @@ def _placed(job: spec.Job, state: Path) -> spec.Job:
 
 def _frozen(job: spec.Job, state: Path) -> spec.Job:
     """The job with a copy of its requirements in `state`, so that editing them does not change a run on its way."""
-    environment_ = environment.frozen(job.spec.environment, state)
+    environment_ = python_env.frozen(job.spec.environment, state)
     return job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment_})})
 
 

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 from outlast import contract, files, saves
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
-from outlast.runtime import daemon, init, inspection, lifecycle, notice, prepare, probes, pusher, ranks, shim, titles
+from outlast.prepare import prepare
+from outlast.runtime import daemon, init, inspection, lifecycle, notice, probes, pusher, ranks, shim, titles
 from outlast.runtime.ledger import Ledger
 from outlast.runtime.lifecycle import Phase
 from outlast.runtime.output import Output
@@ -234,9 +235,9 @@ class Agent:
             elif phase is Phase.CODE:
                 self._preparation.code()
                 if self.alone:
-                    from outlast.runtime import work
+                    from outlast.prepare import workdir
 
-                    work.enter(self.environ, self._preparation.say, self._leaving)
+                    workdir.enter(self.environ, self._preparation.say, self._leaving)
             elif phase is Phase.ENVIRONMENT:
                 self._preparation.environment()
             elif phase is Phase.DATA:
@@ -266,12 +267,12 @@ class Agent:
     def _restore(self) -> None:
         from outlast import store
         from outlast.checkpoints import restore
-        from outlast.runtime import work
+        from outlast.prepare import workdir
 
         place, say = store.open_(self._store), self._preparation.say
         restore.restore(self.output, place, self.environ[contract.Env.RUN], say)
         if self.alone:  # else the submission has brought them
-            work.fetch(self.output, place, say, self._leaving)
+            workdir.fetch(self.output, place, say, self._leaving)
 
     def _take_up(self) -> ownership.Ended | None:
         """Find out which run this is, and go on with the log of this worker."""

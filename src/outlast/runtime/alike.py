@@ -95,7 +95,7 @@ def _read(path: Path) -> str:
 def _fetch(given: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
     """Fetch in a process of its own: this one is the child of another, whose threads it does not have."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "outlast.runtime.work", *(["--newer"] if given == _SENT else [])], env=dict(environ)
+        [sys.executable, "-m", "outlast.prepare.workdir", *(["--newer"] if given == _SENT else [])], env=dict(environ)
     )
     while child.poll() is None:
         if over():

@@ -17,7 +17,8 @@ from outlast import runs, spec, store
 from outlast.checkpoints import restore
 from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
-from outlast.runtime import prepare, push
+from outlast.prepare import prepare
+from outlast.runtime import push
 from outlast.spec import references
 from outlast.sync import sync
 

@@ -29,8 +29,9 @@ from outlast import checkpoints, contract, runs, store
 from outlast.chance import CHANCE
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
+from outlast.prepare import workdir
 from outlast.runs import alive
-from outlast.runtime import alike, titles, work
+from outlast.runtime import alike, titles
 from outlast.sync import growing, sync
 
 LOOK_S = 1.0
@@ -99,7 +100,7 @@ class Pusher:
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing.Sender(place, output)
-        self._results = work.Results(output)
+        self._results = workdir.Results(output)
         self._environ = environ or {}
         self.said = Said()
 
@@ -140,7 +141,7 @@ class Pusher:
                 self._passed = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         self.say(doing="output")
         self._growing.push(self._grown(), stop)
-        ours = work.ours(self.output, self._place, self._environ)
+        ours = workdir.ours(self.output, self._place, self._environ)
         others = f"{contract.WORK}/"
         report = sync.push(
             self.output,

@@ -70,7 +70,7 @@ def _enter(state: Path) -> None:
     writer.write(progress.Progress(generation=generation, rank=int(os.environ.get("RANK", "0")), phase="started"))
     writer.close()
     directory = Path(os.environ.get(contract.Env.OUTPUT, "")) / contract.WORK
-    if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # results are those of rank 0, see `runtime.work`
+    if os.environ.get("RANK") == "0" and Path.cwd() == directory.resolve():  # results are those of rank 0, see `prepare.workdir`
         with contextlib.suppress(OSError):  # a full disk: what is written now is pushed later
             files.replace(directory / contract.WORKED, str(generation))
 

@@ -18,8 +18,8 @@ from outlast.contract import Pod
 from outlast.errors import OutlastError
 from outlast.manifests import places
 from outlast.manifests.names import Names
-from outlast.runtime import archives, code
-from outlast.shipping import tree
+from outlast.prepare import code
+from outlast.shipping import archives, tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,8 +22,7 @@ from typing import Literal
 
 from outlast import spec, units
 from outlast.errors import OutlastError
-from outlast.runtime import archives
-from outlast.shipping import ignore
+from outlast.shipping import archives, ignore
 
 NEVER = frozenset(
     {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}

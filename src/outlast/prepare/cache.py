@@ -30,8 +30,9 @@ from typing import NamedTuple
 
 from outlast import contract, files, store
 from outlast.errors import OutlastError
-from outlast.runtime import fetch, locks
-from outlast.runtime.fetch import Listing, Say
+from outlast.prepare import fetch
+from outlast.prepare.fetch import Listing, Say
+from outlast.runtime import locks
 
 _ELSEWHERE = "mend its rights, or let OUTLAST_CACHE name another directory"
 _LISTING, _PARTIAL = "listing.json", "listing.partial"

@@ -22,8 +22,8 @@ from outlast.spec import references
 
 if TYPE_CHECKING:
     from outlast import spec
-    from outlast.runtime.cache import Version
-    from outlast.runtime.fetch import Say
+    from outlast.prepare.cache import Version
+    from outlast.prepare.fetch import Say
 
 
 PINS = "pins"
@@ -39,21 +39,21 @@ def check(job: spec.Job, pins: Path) -> None:
     Raises OutlastError.
     """
     from outlast import spec
-    from outlast.runtime import environment
+    from outlast.prepare import python_env as environment
 
     for sentence in spec.absent(job.spec):
         raise OutlastError(sentence)
     environment.check(job.spec.environment)
     place, checksum = spec.pinned(job.spec.code or "")
     if place and (path := spec.local(place)) and not path.is_dir():
-        from outlast.runtime import code
+        from outlast.prepare import code
 
         code.check(path, f"code ({path})", checksum, _runs(job))
     given = [(f"data[{i}].from", entry.from_) for i, entry in enumerate(job.spec.data)]
     given += [(f"models[{i}].from", entry.from_) for i, entry in enumerate(job.spec.models)]
     elsewhere = [(field, url) for field, url in given if spec.local(url) is None]
     if elsewhere or _layered(job):
-        from outlast.runtime import cache
+        from outlast.prepare import cache
 
         cache.writable(os.environ)
     if place and spec.local(place) is None:
@@ -65,7 +65,7 @@ def check(job: spec.Job, pins: Path) -> None:
 def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
     """Raise OutlastError when a store says that there is nothing, or that we may not read it. A request or two for each."""
     from outlast import store
-    from outlast.runtime import cache
+    from outlast.prepare import cache
 
     problems: dict[str, OutlastError] = {}
 
@@ -108,7 +108,7 @@ def _runs(job: spec.Job) -> str:
 
 def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threading.Event) -> None:
     """Bring a job's code from an archive or a store to where it runs, see `code.place`."""
-    from outlast.runtime import code
+    from outlast.prepare import code
 
     code.place(str(job.spec.code), into, shared, runs=_runs(job), say=say, stop=stop)
 
@@ -152,7 +152,7 @@ class Preparation:
         if fields.script and not (directory / fields.script).is_file():
             raise OutlastError(f"script: {fields.script} is not in {directory}; correct the name or the code directory")
         if _layered(self._job):
-            from outlast.runtime import environment
+            from outlast.prepare import python_env as environment
 
             environment.check(fields.environment, directory)
         elif fields.module:
@@ -169,7 +169,8 @@ class Preparation:
             if importlib.util.find_spec("torch") is None:
                 raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
             return
-        from outlast.runtime import cache, environment
+        from outlast.prepare import cache
+        from outlast.prepare import python_env as environment
 
         fields, code = self._job.spec, Path(self._environ[Env.CODE])
         made = environment.make(
@@ -220,7 +221,7 @@ class Preparation:
             if not path.exists():
                 raise OutlastError(f"{field}: {path} does not exist; create it or correct the path")
             return path
-        from outlast.runtime import cache
+        from outlast.prepare import cache
 
         source = cache.Source(
             cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self.say, stop=self._stop

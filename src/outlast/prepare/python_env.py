@@ -38,11 +38,12 @@ import yaml
 import outlast
 from outlast import files, spec
 from outlast.errors import OutlastError
-from outlast.runtime import locks, requirements
-from outlast.runtime.installers import Shell
+from outlast.prepare import requirements
+from outlast.prepare.installers import Shell
+from outlast.runtime import locks
 
 if TYPE_CHECKING:
-    from outlast.runtime.fetch import Say
+    from outlast.prepare.fetch import Say
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"

@@ -17,7 +17,7 @@ import psutil
 from outlast.errors import OutlastError, Stopped
 
 if TYPE_CHECKING:
-    from outlast.runtime.fetch import Say
+    from outlast.prepare.fetch import Say
 
 _NETWORK = re.compile(
     r"failed to establish a new connection|temporary failure in name resolution|name or service not known|dns error|timed? ?out"

@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 
 from outlast import files, spec, store, units
 from outlast.errors import OutlastError, StoreError
-from outlast.runtime import archives, fetch, locks, work
-from outlast.runtime.fetch import Say
+from outlast.prepare import fetch, workdir
+from outlast.prepare.fetch import Say
+from outlast.runtime import locks
+from outlast.shipping import archives
 from outlast.sync import sync
 
 if TYPE_CHECKING:
@@ -47,14 +49,14 @@ def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float
     renewed = []
     try:
         into.mkdir(exist_ok=True)
-        brought = work.listed(into)
-        work.note_code(into, {entry.name: work.looks(code / entry.name) for entry in entries})
+        brought = workdir.listed(into)
+        workdir.note_code(into, {entry.name: workdir.looks(code / entry.name) for entry in entries})
         for directory in sorted({parent for entry in entries for parent in Path(entry.name).parents} - {Path()}):
             _renew(code / directory, into / directory, submitted, _copied)
         for entry in entries:
             new, old = code / entry.name, into / entry.name
             differs = not _same(new, old)
-            untouched = old.is_file() and brought.get(entry.name) == work.looks(old)
+            untouched = old.is_file() and brought.get(entry.name) == workdir.looks(old)
             take = _linked(entry.target) if entry.kind == "link" else _copied
             if _renew(new, old, float("inf") if untouched else submitted, take) and differs:
                 renewed.append(entry.name)
@@ -169,7 +171,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
             if note is None:
                 _Note(code, "", time.time(), current=False).write(path)
             elif not note.version:  # a first version that did not arrive: nothing has run here yet
-                work.forget_code(into)
+                workdir.forget_code(into)
             shutil.rmtree(coming, ignore_errors=True)
             coming.mkdir()
             tree, version = source.bring(coming, runs, say, stop)
@@ -275,8 +277,8 @@ def _checked(archive: Path, name: str, checksum: str) -> None:
 
 def _merge(tree: Path, into: Path, since: float) -> None:
     brought = [Path(directory, name) for directory, names, found in os.walk(tree) for name in (*names, *found)]
-    listed = {str(path.relative_to(tree)): work.looks(path) for path in brought if path.is_symlink() or path.is_file()}
-    work.note_code(into, listed)
+    listed = {str(path.relative_to(tree)): workdir.looks(path) for path in brought if path.is_symlink() or path.is_file()}
+    workdir.note_code(into, listed)
     for directory, names, found in os.walk(tree):
         for name in (*names, *found):
             new = Path(directory, name)

@@ -1,0 +1,1 @@
+"""What a worker needs before it can train: code, Python packages, data, models."""
