@@ -12,7 +12,7 @@ from pathlib import Path
 from outlast import chaos, spec
 from outlast.backends import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.runtime.ledger import Event
+from outlast.ledger import Event
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
 
 STEP_S = 0.02

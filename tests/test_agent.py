@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from clocks import DISTURBANCES, Machine
 from outlast import contract, spec
 from outlast.clock import STEP_S
-from outlast.runtime import lifecycle, notice, progress
+from outlast.runtime import lifecycle
 from outlast.runtime.agent import Agent
 from outlast.runtime.lifecycle import Phase
-from outlast.runtime.progress import Progress
 from outlast.runtime.ranks import Ranks
+from outlast.workerfiles import notice, progress
+from outlast.workerfiles.progress import Progress
 
 GRACE_S = 75
 

@@ -13,7 +13,7 @@ import pytest
 
 import worlds
 from outlast import checkpoints, contract
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 from worlds import Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

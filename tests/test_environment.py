@@ -18,10 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast import spec
+from outlast import locks, spec
 from outlast.errors import OutlastError, Stopped
 from outlast.prepare import installers, python_env, requirements
-from outlast.runtime import locks
 
 
 def a_wheel(directory: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "") -> Path:

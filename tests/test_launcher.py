@@ -23,8 +23,8 @@ from outlast.rendezvous import decider, world
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.local import Called
 from outlast.report import goodput
-from outlast.runtime import notice, progress
 from outlast.status import Failure, State
+from outlast.workerfiles import notice, progress
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from outlast.runtime import ledger
-from outlast.runtime.ledger import Ledger
+from outlast import ledger
+from outlast.ledger import Ledger
 
 WRITE_FOR_EVER = """
 import sys
 from pathlib import Path
-from outlast.runtime.ledger import Ledger
+from outlast.ledger import Ledger
 mine = Ledger(Path(sys.argv[1]), sys.argv[2])
 n = 0
 while True:

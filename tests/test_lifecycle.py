@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outlast.contract import Exit
 from outlast.runtime import lifecycle
 from outlast.runtime.lifecycle import Phase, Worker
-from outlast.runtime.progress import Progress
+from outlast.workerfiles.progress import Progress
 
 
 def after(*events: lifecycle.Event, worker: Worker | None = None) -> tuple[Worker, tuple[lifecycle.Effect, ...]]:

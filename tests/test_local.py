@@ -22,12 +22,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast import chaos, checkpoints, cli, contract, files, spec
+from outlast import chaos, checkpoints, cli, contract, files, locks, spec
 from outlast.backends import local
 from outlast.backends.local import LocalBackend
 from outlast.backends.places import Places, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.runtime import locks
 from outlast.shipping import tree
 from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 

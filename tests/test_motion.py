@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from outlast.runtime import motion
-from outlast.runtime.motion import Motion, Sight, Work
+from outlast.hangs import motion
+from outlast.hangs.motion import Motion, Sight, Work
 
 
 def moved(*sights: Sight, work: Work | None = None) -> list[bool]:

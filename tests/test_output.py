@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.runtime import output
+from outlast.workerfiles import output
 
 SAID = "outlast | rank 0 on worker 0 exited with code 3"
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from outlast import contract, spec, store
+from outlast import contract, locks, spec, store
 from outlast.errors import OutlastError, Stopped
 from outlast.prepare import cache, code, fetch
 from outlast.prepare.prepare import Preparation
-from outlast.runtime import locks
 from outlast.shipping import archives
 from outlast.store import Store
 from outlast.sync import sync

@@ -17,9 +17,10 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
-from outlast.runtime import elastic, lifecycle, progress, rank, ranks, shim
-from outlast.runtime.progress import Progress
+from outlast.runtime import elastic, lifecycle, rank, ranks, shim
 from outlast.runtime.ranks import Ranks
+from outlast.workerfiles import progress
+from outlast.workerfiles.progress import Progress
 
 LIMIT_S = 600.0
 

@@ -15,9 +15,9 @@ import pytest
 
 import ports
 from outlast import contract, spec
+from outlast.ledger import Ledger
 from outlast.rendezvous import host, local, seal, world
 from outlast.rendezvous.world import Standing
-from outlast.runtime.ledger import Ledger
 
 KEY = b"the key of the run"
 JOB = spec.parse("""

@@ -18,7 +18,7 @@ import apiserver
 from outlast import contract, errors, kube
 from outlast.rendezvous import kubernetes, local, transport
 from outlast.rendezvous.world import World
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 
 Document = dict[str, Any]
 

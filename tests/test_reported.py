@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract
+from outlast import contract, ledger
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.runtime import ledger, progress
 from outlast.training import reported
+from outlast.workerfiles import progress
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import apiserver
 from outlast import contract
 from outlast.rendezvous import local, world
 from outlast.rendezvous.world import Standing
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"

@@ -20,7 +20,7 @@ import torch
 
 import ports
 from outlast import contract, runs, store
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 from servers import Place
 
 Final = Callable[..., dict[str, object]]

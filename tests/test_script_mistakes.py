@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import worlds
 from outlast import contract
 from outlast.errors import OutlastError
-from outlast.runtime import stall
-from outlast.runtime.stall import Standing
+from outlast.hangs import stall
+from outlast.hangs.stall import Standing
 from outlast.training import Stream, calls, mistakes, session
 from outlast.training import stream as streams
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 import worlds
-from outlast import checkpoints, contract
+from outlast import checkpoints, contract, ledger
 from outlast.backends.places import logged
 from outlast.errors import OutlastError
-from outlast.runtime import ledger, progress
 from outlast.training import Batch, Stream, checkpoint, metrics, session
+from outlast.workerfiles import progress
 from worlds import Training, world
 
 LAST = 20  # steps of a Training

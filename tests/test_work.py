@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from outlast import contract, saves, store
+from outlast import contract, store
 from outlast.contract import Env
 from outlast.prepare import workdir
-from outlast.runtime import progress, push
+from outlast.runtime import push
 from outlast.sync import sync
+from outlast.workerfiles import progress, saves
 
 LONG_AGO = time.time() - 1000
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import ports
 from outlast import checkpoints, contract
-from outlast.runtime.ledger import Event, read
+from outlast.ledger import Event, read
 
 fork = multiprocessing.get_context("forkserver")
 fork.set_forkserver_preload(["outlast.training.session", "torch._dynamo"])

@@ -228,9 +228,9 @@ COMMIT = "COMMIT"
 
 # Below a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
-"""See `runtime.progress`."""
+"""See `workerfiles.progress`."""
 PULSE = "pulse-{local_rank}.json"
-"""See `runtime.progress.Pulse`."""
+"""See `workerfiles.progress.Pulse`."""
 ERROR = "error-{local_rank}.json"
 """What a training process died of: `{rank, generation, type, message, traceback, time}`; written by `runtime.rank`."""
 VERDICT = "verdict-{local_rank}.json"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import random
 
-    from outlast.runtime.ledger import Event
+    from outlast.ledger import Event
     from outlast.spec import Job
     from outlast.status import JobStatus
 

@@ -17,13 +17,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outlast import checkpoints, contract, saves, spec, units
+from outlast import checkpoints, contract, spec, units
 from outlast.checkpoints import register
 from outlast.errors import OutlastError
 from outlast.runs import Run
 from outlast.shipping import tree
 from outlast.status import JobStatus, State
 from outlast.store import Store
+from outlast.workerfiles import saves
 
 _LEFT = {
     State.FAILED: "failed",

@@ -42,7 +42,7 @@ from outlast.status import JobStatus, State
 if TYPE_CHECKING:
     from builtins import list as List
 
-    from outlast.runtime.ledger import Events
+    from outlast.ledger import Events
     from outlast.spec import Job
 
 Document = kube.Document

@@ -25,7 +25,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import checkpoints, contract, files, restarts, saves, spec
+from outlast import checkpoints, contract, files, locks, restarts, spec
+from outlast import ledger as ledgers
 from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.clock import Awake
@@ -33,10 +34,10 @@ from outlast.errors import OutlastError
 from outlast.rendezvous import local, world
 from outlast.rendezvous.decider import Decider, Terms, after, cause_first
 from outlast.report import goodput
-from outlast.runtime import ledger as ledgers
-from outlast.runtime import locks, progress, pusher, titles
+from outlast.runtime import pusher, titles
 from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
+from outlast.workerfiles import progress, saves
 
 if TYPE_CHECKING:
     from outlast.runs import alive

@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from outlast import chaos, checkpoints, contract, files, runs, spec
+from outlast import chaos, checkpoints, contract, files, ledger, locks, runs, spec
 from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted, logged
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.prepare import code, prepare, python_env
-from outlast.runtime import daemon, ledger, locks
+from outlast.runtime import daemon
 from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus
 

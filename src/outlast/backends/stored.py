@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from outlast import checkpoints, contract, runs, store
+from outlast import checkpoints, contract, ledger, runs, store
 from outlast.backends import LogLine
 from outlast.backends.places import Run
 from outlast.checkpoints import register, remote
 from outlast.errors import NotFound, OutlastError
 from outlast.runs import alive
-from outlast.runtime import ledger, push
+from outlast.runtime import push
 from outlast.status import State
 from outlast.sync import growing, sync, tree
 

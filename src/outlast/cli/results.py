@@ -16,7 +16,7 @@ from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound
 
 if TYPE_CHECKING:
-    from outlast.runtime.ledger import Event
+    from outlast.ledger import Event
 
 
 def report(

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outlast import saves, units
+from outlast import units
 from outlast.cli import terminal
 from outlast.errors import NotFound
+from outlast.workerfiles import saves
 
 if TYPE_CHECKING:
     from outlast.status import Failure, JobStatus, RankStatus, StoreStatus

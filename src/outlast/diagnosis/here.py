@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from outlast import contract, units
 from outlast.diagnosis.seen import Cause, failing
-from outlast.runtime.ledger import Event
+from outlast.ledger import Event
 from outlast.status import Failure, JobStatus, State
 
 _LAST = 3

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from outlast import contract, files, store
+from outlast import contract, files, locks, store
 from outlast.errors import OutlastError
 from outlast.prepare import fetch
 from outlast.prepare.fetch import Listing, Say
-from outlast.runtime import locks
 
 _ELSEWHERE = "mend its rights, or let OUTLAST_CACHE name another directory"
 _LISTING, _PARTIAL = "listing.json", "listing.partial"

@@ -22,11 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import files, spec, store, units
+from outlast import files, locks, spec, store, units
 from outlast.errors import OutlastError, StoreError
 from outlast.prepare import fetch, workdir
 from outlast.prepare.fetch import Say
-from outlast.runtime import locks
 from outlast.shipping import archives
 from outlast.sync import sync
 

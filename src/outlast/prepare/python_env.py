@@ -36,11 +36,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import outlast
-from outlast import files, spec
+from outlast import files, locks, spec
 from outlast.errors import OutlastError
 from outlast.prepare import requirements
 from outlast.prepare.installers import Shell
-from outlast.runtime import locks
 
 if TYPE_CHECKING:
     from outlast.prepare.fetch import Say

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from outlast import contract, files, runs, saves, store, units
+from outlast import contract, files, locks, runs, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
-from outlast.runtime import locks, progress
 from outlast.store import Store
 from outlast.sync import sync
+from outlast.workerfiles import progress, saves
 
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"

@@ -41,7 +41,7 @@ from outlast import contract, files
 from outlast.clock import Awake
 from outlast.rendezvous import local, transport
 from outlast.rendezvous.world import Standing, World
-from outlast.runtime import notice, progress
+from outlast.workerfiles import notice, progress
 
 BACKEND = "outlast"
 STORE_TIMEOUT_S = 30.0

@@ -22,8 +22,8 @@ from typing import Any
 from outlast import contract, spec
 from outlast.clock import Awake
 from outlast.errors import OutlastError
+from outlast.ledger import Ledger
 from outlast.rendezvous import decider, local, world
-from outlast.runtime.ledger import Ledger
 from outlast.status import Failure, State
 
 TICK_S = 0.1

@@ -30,7 +30,7 @@ from outlast.kube.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.contact import Line, pause
 from outlast.rendezvous.local import Called, Closed, Report
 from outlast.rendezvous.world import World
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 
 RENEW_S = contract.RENEW_S
 LONGEST_PAUSE_S = 1.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from outlast.ledger import Event
 from outlast.report.timeline import Bucket, Incident, Step, Timeline, in_order, microseconds, survey, usable
-from outlast.runtime.ledger import Event
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from outlast.runtime.ledger import Event
+from outlast.ledger import Event
 
 
 class Bucket(enum.StrEnum):

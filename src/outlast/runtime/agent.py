@@ -26,15 +26,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, files, saves
+from outlast import contract, files
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
+from outlast.ledger import Ledger
 from outlast.prepare import prepare
-from outlast.runtime import daemon, init, inspection, lifecycle, notice, probes, pusher, ranks, shim, titles
-from outlast.runtime.ledger import Ledger
+from outlast.runtime import daemon, init, inspection, lifecycle, probes, pusher, ranks, shim, titles
 from outlast.runtime.lifecycle import Phase
-from outlast.runtime.output import Output
 from outlast.spec import references
+from outlast.workerfiles import notice, saves
+from outlast.workerfiles.output import Output
 
 if TYPE_CHECKING:
     from outlast import spec

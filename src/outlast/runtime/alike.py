@@ -18,7 +18,7 @@ from typing import Any
 
 from outlast import contract, files
 from outlast.contract import Env
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 
 _KEY = "outlast/files"
 _NOTHING, _SENT, _THERE = b"nothing", b"sent", b"in the store"

@@ -26,7 +26,8 @@ from outlast import contract
 from outlast.clock import Seen
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
-from outlast.runtime import alike, output, progress, shim
+from outlast.runtime import alike, shim
+from outlast.workerfiles import output, progress
 
 MONITOR_S = 0.05
 DYING_S = 5.0

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from outlast import contract
-from outlast.runtime.progress import Progress
+from outlast.workerfiles.progress import Progress
 
 
 class Phase(enum.StrEnum):
@@ -270,7 +270,7 @@ def hung(processes: Sequence[Process], limit_s: float) -> Hang | None:
 
     All ranks of a world stand still together when one hangs. One that the kernel has stopped, or that cannot run Python, is the
     culprit; if none of ours is, another worker's may be, and we wait a little longer before we take ours for stuck. Ranks that
-    wait for one that moves count as moving (`runtime.stall`).
+    wait for one that moves count as moving (`hangs.stall`).
     """
     judged = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]

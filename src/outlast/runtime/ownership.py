@@ -28,11 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast import checkpoints, contract, runs, store
+from outlast import checkpoints, contract, locks, runs, store
 from outlast.checkpoints import register, remote
 from outlast.errors import Superseded
 from outlast.runs import alive
-from outlast.runtime import locks, push
+from outlast.runtime import push
 from outlast.sync import growing
 
 _ADVICE = (

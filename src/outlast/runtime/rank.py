@@ -4,7 +4,7 @@
     python -m outlast.runtime.rank -m MODULE [ARG ...]
 
 The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, a thread that
-notices when ranks wait for each other for ever (`runtime.stall`), and on an exception a small file with its traceback, so that
+notices when ranks wait for each other for ever (`hangs.stall`), and on an exception a small file with its traceback, so that
 `outlast status` can show the first error of the first failing rank.
 """
 
@@ -22,7 +22,8 @@ from types import TracebackType
 
 from outlast import contract, files
 from outlast.errors import NoRoom, OutlastError, Superseded, causes
-from outlast.runtime import progress, stall
+from outlast.hangs import stall
+from outlast.workerfiles import progress
 
 _began = time.monotonic()
 

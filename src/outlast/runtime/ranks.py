@@ -1,7 +1,7 @@
 """The training processes of one worker as its agent sees them: which of them live, and for how long each has been silent.
 
 A process is known by its pid *and* the time of its start, which it writes down itself: a number alone may be anybody's tomorrow,
-and whoever hangs is killed. Silence is judged by when the agent saw its progress or its pulse change (`runtime.progress`), by a
+and whoever hangs is killed. Silence is judged by when the agent saw its progress or its pulse change (`workerfiles.progress`), by a
 clock that stands still when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a
 process silent.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 
 from outlast import contract
 from outlast.clock import Seen
-from outlast.runtime import progress
 from outlast.runtime.lifecycle import Process
+from outlast.workerfiles import progress
 
 FROZEN_S = 10.0
 """A process whose thread that looks has not done so for this long cannot run Python: native code holds its lock. It moves as long

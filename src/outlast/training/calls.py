@@ -3,7 +3,7 @@
 Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a number made of the call's name,
 its step and the position of the stream, so ranks that are in different calls find out at once, instead of waiting for each other
 or mixing up their numbers. What a call has to add up anyway (votes, losses) travels in the same message: agreeing costs nothing.
-A rank that is in no call of the session at all is `runtime.stall`'s business.
+A rank that is in no call of the session at all is `hangs.stall`'s business.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from outlast.errors import OutlastError
-from outlast.runtime import stall
+from outlast.hangs import stall
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 

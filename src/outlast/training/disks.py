@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 import torch
 import torch.distributed as dist
 
-from outlast.runtime import stall
+from outlast.hangs import stall
 
 BLOCK = 8 << 20
 """Bytes sent at a time."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.runtime.ledger import TOGETHER_S, Ledger
-from outlast.runtime.progress import Progress, Writer
+from outlast.ledger import TOGETHER_S, Ledger
+from outlast.workerfiles.progress import Progress, Writer
 
 
 class _Told:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from outlast import checkpoints, contract
 from outlast.errors import OutlastError, Superseded, causes
-from outlast.runtime import stall
+from outlast.hangs import stall
 from outlast.training import metrics
 from outlast.training.checkpoint import Flat
 from outlast.training.disks import Disks, Part

@@ -39,14 +39,14 @@ from torch.nn.parallel import DistributedDataParallel
 from outlast import checkpoints, contract
 from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
-from outlast.runtime import stall
-from outlast.runtime.ledger import Ledger
-from outlast.runtime.progress import Progress, Writer
+from outlast.hangs import stall
+from outlast.ledger import Ledger
 from outlast.training import checkpoint, metrics, mistakes, newest, replicas, saver, weights
 from outlast.training import stream as streams
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
 from outlast.units import Every
+from outlast.workerfiles.progress import Progress, Writer
 
 log = logging.getLogger("outlast")
 

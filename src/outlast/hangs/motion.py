@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from outlast.runtime import progress
+from outlast.workerfiles import progress
 
 BUSY = 0.01
 """Share of a core above which this process works. A training loop uses more, a loop that polls ten times a second less."""

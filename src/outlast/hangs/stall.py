@@ -1,6 +1,6 @@
 """Ranks that wait for each other, found in seconds; and for each rank whether it moves, which is what hangs are judged by.
 
-A thread of every training process looks at its main thread about once a second (`runtime.motion`) and says in a small file
+A thread of every training process looks at its main thread about once a second (`hangs.motion`) and says in a small file
 whether that moves: the agent's heartbeat (`progress.Pulse`). When it has not moved for a while, the thread writes down in the
 store of the process group which call of the session it is in, where in the script, and how many collectives of each group it has
 begun. While another rank moves, those that wait for it count as moving. If all stand still, each knows where the others are. If
@@ -30,7 +30,8 @@ from types import FrameType
 from typing import Any
 
 from outlast import contract
-from outlast.runtime import motion, progress
+from outlast.hangs import motion
+from outlast.workerfiles import progress
 
 LOOK_S = 1.0
 STILL_S = 3.0

@@ -1,0 +1,1 @@
+"""Hang detection: whether a rank still moves, and which ranks wait for each other."""
