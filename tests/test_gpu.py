@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from outlast.runtime import warm
+from outlast.launch import warm
 from outlast.status import State
 from outlast.training.saver import Copies
 from worlds import Training, world

@@ -115,7 +115,7 @@ def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
 
 def plain(mistake: str) -> None:
     """A training loop without a session. Mistakes are on rank 0."""
-    stall.watch().start()  # as `runtime.rank` does
+    stall.watch().start()  # as `launch.rank` does
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
     net = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))

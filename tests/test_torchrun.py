@@ -20,8 +20,8 @@ import pytest
 
 import ports
 from outlast import contract
+from outlast.launch import elastic
 from outlast.rendezvous import local, world
-from outlast.runtime import elastic
 
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist

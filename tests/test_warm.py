@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.runtime import warm
+from outlast.launch import warm
 
 LEAVES = """
 import atexit, sys, threading, time

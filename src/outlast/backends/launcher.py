@@ -31,10 +31,11 @@ from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.clock import Awake
 from outlast.errors import OutlastError
+from outlast.launch import titles
 from outlast.rendezvous import local, world
 from outlast.rendezvous.decider import Decider, Terms, after, cause_first
 from outlast.report import goodput
-from outlast.runtime import pusher, titles
+from outlast.runtime import pusher
 from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
 from outlast.workerfiles import progress, saves

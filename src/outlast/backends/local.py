@@ -28,8 +28,8 @@ from outlast import chaos, checkpoints, contract, files, ledger, locks, runs, sp
 from outlast.backends import LogLine, goes_on, stored
 from outlast.backends.places import Places, Run, Wanted, logged
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.launch import daemon
 from outlast.prepare import code, prepare, python_env
-from outlast.runtime import daemon
 from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus
 

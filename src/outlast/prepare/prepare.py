@@ -257,7 +257,7 @@ def _filled(directory: Path, tree: Path) -> None:
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """The training command for `runtime.rank`, with `$(NAME)` in arguments replaced from the environment, as Kubernetes does
+    """The training command for `launch.rank`, with `$(NAME)` in arguments replaced from the environment, as Kubernetes does
     it."""
     args = [references.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:

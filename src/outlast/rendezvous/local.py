@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from outlast import contract
+from outlast.launch import shim
 from outlast.rendezvous import seal
 from outlast.rendezvous.world import Standing, World
-from outlast.runtime import shim
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0

@@ -5,7 +5,7 @@
     kubernetes://job        the operator, by way of the API server            `kubernetes`
     etcd://host:port,...    an agent that they elect, by way of an etcd       `etcd`; in an operator's pod also `operated`
 
-Called by `handler.create` (torchrun) and `runtime.elastic`.
+Called by `handler.create` (torchrun) and `launch.elastic`.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, Any
 from outlast import contract, files
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
+from outlast.launch import daemon, shim, titles
 from outlast.ledger import Ledger
 from outlast.prepare import prepare
-from outlast.runtime import daemon, init, inspection, lifecycle, probes, pusher, ranks, shim, titles
+from outlast.runtime import init, inspection, lifecycle, probes, pusher, ranks
 from outlast.runtime.lifecycle import Phase
 from outlast.spec import references
 from outlast.workerfiles import notice, saves
@@ -639,7 +640,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start the warm process in the Python that is to train."""
     socket_ = os.path.join(environ[contract.Env.STATE], "warm.sock")
     return subprocess.Popen(
-        [python, "-m", "outlast.runtime.warm", socket_, str(os.getpid())], stdin=subprocess.DEVNULL, env=environ
+        [python, "-m", "outlast.launch.warm", socket_, str(os.getpid())], stdin=subprocess.DEVNULL, env=environ
     )
 
 

@@ -14,7 +14,7 @@ import os
 import signal
 
 from outlast import contract
-from outlast.runtime import titles
+from outlast.launch import titles
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 """Sent by the kernel for what a process has done itself; they cannot wait."""

@@ -29,9 +29,9 @@ from outlast import checkpoints, contract, runs, store
 from outlast.chance import CHANCE
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
+from outlast.launch import rank0_files, titles
 from outlast.prepare import workdir
 from outlast.runs import alive
-from outlast.runtime import alike, titles
 from outlast.sync import growing, sync
 
 LOOK_S = 1.0
@@ -234,12 +234,12 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
     due = 0.0
     pause = AGAIN_S[0]
     while not stop.is_set():
-        wanted = alike.wanted(pusher.output)
+        wanted = rank0_files.wanted(pusher.output)
         try:
             if wanted or time.monotonic() >= due or pusher.waiting():
                 pusher.push(stop, last=bool(wanted))
                 due = time.monotonic() + every_s
-            alike.give(pusher.output, wanted)
+            rank0_files.give(pusher.output, wanted)
             pusher.say(since=None, error="")
             pause = AGAIN_S[0]
         except store.Stopped:
@@ -248,9 +248,9 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
             raise
         except (OutlastError, OSError) as problem:
             failed(pusher, problem)
-            alike.give(pusher.output, wanted, str(problem))
+            rank0_files.give(pusher.output, wanted, str(problem))
             until = time.monotonic() + pause * CHANCE.uniform(0.5, 1)
-            while time.monotonic() < until and not alike.wanted(pusher.output) and not stop.wait(LOOK_S):
+            while time.monotonic() < until and not rank0_files.wanted(pusher.output) and not stop.wait(LOOK_S):
                 pass
             pause = min(AGAIN_S[1], 2 * pause)
             due = min(due, time.monotonic())

@@ -1,6 +1,6 @@
 """Stands in for a training process that was forked from the warm process.
 
-torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `runtime.warm`, where torch is
+torchrun's agent starts, watches and signals *its* child; the process that trains is a fork of `launch.warm`, where torch is
 imported already. This little program is the child: it asks the warm process for a fork, hands it its own stdin, stdout and
 stderr, passes signals on, and ends exactly as the training process ended. Without a warm process it becomes the training
 process itself.
@@ -61,7 +61,7 @@ def main() -> None:
         sock = connect(path)
         request(sock, "rank", argv, dict(os.environ), os.getcwd(), (0, 1, 2))
     except OSError:  # no warm process: start cold
-        os.execv(sys.executable, [sys.executable, "-u", "-m", "outlast.runtime.rank", *argv])
+        os.execv(sys.executable, [sys.executable, "-u", "-m", "outlast.launch.rank", *argv])
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))

@@ -2,10 +2,10 @@
 
 Importing torch costs 1-3 s of a core, and every restart of every rank would pay it again. So each worker keeps one process that
 has done it and nothing else: no threads of its own, no CUDA context, no process group. On request it forks a child, which takes
-over the caller's streams, environment and directory and becomes a training process (`runtime.rank`) or the worker's elastic
-agent (`runtime.elastic`).
+over the caller's streams, environment and directory and becomes a training process (`launch.rank`) or the worker's elastic
+agent (`launch.elastic`).
 
-    python -m outlast.runtime.warm SOCKET PARENT
+    python -m outlast.launch.warm SOCKET PARENT
 
 Protocol, per connection: a request (`shim.request`), then lines from the caller, each a signal number for the child; one JSON
 line back when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`. A caller that hangs up
@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from outlast import contract
+from outlast.launch import titles
 from outlast.rendezvous import local, transport
-from outlast.runtime import titles
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -188,11 +188,11 @@ def become(request: Request) -> None:
     sys.argv = [request.kind, *request.argv]
     titles.entitle(title(request))
     if request.kind == "elastic":
-        from outlast.runtime import elastic
+        from outlast.launch import elastic
 
         elastic.main(request.argv)
     else:
-        from outlast.runtime import rank
+        from outlast.launch import rank
 
         rank.main(request.argv)
 
@@ -222,8 +222,8 @@ PRELOADED = (
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.nn.parallel",
     "outlast.rendezvous.handler",
-    "outlast.runtime.elastic",
-    "outlast.runtime.rank",
+    "outlast.launch.elastic",
+    "outlast.launch.rank",
     "outlast.training.session",
 )
 

@@ -2,9 +2,9 @@
 
 torchrun ends when its processes fail for good, and pays for its start again. Here the same agent class runs in a loop: each
 world's end is reported (what failed, with which code, first) and the next world awaited, without importing torch anew. Forked
-from `runtime.warm` by the worker's agent; exits with a code of `contract.Exit` or the one that the decider names.
+from `launch.warm` by the worker's agent; exits with a code of `contract.Exit` or the one that the decider names.
 
-    elastic PROCESSES GRACE_S COMMAND [ARG ...]        COMMAND as for `runtime.rank`
+    elastic PROCESSES GRACE_S COMMAND [ARG ...]        COMMAND as for `launch.rank`
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 from outlast import contract
 from outlast.clock import Seen
+from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
-from outlast.runtime import alike, shim
 from outlast.workerfiles import output, progress
 
 MONITOR_S = 0.05
@@ -113,13 +113,15 @@ def _train(
             super()._rendezvous(worker_group)
             if (worker_group.group_world_size or 0) > 1:
                 first = worker_group.group_rank == 0
-                alike.share(worker_group.store, first=first, called=lambda: handler.num_nodes_waiting() > 0, environ=os.environ)
+                rank0_files.share(
+                    worker_group.store, first=first, called=lambda: handler.num_nodes_waiting() > 0, environ=os.environ
+                )
 
         def _exit_barrier(self) -> None:
             """Workers that are done wait at the rendezvous, where the death of another is noticed."""
 
         def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0) -> None:
-            """Training that saves on SIGTERM has the job's grace for it, not torch's 30 s; `runtime.shim` ends what has none."""
+            """Training that saves on SIGTERM has the job's grace for it, not torch's 30 s; `launch.shim` ends what has none."""
             if self._pcontext:
                 self._pcontext.close(death_sig, math.ceil(grace_s) + 5)
             super()._shutdown(death_sig)

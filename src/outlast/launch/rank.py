@@ -1,7 +1,7 @@
 """A training process: runs the user's script or module as `__main__`, and says what it died of.
 
-    python -m outlast.runtime.rank SCRIPT.py [ARG ...]
-    python -m outlast.runtime.rank -m MODULE [ARG ...]
+    python -m outlast.launch.rank SCRIPT.py [ARG ...]
+    python -m outlast.launch.rank -m MODULE [ARG ...]
 
 The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, a thread that
 notices when ranks wait for each other for ever (`hangs.stall`), and on an exception a small file with its traceback, so that

@@ -1,0 +1,1 @@
+"""How a training process starts: a warm process that has imported torch forks it."""
