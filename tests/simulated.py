@@ -1,7 +1,7 @@
 """A cluster in memory in which everything moves: an API server, kubelets, and the agents of one job, on a clock of its own.
 
 The operator under test is `look`: it sees what there is, decides and acts, or is killed after any of its writes. Agents do as the
-real ones (`rendezvous.handler`, `runtime.lifecycle`): report, take up worlds, save when called as planned, leave when told.
+real ones (`rendezvous.handler`, `agent.lifecycle`): report, take up worlds, save when called as planned, leave when told.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract, spec
+from outlast.agent import lifecycle
+from outlast.agent.agent import Agent
+from outlast.agent.lifecycle import Phase
+from outlast.agent.ranks import Ranks
 from outlast.clock import STEP_S
-from outlast.runtime import lifecycle
-from outlast.runtime.agent import Agent
-from outlast.runtime.lifecycle import Phase
-from outlast.runtime.ranks import Ranks
 from outlast.workerfiles import notice, progress
 from outlast.workerfiles.progress import Progress
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from outlast import runs, store
+from outlast.agent import ownership
 from outlast.backends import places, stored
 from outlast.errors import AlreadyRunning, Denied, Superseded, Unreachable
 from outlast.runs import alive
-from outlast.runtime import ownership
 
 A, B = "team-a/cifar10", "team-b/cifar10"
 

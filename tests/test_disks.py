@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 import worlds
 from outlast import checkpoints, contract, runs, store
+from outlast.agent import upload as push
 from outlast.checkpoints import remote
 from outlast.errors import Superseded
-from outlast.runtime import push
 from outlast.sync import growing
 from outlast.training import metrics, session
 from servers import Place as Bucket

@@ -20,11 +20,10 @@ import fake
 import ports
 from fake_cluster import Document, FakeCluster
 from outlast import __version__, cli, doctor, kube, manifests, spec
-from outlast.doctor import Check, inside, machine
+from outlast.doctor import Check, inside, inspection, machine
 from outlast.doctor import cluster as asked
 from outlast.errors import Forbidden, Refused, Unanswered
 from outlast.kube import kinds
-from outlast.runtime import inspection
 
 IMAGE = "docker.io/library/outlast:test"
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]

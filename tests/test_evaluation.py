@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outlast import checkpoints, contract, runs, store
+from outlast.agent import evaluation, ownership
 from outlast.checkpoints import remote
 from outlast.contract import Env
-from outlast.runtime import evaluation, ownership
 
 SCRIPT = """
 import os, pathlib, sys

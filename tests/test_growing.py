@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast import store
+from outlast.agent import ownership, upload
 from outlast.backends import stored
 from outlast.errors import StoreError, Unreachable
 from outlast.report import goodput
-from outlast.runtime import ownership, push
 from outlast.sync import growing, sync
 
 GO = threading.Event()
@@ -77,9 +77,9 @@ def test_what_is_no_log_or_has_an_odd_name_keeps_no_other_from_being_pushed(tmp_
     os.mkfifo(logs / "pipe.log")
     Path(os.fsdecode(os.fsencode(logs) + b"/\xff.log")).write_bytes(b"x")
     (tmp_path / "else").write_bytes(b"x")
-    pusher = push.Pusher(tmp_path, place, "run", "owner", 2, lambda _: None)
+    pusher = upload.Pusher(tmp_path, place, "run", "owner", 2, lambda _: None)
     with pytest.raises(
-        push.Unpushed, match=r"logs/\\udcff.log could not be pushed: it cannot be the name of an object: .*rename it"
+        upload.Unpushed, match=r"logs/\\udcff.log could not be pushed: it cannot be the name of an object: .*rename it"
     ):
         pusher.push(GO)
     assert text(place, LOG) == b"a line\n"
@@ -233,7 +233,7 @@ def test_a_push_leaves_growing_files_to_their_sender(tmp_path: Path):
     sender = growing.Sender(place, tmp_path)
     for _ in range(2):
         sender.push([LOG, METRICS, "ledger/rank-0.jsonl"], GO)
-        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", skip=push.skipped, check=True)
+        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", skip=upload.skipped, check=True)
     assert report.transferred == 0
     assert [key.rpartition("/")[0] or key for key in sorted(entry.key for entry in place.entries())] == [
         ".outlast-manifest", "final.json", "ledger/rank-0.parts", "logs", "logs/worker-0.parts", "metrics.parts",

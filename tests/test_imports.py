@@ -48,4 +48,4 @@ def test_training_knows_nothing_of_who_runs_it() -> None:
     assert not loaded("from outlast.training import progress") & (TORCH - {"outlast.training"})
     modules = loaded("from outlast.training import *")
     assert "torch" in modules
-    assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backends", "outlast.spec", "outlast.runtime.agent"})
+    assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backends", "outlast.spec", "outlast.agent.agent"})

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast.agent import lifecycle
+from outlast.agent.lifecycle import Phase, Worker
 from outlast.contract import Exit
-from outlast.runtime import lifecycle
-from outlast.runtime.lifecycle import Phase, Worker
 from outlast.workerfiles.progress import Progress
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
 from outlast import contract, manifests, spec
+from outlast.agent import agent, uploader
 from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
 from outlast.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
 from outlast.manifests.request import Document
-from outlast.runtime import agent, pusher
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = runpy.run_path(str(ROOT / "tests" / "golden" / "render.py"))
@@ -275,7 +275,7 @@ SPOT_NOTICE_S, ARRIVES_S = 120, 15
 def test_by_default_a_worker_saves_and_pushes_within_the_notice_of_a_spot_machine() -> None:
     seconds = template(manifests.render(a_job(), "job"))["spec"]["terminationGracePeriodSeconds"]
     assert ARRIVES_S + seconds <= SPOT_NOTICE_S
-    assert pusher.STOP_S + agent.LAST_PUSH_S + pusher.STOP_S <= contract.Pod.LAST_PUSH_S, "what may follow the grace"
+    assert uploader.STOP_S + agent.LAST_PUSH_S + uploader.STOP_S <= contract.Pod.LAST_PUSH_S, "what may follow the grace"
 
 
 def test_labels_are_the_settings_that_training_has() -> None:

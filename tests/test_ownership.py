@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from outlast import checkpoints, runs, store
+from outlast.agent import ownership, probes, upload
+from outlast.agent.ownership import Ended
 from outlast.errors import Superseded
-from outlast.runtime import ownership, probes, push
-from outlast.runtime.ownership import Ended
 from outlast.sync import growing
 
 
@@ -126,7 +126,7 @@ def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place:
             (tmp_path / f"{word}.json").write_text("{}")
             with (tmp_path / "logs/worker-0.log").open("a") as log:
                 log.write(f"{word}\n")
-            push.Pusher(tmp_path, place, run, word, 2, lambda _: None).push(threading.Event())
+            upload.Pusher(tmp_path, place, run, word, 2, lambda _: None).push(threading.Event())
         return run
 
     runs.end(place, trained("a"), "Succeeded", "", 0)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from outlast.agent import probes
+from outlast.agent.probes import Health
 from outlast.errors import OutlastError
-from outlast.runtime import probes
-from outlast.runtime.probes import Health
 
 
 def get(address: str, path: str) -> tuple[int, str]:

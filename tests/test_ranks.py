@@ -17,9 +17,9 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
+from outlast.agent import lifecycle, ranks
+from outlast.agent.ranks import Ranks
 from outlast.launch import elastic, rank, shim
-from outlast.runtime import lifecycle, ranks
-from outlast.runtime.ranks import Ranks
 from outlast.workerfiles import progress
 from outlast.workerfiles.progress import Progress
 

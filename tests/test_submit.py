@@ -12,9 +12,9 @@ import pytest
 
 import apiserver
 from outlast import kube, runs, store
+from outlast.agent import ownership
 from outlast.backends import kubernetes, stored
 from outlast.errors import Superseded
-from outlast.runtime import ownership
 from outlast.status import JobStatus, State
 
 JOB = """\

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from outlast import contract, store
+from outlast.agent import upload as push
 from outlast.contract import Env
 from outlast.prepare import workdir
-from outlast.runtime import push
 from outlast.sync import sync
 from outlast.workerfiles import progress, saves
 

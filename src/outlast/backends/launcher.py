@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from outlast import checkpoints, contract, files, locks, restarts, spec
 from outlast import ledger as ledgers
+from outlast.agent import uploader
+from outlast.agent.lifecycle import Phase
 from outlast.backends.places import Places, Run, Wanted
 from outlast.backends.workers import Ended, Staff, Worker
 from outlast.clock import Awake
@@ -35,8 +37,6 @@ from outlast.launch import titles
 from outlast.rendezvous import local, world
 from outlast.rendezvous.decider import Decider, Terms, after, cause_first
 from outlast.report import goodput
-from outlast.runtime import pusher
-from outlast.runtime.lifecycle import Phase
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
 from outlast.workerfiles import progress, saves
 
@@ -417,11 +417,11 @@ class Launcher(Decider):
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._show()
-        last = pusher.Pusher(self.staff.pushing())
+        last = uploader.Pusher(self.staff.pushing())
         failed, problem = last.rest(HAND_IN_S)
         if self.status.store is not None and last.said:
             self.status.store = StoreStatus(url=self.store, **last.said)
-        if failed == pusher.SUPERSEDED:
+        if failed == uploader.SUPERSEDED:
             return State.INTERRUPTED, reason if problem in reason else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
             problem = stored.end(self.record, state, reason, code)

@@ -15,12 +15,12 @@ from functools import partial
 from pathlib import Path
 
 from outlast import checkpoints, contract, ledger, runs, store
+from outlast.agent import upload
 from outlast.backends import LogLine
 from outlast.backends.places import Run
 from outlast.checkpoints import register, remote
 from outlast.errors import NotFound, OutlastError
 from outlast.runs import alive
-from outlast.runtime import push
 from outlast.status import State
 from outlast.sync import growing, sync, tree
 
@@ -109,7 +109,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     remote.Checkpoints(place, new.run).take(generation)
     if before is None or old.owner != before.owner:
         _put_aside(output)
-    report = sync.pull(place, output, output / push.OWN / "pulled", skip=push.skipped, only_missing=True)
+    report = sync.pull(place, output, output / upload.OWN / "pulled", skip=upload.skipped, only_missing=True)
     if report.failed:
         path, reason = report.failed[0]
         raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
@@ -121,7 +121,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
 
 def _put_aside(output: Path) -> None:
     """Move what lies in an output directory, but for checkpoints, to `previous/`."""
-    kept = (contract.CHECKPOINTS, push.OWN, runs.PREVIOUS)
+    kept = (contract.CHECKPOINTS, upload.OWN, runs.PREVIOUS)
     found = [entry for entry in output.iterdir() if entry.name not in kept] if output.is_dir() else []
     stale = [entry for entry in found if entry.is_file() or any(entry.iterdir())]
     if stale:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from outlast import contract, spec
+from outlast.agent.agent import processes_per_worker
 from outlast.backends.places import Places
 from outlast.clock import Seen
 from outlast.errors import OutlastError
 from outlast.rendezvous import local
-from outlast.runtime.agent import processes_per_worker
 from outlast.spec import references
 
 AGENT_SILENCE_S = 20.0
@@ -133,7 +133,7 @@ class Staff:
         logs.mkdir(parents=True, exist_ok=True)
         with open(logs / contract.worker_log(index), "ab") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "outlast.runtime.agent"],
+                [sys.executable, "-m", "outlast.agent.agent"],
                 env=environ,
                 cwd=self._code,
                 stdin=subprocess.DEVNULL,

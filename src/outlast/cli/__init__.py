@@ -112,7 +112,7 @@ def version() -> None:
 
 def agent() -> None:
     """Run a worker, as its environment says."""
-    from outlast.runtime import agent
+    from outlast.agent import agent
 
     terminal.release()
     agent.main()
@@ -120,7 +120,7 @@ def agent() -> None:
 
 def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False)] = None) -> None:
     """Evaluate a job's model in this pod, as its environment says."""
-    from outlast.runtime import evaluation
+    from outlast.agent import evaluation
 
     terminal.release()
     raise typer.Exit(evaluation.main(args or ()))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outlast import kube
+from outlast.agent import probes
 from outlast.clock import Clock
 from outlast.contract import Label
 from outlast.controller import act, cache
@@ -35,7 +36,6 @@ from outlast.controller.turns import Turns
 from outlast.errors import ClusterError, Forbidden, NotServed, Refused
 from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
 from outlast.manifests import kueue
-from outlast.runtime import probes
 
 log = logging.getLogger(__name__)
 

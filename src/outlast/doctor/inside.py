@@ -1,6 +1,6 @@
 """What pods see: an image, names, each other, and a store.
 
-One or two pods are made that run `runtime.inspection`, and are deleted whatever happens; they end by themselves after the time
+One or two pods are made that run `doctor.inspection`, and are deleted whatever happens; they end by themselves after the time
 limit, also when we are killed. They are as restricted as workers are, and small.
 """
 

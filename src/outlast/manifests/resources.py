@@ -2,7 +2,7 @@
 
 Memory and accelerators are both requested and limited. Cores are only requested, unless the job names a limit: it would hold data
 loaders back while other cores are idle. `processes` is what the agent decides from the same job file
-(`runtime.agent.processes_per_worker`).
+(`agent.agent.processes_per_worker`).
 """
 
 from __future__ import annotations

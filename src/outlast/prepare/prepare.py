@@ -1,7 +1,7 @@
 """What a worker needs before it can train: code, environment, data, models. From this machine's own disk by links, from stores
 and archives through `code`, `cache` and `environment`, where nothing is fetched or made twice.
 
-Each method of a `Preparation` does one preparing phase of `runtime.lifecycle` and raises OutlastError when it cannot.
+Each method of a `Preparation` does one preparing phase of `agent.lifecycle` and raises OutlastError when it cannot.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that says which generation's files are in the store."""
 _LOCK, _KNOWN = ".push/working", ".push/fetched"
-"""In the output, below `push.OWN`: a lock, and a directory of what fetches have found out."""
+"""In the output, below `upload.OWN`: a lock, and a directory of what fetches have found out."""
 _MOST = (64 << 20, 10_000)
 """Bytes and files of code in an image that are copied; larger code runs where it lies."""
 _NO_CODE = (".git", ".outlast", ".venv", "__pycache__")
@@ -297,7 +297,7 @@ def saves_itself(output: Path, place: Store) -> bool:
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
     """Bring the job's files to this pod when those in the store are of a later generation, or are known to be `newer`; of what
     lies in the output beside the working directory, those that are missing here. Raises StoreError, OutlastError."""
-    from outlast.runtime import push
+    from outlast.agent import upload
 
     here = generation(output)
     try:
@@ -312,7 +312,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
                     place,
                     output,
                     known / "output",
-                    skip=lambda path: _inside(path) or push.skipped(path),
+                    skip=lambda path: _inside(path) or upload.skipped(path),
                     only_missing=True,
                     stop=stop,
                 ),

@@ -8,7 +8,7 @@ What stays true however a process dies: objects are written first, then the mani
 manifest lists is there, and a file that the state calls unchanged has been transferred. What others do in the store is noticed by
 its manifest, and otherwise once a day, or with `check`.
 
-Called by the command line and by `runtime.push`. `send` and `receive` belong to it, for those who know what they want.
+Called by the command line and by `agent.upload`. `send` and `receive` belong to it, for those who know what they want.
 """
 
 from __future__ import annotations

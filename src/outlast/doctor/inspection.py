@@ -1,6 +1,6 @@
 """What a pod can see and reach: run inside one by `outlast doctor`, and by nobody else.
 
-    python -m outlast.runtime.inspection --image --dns NAME ...
+    python -m outlast.doctor.inspection --image --dns NAME ...
 
 Each check is a line of JSON on standard output, after what `--mark` says: name, outcome (pass, warn, fail), said, remedy.
 `doctor` sends the text of this file along, so that an image may be asked that has an older Outlast, or none: nothing is imported

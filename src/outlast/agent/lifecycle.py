@@ -3,7 +3,7 @@
     starting -> run, code, environment, data, checkpoint -> training -> pushing -> ended
                           (told to leave at any time: finish early, save if there is something to save, exit 75)
 
-Rule 1: everything that decides what a worker does next lives in this file. `runtime.agent` carries out the effects and reports
+Rule 1: everything that decides what a worker does next lives in this file. `agent.agent` carries out the effects and reports
 the events; it decides nothing. There is no clock, file or process here; times are those of the agent's own clock and arrive with
 the events.
 """

@@ -1,4 +1,4 @@
-"""The agent's hand on its pusher (`runtime.push`): starts it beside the training, hears what it says, has the rest pushed."""
+"""The agent's hand on its pusher (`agent.upload`): starts it beside the training, hears what it says, has the rest pushed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Pusher:
 
     def _start(self, *args: str) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
-            [sys.executable, "-m", "outlast.runtime.push", *args],
+            [sys.executable, "-m", "outlast.agent.upload", *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._environ,

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import contract
+from outlast.agent.lifecycle import Process
 from outlast.clock import Seen
-from outlast.runtime.lifecycle import Process
 from outlast.workerfiles import progress
 
 FROZEN_S = 10.0

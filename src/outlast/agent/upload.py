@@ -1,7 +1,7 @@
 """Pushes what a job writes into its store, beside the training: a process of its own, so that it costs the agent nothing.
 
-    python -m outlast.runtime.push              for as long as standard input is open: the agent holds the other end
-    python -m outlast.runtime.push --rest S     once, all that is left, trying for S seconds; exit code 0 when all of it is there
+    python -m outlast.agent.upload              for as long as standard input is open: the agent holds the other end
+    python -m outlast.agent.upload --rest S     once, all that is left, trying for S seconds; exit code 0 when all of it is there
 
 Configured by the environment of the worker's agent (`contract.Env`). One pusher a directory: the others wait for its lock and
 take over when it dies. Where workers share no disk, all have the same checkpoints and metrics: the pusher of rank 0's directory

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outlast import runs, spec, store
+from outlast.agent import upload
 from outlast.checkpoints import restore
 from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
 from outlast.prepare import prepare
-from outlast.runtime import push
 from outlast.spec import references
 from outlast.sync import sync
 
@@ -51,7 +51,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
     """Bring what the training has written besides checkpoints, such as its final weights. Raises StoreError."""
     with tempfile.TemporaryDirectory() as state:
         report = sync.pull(
-            place, output, Path(state, "known"), skip=lambda path: path.partition("/")[0] in _OURS or push.skipped(path)
+            place, output, Path(state, "known"), skip=lambda path: path.partition("/")[0] in _OURS or upload.skipped(path)
         )
     if report.failed:
         raise StoreError(report.failed[0][1])

@@ -1,9 +1,9 @@
-"""The agent: first process of a worker on this machine, the second in a pod (`runtime.init`). It imports no torch and outlives
+"""The agent: first process of a worker on this machine, the second in a pod (`agent.init`). It imports no torch and outlives
 everything it starts.
 
-    python -m outlast.runtime.agent            configured by the environment, see `contract.Env`
+    python -m outlast.agent.agent            configured by the environment, see `contract.Env`
 
-It carries out what `runtime.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent,
+It carries out what `agent.lifecycle` decides: prepares code and data, starts the warm process and from it the elastic agent,
 tells the training when to leave, finds hung processes, answers probes, and exits with a code of `contract.Exit`, however the
 training ends. Its own state on disk (`worker.json`) is replaced as a whole, so it may be killed between any two lines.
 """
@@ -27,23 +27,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast import contract, files
+from outlast.agent import init, lifecycle, probes, ranks, uploader
+from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
+from outlast.doctor import inspection
 from outlast.errors import OutlastError, Superseded
 from outlast.launch import daemon, shim, titles
 from outlast.ledger import Ledger
 from outlast.prepare import prepare
-from outlast.runtime import init, inspection, lifecycle, probes, pusher, ranks
-from outlast.runtime.lifecycle import Phase
 from outlast.spec import references
 from outlast.workerfiles import notice, saves
 from outlast.workerfiles.output import Output
 
 if TYPE_CHECKING:
     from outlast import spec
+    from outlast.agent import ownership
     from outlast.rendezvous import etcd
     from outlast.rendezvous.host import Host
     from outlast.runs import alive
-    from outlast.runtime import ownership
 
 LOOK_S = 0.1
 TOUCH_S = 1.0
@@ -104,7 +105,7 @@ class Agent:
         self._seek_at = 0.0
         self._log = log
         self._store = environ.get(contract.Env.STORE, "")
-        self._pusher = pusher.Pusher(environ)
+        self._pusher = uploader.Pusher(environ)
         self.alone = not environ[contract.Env.RENDEZVOUS].startswith("unix://")
         """Whether there is no launcher: then workers take up the run, and worker 0 decides unless another is known to."""
         self.operated = environ[contract.Env.RENDEZVOUS].startswith(contract.KUBERNETES)
@@ -177,7 +178,7 @@ class Agent:
         """What other workers are told of how the run has ended; nothing, if it was this worker alone that could not go on."""
         if not self.alone or code == contract.Exit.MISCONFIGURED:
             return ""
-        from outlast.runtime import ownership
+        from outlast.agent import ownership
 
         said = f"run {self._word} has ended before, another worker says; nothing is left to do"
         return ownership.Ended(self._word, said, code).dumps()
@@ -279,8 +280,8 @@ class Agent:
     def _take_up(self) -> ownership.Ended | None:
         """Find out which run this is, and go on with the log of this worker."""
         from outlast import runs
+        from outlast.agent import ownership
         from outlast.runs import alive
-        from outlast.runtime import ownership
 
         environ = self.environ
         if not environ[contract.Env.RENDEZVOUS].startswith(("c10d://", contract.KUBERNETES, *contract.ETCD)):
@@ -308,13 +309,13 @@ class Agent:
             ownership.set_aside(self.output, run, say)
             ownership.fetch_own(where, self.output, self.index)
         self._log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
-        self._pusher = pusher.Pusher(environ)
+        self._pusher = uploader.Pusher(environ)
         return None
 
     def _decide(self) -> None:
         """Be the one who decides, see `rendezvous.host`."""
+        from outlast.agent import ownership
         from outlast.rendezvous import host, seal
-        from outlast.runtime import ownership
 
         run = self.environ[contract.Env.RUN]
         where = ownership.place(self.output, self._store)
@@ -355,7 +356,7 @@ class Agent:
 
     def _look_back(self) -> None:
         """Find out which generations this run has had, so that who decides, and may know nothing of them, goes beyond."""
-        from outlast.runtime import ownership
+        from outlast.agent import ownership
 
         where = ownership.place(self.output, self._store)
         seen = ownership.seen(where, self.output, self.environ[contract.Env.RUN], stored=bool(self._store))
@@ -364,7 +365,7 @@ class Agent:
     def _record(self, state: str, reason: str, code: int) -> None:
         """Record how the run has ended, in the background: then nobody trains it again."""
         from outlast import runs
-        from outlast.runtime import ownership
+        from outlast.agent import ownership
 
         run, word = self.environ[contract.Env.RUN], self.environ[contract.Env.OWNER]
 
@@ -398,7 +399,7 @@ class Agent:
             code, problem = self._pusher.rest(seconds)
         except OSError as error:  # no process to be had
             code, problem = 1, str(error)
-        if code == pusher.SUPERSEDED:
+        if code == uploader.SUPERSEDED:
             self._displaced(problem)
             os.write(self._wake_w, b"\0")
             return

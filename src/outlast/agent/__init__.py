@@ -1,0 +1,1 @@
+"""The agent: the process that launches a worker's training processes, watches them and outlives them."""
