@@ -11,14 +11,16 @@ from typing import Any
 
 from outlast import spec
 from outlast.errors import EtcdError
-from outlast.rendezvous import decider, elected, keys, local
-from outlast.rendezvous.membership import Membership
-from outlast.rendezvous.operated import for_operator
+from outlast.rendezvous import coordinator
+from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.etcd.operated import for_operator
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing, World
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd
 
-OF = keys.Keys.of("/outlast", "team/train/run")
+OF = schema.Keys.of("/outlast", "team/train/run")
 TTL = 5
 
 
@@ -36,19 +38,19 @@ class Node:
         rng, clock = random.Random(uid), lambda: etcd.now
         link = Link(etcd, rng)
         self.member = Membership(link, OF, run="run", id=index, token=uid, ttl=TTL, floor=floor, clock=clock)
-        office = elected.Office(
-            link, OF, uid, decider.Terms.of(fields), Voice(), replicas=fields.workers.replicas, operated=True, ttl=TTL,
+        office = election.Office(
+            link, OF, uid, coordinator.Terms.of(fields), Voice(), replicas=fields.workers.replicas, operated=True, ttl=TTL,
             clock=clock, chance=rng.random, word=lambda: f"born-{rng.random()}",
         )  # fmt: skip
-        self.candidate = elected.Candidate(office, id=lambda: index)
+        self.candidate = election.Candidate(office, id=lambda: index)
         self._store = link
         self._told = ""
 
     def act(self, standing: str, generation: int, failure: Mapping[str, Any] | None, wanted: object) -> None:
         """Say how it is, and do what is to be done."""
-        report = local.Report("run", self.member.id, standing, generation, 0.0, f"10.0.0.{self.member.id}:1")
+        report = sockets.Report("run", self.member.id, standing, generation, 0.0, f"10.0.0.{self.member.id}:1")
         self.member.report = dataclasses.replace(report, failed=failure is not None, failure=failure)
-        self.member.wanted = keys.Wanted.of(wanted)
+        self.member.wanted = schema.Wanted.of(wanted)
         with contextlib.suppress(EtcdError):
             self.member.listed(self._store.range(OF.decided, prefix=True))
             self.member.tell()

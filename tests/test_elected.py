@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from outlast import etcd as servers
-from outlast import restarts
 from outlast.clock import Clock
 from outlast.errors import EtcdAway, Superseded
 from outlast.etcd import Outcome
-from outlast.rendezvous import decider, elected, etcd, keys, local, world
-from outlast.rendezvous.membership import Membership
+from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.transports import etcd, sockets
 from outlast.rendezvous.world import Standing
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd
 
-OF = keys.Keys.of("/outlast", "team/a job")
+OF = schema.Keys.of("/outlast", "team/a job")
 
 
 class Voice:
@@ -65,17 +66,17 @@ class Bench:
         for member in members:
             member.listed(member._store.range(OF.decided, prefix=True))
 
-    def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[elected.Candidate, Voice]:
-        terms = decider.Terms((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
+    def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[election.Candidate, Voice]:
+        terms = coordinator.Terms((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
         how = {"clock": lambda: self.etcd.now + skew, "chance": lambda: 0.0, "word": self.word, **fields}
-        office = elected.Office(link, OF, token, terms, voice, **how)
-        candidate = elected.Candidate(office)
+        office = election.Office(link, OF, token, terms, voice, **how)
+        candidate = election.Candidate(office)
         self.turn(candidate, seconds=0.0)
         return candidate, voice
 
-    def turn(self, *candidates: elected.Candidate, seconds: float = 3.0, keep: tuple[Membership, ...] = ()) -> None:
+    def turn(self, *candidates: election.Candidate, seconds: float = 3.0, keep: tuple[Membership, ...] = ()) -> None:
         """Time passes, in which these decide, and those members renew their leases."""
         for _ in range(max(1, round(seconds / 0.25))):
             for candidate in candidates:
@@ -86,8 +87,8 @@ class Bench:
                 member.tell()
             self.etcd.pass_(0.25 if seconds else 0.0)
 
-    def said(self) -> keys.Said:
-        said = keys.Said.loads(self.etcd.kvs[OF.said].value)
+    def said(self) -> schema.Said:
+        said = schema.Said.loads(self.etcd.kvs[OF.said].value)
         assert said is not None
         return said
 
@@ -116,17 +117,17 @@ def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, e
 
 
 def test_what_is_written_is_read_again() -> None:
-    report = local.Report("r", 3, "waiting", failure={"code": 1})
-    wanted = keys.Wanted(3, 2, (1, 2), (0, 4))
-    record = keys.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"), wanted)
-    assert keys.Record.loads(record.dumps()) == record
+    report = sockets.Report("r", 3, "waiting", failure={"code": 1})
+    wanted = schema.Wanted(3, 2, (1, 2), (0, 4))
+    record = schema.Record(report, "t", "2:4", "b", world.World(1, (1, 2), "a:1", "x"), ("t", "u"), wanted)
+    assert schema.Record.loads(record.dumps()) == record
     call = world.Call(2, "r", True, 1.0, (3,))
-    said = keys.Said(
-        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, local.Closed("a", 0), "why", 1, (2,), 1, 1, ((1.0, 2, None),),
+    said = schema.Said(
+        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1, ((1.0, 2, None),),
         {"worker": 1, "code": 1, "reason": "it failed"},
     )  # fmt: skip
-    assert keys.Said.loads(said.dumps()) == said
-    assert keys.Leader.loads(keys.Leader("t", "h", 3, "w").dumps()) == keys.Leader("t", "h", 3, "w")
+    assert schema.Said.loads(said.dumps()) == said
+    assert schema.Leader.loads(schema.Leader("t", "h", 3, "w").dumps()) == schema.Leader("t", "h", 3, "w")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_what_is_written_is_read_again() -> None:
     ],
 )
 def test_what_makes_no_sense_is_nothing(text: str) -> None:
-    assert (keys.Record.loads(text), keys.Said.loads(text)) == (None, None)
+    assert (schema.Record.loads(text), schema.Said.loads(text)) == (None, None)
 
 
 MEMBER = {"report": {"run": "r", "id": 0, "standing": "waiting", "address": "a:1"}, "token": "t"}
@@ -162,17 +163,17 @@ WORLD = {"generation": 1, "members": [0], "address": "a:1", "reason": "why"}
 def test_what_is_of_the_wrong_type_is_nothing(said: dict[str, Any]) -> None:
     """Whoever may write to the etcd must not end who reads there."""
     text = json.dumps(said)
-    assert (keys.Record.loads(text), keys.Said.loads(text)) == (None, None)
+    assert (schema.Record.loads(text), schema.Said.loads(text)) == (None, None)
 
 
 def test_what_is_nested_without_end_is_nothing() -> None:
     text = "[" * 100_000
-    assert (keys.Record.loads(text), keys.Said.loads(text), keys.Leader.loads(text)) == (None, None, None)
-    assert keys.Wanted.of({"number": 1, "replicas": 1, "sizes": [], "expected": []}) is None
+    assert (schema.Record.loads(text), schema.Said.loads(text), schema.Leader.loads(text)) == (None, None, None)
+    assert schema.Wanted.of({"number": 1, "replicas": 1, "sizes": [], "expected": []}) is None
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
-    terms = decider.Terms((1,), restarts.Policy(1, timedelta(hours=1)), world.Patience())
+    terms = coordinator.Terms((1,), restarts.Policy(1, timedelta(hours=1)), world.Patience())
     running = etcd.Running(servers.address("etcd://a"), name="r", terms=terms, voice=Voice())
     client = etcd.Client(servers.address("etcd://a"), run="r", id=0)
     assert isinstance(running._candidate._office.clock, Clock)
@@ -212,8 +213,8 @@ def test_when_all_machines_sleep_leases_are_made_again_and_the_world_goes_on(ben
 
 def test_names_of_runs_may_hold_anything() -> None:
     assert OF.root == "/outlast/team%2Fa%20job"
-    assert keys.run_of("/outlast", OF.member(3)) == "team/a job"
-    assert keys.run_of("/outlast", "/outlast/x/else") == ""
+    assert schema.run_of("/outlast", OF.member(3)) == "team/a job"
+    assert schema.run_of("/outlast", "/outlast/x/else") == ""
 
 
 def test_a_decider_that_was_deposed_writes_and_says_nothing(bench: Bench) -> None:
@@ -230,7 +231,7 @@ def test_a_decider_that_was_deposed_writes_and_says_nothing(bench: Bench) -> Non
     term, said = old.term, len(old_voice.said)
     assert term is not None
     term.listed(old._office.store.range(f"{OF.root}/", prefix=True))
-    with pytest.raises(elected.Deposed):
+    with pytest.raises(election.Deposed):
         term.turn()
     assert bench.said().by == "new"
     assert len(old_voice.said) == said
@@ -281,7 +282,7 @@ def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Be
     assert new.closed is None
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
     reason = "run r is of --nnodes=1, and this is --nnodes=2: another job has this --rdzv-id; give each its own"
-    assert new.closed == (None if killed else local.Closed(reason, 78))
+    assert new.closed == (None if killed else sockets.Closed(reason, 78))
 
 
 def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(bench: Bench) -> None:
@@ -310,7 +311,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     link.cut = False
     bench.turn(candidate, keep=(member,), seconds=3.0)
     assert voice.ended == [("Succeeded", "worker 0 is done", 0)]
-    assert member.closed == local.Closed("worker 0 is done", 0)
+    assert member.closed == sockets.Closed("worker 0 is done", 0)
 
 
 def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(bench: Bench) -> None:
@@ -420,12 +421,12 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on(bench: Bench) ->
 
 def test_what_the_operator_wants_is_what_the_newest_word_of_it_says(bench: Bench) -> None:
     (decides, _), a, b = bench.candidate("d", operated=True, replicas=1), bench.member("a", 0), bench.member("b", 1)
-    a.wanted, b.wanted = keys.Wanted(2, 2, (2,), (0, 1)), keys.Wanted(1, 1, (1,), (0,))
+    a.wanted, b.wanted = schema.Wanted(2, 2, (2,), (0, 1)), schema.Wanted(1, 1, (1,), (0,))
     for member in (a, b):
         member.tell()
     bench.turn(decides, seconds=5, keep=(a, b))
     trains(bench, a, b)
-    b.wanted = keys.Wanted(3, 1, (1, 2), (1,))
+    b.wanted = schema.Wanted(3, 1, (1, 2), (1,))
     b.tell()
     bench.turn(decides, seconds=1, keep=(a, b))
     called = bench.said().called

@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from outlast import restarts
 from outlast.clock import Clock
 from outlast.errors import EtcdError, Superseded
 from outlast.etcd import KeyValue
-from outlast.rendezvous import decider, elected, keys, world
-from outlast.rendezvous.membership import Membership
+from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.etcd import election, schema
+from outlast.rendezvous.etcd.member import Membership
 from outlast.rendezvous.world import Standing
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd, Watch
 
 TTL = 5
-OF = keys.Keys.of("/outlast", "run")
+OF = schema.Keys.of("/outlast", "run")
 WITHIN_S = 0.5
 """How long a process that can reach etcd takes to try again."""
 
@@ -61,14 +61,14 @@ class Node:
             choose=rng.choice,
         )
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
-        what = decider.Terms(
+        what = coordinator.Terms(
             tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Patience(start=5.0)
         )
-        office = elected.Office(
+        office = election.Office(
             self.link, OF, token, what, Voice(), asked=terms, ttl=TTL, clock=self.clock, chance=rng.random,
             word=lambda: f"born-{rng.random()}",
         )  # fmt: skip
-        self.candidate = elected.Candidate(office)
+        self.candidate = election.Candidate(office)
         self.watches = [
             Watch(self.link, lambda: OF.decided, self.member.listed, self.member.happened),
             Watch(self.link, lambda: self.candidate.prefix, self.candidate.listed, self.candidate.happened),
@@ -131,9 +131,9 @@ class Simulation:
     def record(self, kv: KeyValue) -> None:
         if kv.key != OF.said:
             return
-        said = keys.Said.loads(kv.value)
+        said = schema.Said.loads(kv.value)
         assert said is not None
-        leader = keys.Leader.loads(self.etcd.kvs[OF.leader].value)
+        leader = schema.Leader.loads(self.etcd.kvs[OF.leader].value)
         assert leader is not None
         assert leader.token == said.by, "who was not elected has written"
         if not any(node.member._newest for node in self.nodes) and not said.world:

@@ -27,7 +27,7 @@ from outlast.backends.kubernetes import KubernetesBackend
 from outlast.cli import inside
 from outlast.kube import error_mapping, kubeconfig
 from outlast.kube.error_mapping import Asked
-from outlast.rendezvous import kubernetes as rendezvous
+from outlast.rendezvous.transports import kubernetes as rendezvous
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from outlast.backends.local import LocalBackend
 from outlast.backends.places import Places
 from outlast.backends.workers import Ended, Worker
 from outlast.errors import OutlastError
-from outlast.rendezvous import decider, world
+from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.handler import Handler
-from outlast.rendezvous.local import Called
+from outlast.rendezvous.transports.sockets import Called
 from outlast.report import goodput
 from outlast.status import Failure, State
 from outlast.workerfiles import notice, progress
@@ -63,7 +63,7 @@ def test_the_cause_is_a_kill_before_an_error_and_an_error_before_its_echoes():
     killed, bug, aborted = a_failure(137, time=3.0), a_failure(1, time=1.0), a_failure(134, time=2.0)
     echo = a_failure(1, time=0.0)
     pending = [(True, echo), (False, aborted), (False, bug), (False, killed)]
-    assert [failure for _, failure in sorted(pending, key=decider.cause_first)] == [killed, bug, aborted, echo]
+    assert [failure for _, failure in sorted(pending, key=coordinator.cause_first)] == [killed, bug, aborted, echo]
 
 
 # Clocks that are set, machines that sleep
@@ -142,11 +142,11 @@ def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
     launcher.add_failure(a_failure(time=machine.wall + theirs), echo=True)
-    machine.goes_on(decider.CAUSE_S / 2)
+    machine.goes_on(coordinator.CAUSE_S / 2)
     assert launcher.decide(2, (0, 1)) is None, "whoever died may still say so"
     launcher.judge_when_settled()
     assert launcher.pending
-    machine.goes_on(decider.SETTLE_S)
+    machine.goes_on(coordinator.SETTLE_S)
     launcher.judge_when_settled()
     assert launcher.restarts == 1
 

@@ -18,14 +18,14 @@ import pytest
 import etcds
 from outlast import cli, etcd
 from outlast.cli import rdzv
-from outlast.rendezvous import keys
-from outlast.rendezvous.etcd import Present, Run
-from outlast.rendezvous.local import Closed, Report
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.transports.etcd import Present, Run
+from outlast.rendezvous.transports.sockets import Closed, Report
 from outlast.rendezvous.world import Call, World
 
 RUN = "team/cifar/cifar-1a2b"
 WORLD = World(4, (0, 2), "10.0.0.5:3333", "2 of 2 workers wait")
-LEADER = keys.Leader("a", "node-b", 2)
+LEADER = schema.Leader("a", "node-b", 2)
 
 
 def a_report(id: int, standing: str = "training", generation: int = 4, **fields: Any) -> Report:
@@ -87,7 +87,7 @@ def test_why_is_a_call_or_the_end_before_what_is_waited_for() -> None:
         ),
         (a_run(), a_run(a_report(0)), ["member 2 is gone"]),
         (a_run(), a_run(decider=None), ["nobody decides"]),
-        (a_run(), a_run(decider=keys.Leader("b", "node-a", 0)), ["member 0 on node-a decides"]),
+        (a_run(), a_run(decider=schema.Leader("b", "node-a", 0)), ["member 0 on node-a decides"]),
         (
             a_run(),
             a_run(called=Call(5, "worker 3 waits", planned=True), why="saving"),
@@ -113,10 +113,10 @@ def test_what_changes_is_said_in_sentences(old: Run | None, new: Run | None, sai
 # A real etcd
 
 
-def write(server: etcds.Server, run: str, *members: Report, said: keys.Said | None = None) -> None:
+def write(server: etcds.Server, run: str, *members: Report, said: schema.Said | None = None) -> None:
     """Be the members of a run, and who decides."""
-    of = keys.Keys.of(etcd.PREFIX, run)
-    puts = [etcd.put(of.member(each.id), keys.Record(each, "t").dumps()) for each in members]
+    of = schema.Keys.of(etcd.PREFIX, run)
+    puts = [etcd.put(of.member(each.id), schema.Record(each, "t").dumps()) for each in members]
     if said:
         puts += [etcd.put(of.said, said.dumps()), etcd.put(of.leader, LEADER.dumps())]
     with contextlib.closing(server.client()) as client:
@@ -143,7 +143,7 @@ def outlast(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
 
 
 PROGRAM = "from outlast import cli; cli.main()"
-SAID = keys.Said(by="a", born="b", world=WORLD, why="all is well")
+SAID = schema.Said(by="a", born="b", world=WORLD, why="all is well")
 
 
 def test_an_etcd_is_looked_into(
@@ -232,7 +232,7 @@ class Watching:
 
 
 def test_changes_are_lines_and_the_end_of_the_run_ends_them(shared_etcd: etcds.Server, watching: Callable[..., Watching]) -> None:
-    write(shared_etcd, "w/lines/1", a_report(0, "waiting", 0), said=keys.Said(by="a", born="b", why="waiting for worker 1"))
+    write(shared_etcd, "w/lines/1", a_report(0, "waiting", 0), said=schema.Said(by="a", born="b", why="waiting for worker 1"))
     watch = watching(shared_etcd, "--run", "w/lines")
     watch.says("w/lines/1: waiting for worker 1")
     write(shared_etcd, "w/lines/1", a_report(2, "waiting", 0), said=SAID)
@@ -244,7 +244,7 @@ def test_changes_are_lines_and_the_end_of_the_run_ends_them(shared_etcd: etcds.S
 
 
 def test_a_run_that_is_forgotten_may_come_back(shared_etcd: etcds.Server, watching: Callable[..., Watching]) -> None:
-    write(shared_etcd, "w/lost/1", a_report(0, "waiting", 0), said=keys.Said(by="a", born="b", why="waiting for worker 1"))
+    write(shared_etcd, "w/lost/1", a_report(0, "waiting", 0), said=schema.Said(by="a", born="b", why="waiting for worker 1"))
     watch = watching(shared_etcd, "--run", "w/lost")
     watch.says("w/lost/1: waiting for worker 1")
     with contextlib.closing(shared_etcd.client()) as client:

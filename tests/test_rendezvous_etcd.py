@@ -20,8 +20,11 @@ import ports
 from etcds import Server
 from outlast import contract, etcd, spec
 from outlast.errors import EtcdAway, EtcdRefused, OutlastError
-from outlast.rendezvous import decider, keys, local, torchrun, transport
-from outlast.rendezvous import etcd as rendezvous
+from outlast.rendezvous import coordinator as decider
+from outlast.rendezvous import torchrun, transport
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.transports import etcd as rendezvous
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing
 
 
@@ -138,7 +141,7 @@ def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes
     assert nodes.training(2)()
     last.report(Standing.DONE)
     nodes.until(lambda: last.closed)
-    assert last.closed == local.Closed(f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE)
+    assert last.closed == sockets.Closed(f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE)
 
 
 def test_a_run_that_has_ended_is_nothing_to_a_new_one_of_its_name(nodes: Nodes) -> None:
@@ -184,7 +187,7 @@ def test_a_node_that_gives_up_ends_the_job(nodes: Nodes) -> None:
     a.close()
     nodes.all.remove(a)
     nodes.until(lambda: b.closed)
-    assert b.closed == local.Closed("worker 0 gives up", contract.Exit.FAILED)
+    assert b.closed == sockets.Closed("worker 0 gives up", contract.Exit.FAILED)
 
 
 def test_another_job_of_the_same_id_is_told_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +197,7 @@ def test_another_job_of_the_same_id_is_told_so(nodes: Nodes, monkeypatch: pytest
     other = nodes.start((1, 8))
     nodes.until(lambda: other.closed)
     reason = f"run {nodes.run} is of --nnodes=2, and this is --nnodes=1:8: another job has this --rdzv-id; give each its own"
-    assert other.closed == local.Closed(reason, contract.Exit.MISCONFIGURED)
+    assert other.closed == sockets.Closed(reason, contract.Exit.MISCONFIGURED)
     nodes.all.remove(other)
     other.close()
     assert nodes.training(1)()
@@ -231,7 +234,7 @@ def test_a_later_process_of_the_same_index_is_the_worker(nodes: Nodes) -> None:
     nodes.until(nodes.training(1))
     taken = nodes.start((1, 3), id=1)
     nodes.until(lambda: b.closed)
-    assert b.closed == local.Closed(
+    assert b.closed == sockets.Closed(
         f"another process is worker 1 of run {nodes.run} now, in the place of this one", contract.Exit.INTERRUPTED
     )
     nodes.all.remove(b)
@@ -400,7 +403,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
             ended.append((str(state), reason, code))
 
     where = etcd.address(pod, environ={})
-    name = keys.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
+    name = schema.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
     agents = [rendezvous.Running(where, name=name, terms=terms, voice=Voice(), replicas=2) for _ in range(2)]
     monkeypatch.setenv(contract.Env.GENERATION, "6")  # what their output has seen
     members = [transport.client(pod, run=run, id=id, state=tmp_path, processes=1) for id in (1, 0)]

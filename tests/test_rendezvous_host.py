@@ -16,7 +16,8 @@ import pytest
 import ports
 from outlast import contract, spec
 from outlast.ledger import Ledger
-from outlast.rendezvous import host, local, seal, world
+from outlast.rendezvous import worker0, world
+from outlast.rendezvous.transports import seal, sockets
 from outlast.rendezvous.world import Standing
 
 KEY = b"the key of the run"
@@ -32,9 +33,9 @@ class Stranger:
     """Somebody who reaches the port: it says what it likes, sealed with the key that it has."""
 
     def __init__(self, endpoint: str, key: bytes = KEY) -> None:
-        self.sock = local.connect(endpoint)
+        self.sock = sockets.connect(endpoint)
         self.sock.settimeout(10)
-        self.lines = local._Lines(self.sock)
+        self.lines = sockets._Lines(self.sock)
         theirs, mine = seal.greeted(self.lines.next(1000)), seal.nonce()
         self.seal = seal.Seal(key, "member", ours=mine, theirs=theirs)
         self.sock.sendall(seal.greeting(mine))
@@ -66,17 +67,17 @@ class Run:
         self.broken: list[str] = []
         over = lambda state, reason, code: self.ended.append((str(state), reason, code))  # noqa: E731
         ledger = Ledger(tmp_path / "ledger", "decider")
-        self.host = host.Host(JOB, run="run", key=KEY, generation=0, ledger=ledger, over=over, broken=self.broken.append)
+        self.host = worker0.Host(JOB, run="run", key=KEY, generation=0, ledger=ledger, over=over, broken=self.broken.append)
         self.host.start(self.endpoint)
-        self.clients: list[local.Client] = []
+        self.clients: list[sockets.Client] = []
         self.strangers: list[Stranger] = []
 
     def stranger(self, key: bytes = KEY) -> Stranger:
         self.strangers.append(Stranger(self.endpoint, key))
         return self.strangers[-1]
 
-    def client(self, id: int, key: bytes = KEY) -> local.Client:
-        client = local.Client(self.endpoint, run="run", id=id, key=key)
+    def client(self, id: int, key: bytes = KEY) -> sockets.Client:
+        client = sockets.Client(self.endpoint, run="run", id=id, key=key)
         self.clients.append(client)
         client.report("waiting", address=f"127.0.0.1:{1000 + id}")
         return client
@@ -90,7 +91,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         client.close()
     for stranger in made.strangers:
         stranger.sock.close()
-    made.host.farewell = local.Closed("", 0)
+    made.host.farewell = sockets.Closed("", 0)
     made.host.wait()
 
 
@@ -119,12 +120,12 @@ def test_strangers_can_neither_join_nor_end_the_run(run: Run, capfd: pytest.Capt
 
 def test_a_member_believes_nobody_who_does_not_know_the_key(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = local.Client(f"c10d://localhost:{listener.getsockname()[1]}", run="run", id=0, key=KEY)
+        client = sockets.Client(f"c10d://localhost:{listener.getsockname()[1]}", run="run", id=0, key=KEY)
         client.report("waiting")
         with listener.accept()[0] as connection:
             connection.settimeout(10)
             connection.sendall(seal.greeting(seal.nonce()))
-            lines = local._Lines(connection)
+            lines = sockets._Lines(connection)
             theirs = seal.greeted(lines.next(1000))
             false = seal.Seal(b"another", "decider", ours=seal.nonce(), theirs=theirs)
             connection.sendall(false.sealed(json.dumps({"closed": {"reason": "go home", "code": 0}}).encode()))
@@ -205,8 +206,8 @@ def test_a_member_speaks_for_itself_alone(run: Run) -> None:
 
 
 def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_PROVE_S", 0.5)
-    monkeypatch.setattr(local, "_STRANGERS", 8)
+    monkeypatch.setattr(sockets, "_PROVE_S", 0.5)
+    monkeypatch.setattr(sockets, "_STRANGERS", 8)
     idle = [socket.create_connection(("127.0.0.1", int(run.endpoint.rpartition(":")[2]))) for _ in range(30)]
     member = run.client(0)
     until(lambda: 0 in run.host.reports)
@@ -225,7 +226,7 @@ def test_of_two_processes_of_one_index_the_later_is_the_member_and_the_other_lea
     until(lambda: 1 in run.host.reports)
     second = run.client(1)
     until(lambda: first.closed)
-    assert first.closed == local.Closed("another process is worker 1 of run run now, in the place of this one", 75)
+    assert first.closed == sockets.Closed("another process is worker 1 of run run now, in the place of this one", 75)
     assert second.closed is None
     other = run.client(0)
     until(lambda: other.world and second.world)
@@ -257,16 +258,16 @@ def test_decisions_that_fail_are_tried_again(run: Run, monkeypatch: pytest.Monke
 
 
 def test_a_report_with_too_much_in_it_is_cut_and_its_failure_counts() -> None:
-    client = local.Client("c10d://nowhere:1", run="run", id=0)
+    client = sockets.Client("c10d://nowhere:1", run="run", id=0)
     failure = {"code": 1, "reason": "r" * 9000, "traceback": "\0" * 30_000, "log_tail": "x"}
-    client._report = local.Report("run", 0, "waiting", failed=True, failure=failure)
+    client._report = sockets.Report("run", 0, "waiting", failed=True, failure=failure)
     said = json.loads(client._line())
-    assert local.Report.of(said["report"]).failure == {"code": 1, "reason": "r" * 1000}
+    assert sockets.Report.of(said["report"]).failure == {"code": 1, "reason": "r" * 1000}
 
 
 def test_the_time_for_a_planned_call_is_counted_by_the_clock_of_who_hears_it() -> None:
-    client = local.Client("c10d://nowhere:1", run="run", id=0)
-    client._hear({"called": asdict(local.Called(2, "more come", True, 17.0, leave_s=100.0))})
+    client = sockets.Client("c10d://nowhere:1", run="run", id=0)
+    client._hear({"called": asdict(sockets.Called(2, "more come", True, 17.0, leave_s=100.0))})
     assert client.called
     assert 99 < client.called.deadline - time.time() <= 100
 
@@ -282,5 +283,5 @@ def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> Non
 
 
 def test_reports_that_make_sense_are_read() -> None:
-    report = local.Report("run", 3, Standing.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3})
-    assert local.Report.of(json.loads(json.dumps({**asdict(report), "newer": 1}))) == report
+    report = sockets.Report("run", 3, Standing.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3})
+    assert sockets.Report.of(json.loads(json.dumps({**asdict(report), "newer": 1}))) == report

@@ -16,7 +16,8 @@ import pytest
 
 import apiserver
 from outlast import contract, errors, kube
-from outlast.rendezvous import kubernetes, local, transport
+from outlast.rendezvous import transport
+from outlast.rendezvous.transports import kubernetes, sockets
 from outlast.rendezvous.world import World
 from outlast.workerfiles import progress
 
@@ -101,7 +102,7 @@ def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator
     written = datetime.strptime(spec["renewTime"], "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=UTC)
     assert abs((datetime.now(UTC) - written).total_seconds()) < 5
     said = operator.report(3)
-    assert local.Report(**said) == local.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
+    assert sockets.Report(**said) == sockets.Report("run", 3, "waiting", 0, said["since"], "10.0.0.7:4711")
     assert contract.Annotation.PROGRESS not in meta["annotations"]
 
 
@@ -115,10 +116,10 @@ def test_what_the_operator_says_is_heard(operator: Operator, member) -> None:
     operator.say(
         world=a_world(4, 1, 0), called={"generation": 5, "reason": "lost", "planned": True, "deadline": 7.0, "since 0.9": "x"}
     )
-    until(lambda: client.called == local.Called(5, "lost", True, 7.0))
+    until(lambda: client.called == sockets.Called(5, "lost", True, 7.0))
     operator.say(world=a_world(5), called=None, closed={"reason": "all done", "code": 0})
     until(lambda: client.closed)
-    assert (client.world, client.closed) == (World(5, (0,), "10.0.0.1:5", "all here", 5.0), local.Closed("all done", 0))
+    assert (client.world, client.closed) == (World(5, (0,), "10.0.0.1:5", "all here", 5.0), sockets.Closed("all done", 0))
 
 
 def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: Operator, member) -> None:
@@ -128,7 +129,7 @@ def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: O
     operator.say(world=a_world(4, 0, 1))
     until(lambda: client.world)
     operator.say(world=a_world(6, 1, 2))
-    until(lambda: client.called == local.Called(6, "all here", False, 5.0))
+    until(lambda: client.called == sockets.Called(6, "all here", False, 5.0))
 
 
 def test_a_world_from_before_the_first_report_is_not_ours(operator: Operator, member) -> None:
@@ -284,7 +285,7 @@ def test_a_worker_of_another_run_is_left_over(operator: Operator, member, tmp_pa
     client = member()
     client.report("waiting")
     until(lambda: client.closed)
-    assert (client.closed, client.world) == (local.Closed("run run is over", contract.Exit.FAILED), None)
+    assert (client.closed, client.world) == (sockets.Closed("run run is over", contract.Exit.FAILED), None)
     assert not (tmp_path / contract.END).exists()
 
 
@@ -306,7 +307,7 @@ def test_the_end_of_the_job_document_is_an_interruption(operator: Operator, memb
     if before:
         client.report("waiting")
     until(lambda: client.closed)
-    assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    assert client.closed == sockets.Closed("the job was deleted", contract.Exit.INTERRUPTED)
     assert operator.lease() is None
     assert not (tmp_path / contract.END).exists()
 
@@ -317,7 +318,7 @@ def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Opera
     client = member()
     client.report("waiting")
     until(lambda: client.closed)
-    assert client.closed == local.Closed("it is so", code)
+    assert client.closed == sockets.Closed("it is so", code)
     assert (tmp_path / contract.END).exists() == noted
     if noted:
         assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code}
@@ -335,7 +336,7 @@ def test_a_pod_that_was_replaced_ends_and_leaves_the_lease_to_its_successor(
     new.report("waiting")
     until(lambda: old.closed)
     reason = "pod uid-of-its-successor is worker 0 now, in the place of this one"
-    assert old.closed == local.Closed(reason, contract.Exit.INTERRUPTED)
+    assert old.closed == sockets.Closed(reason, contract.Exit.INTERRUPTED)
     old.report("training", generation=1)
     renewed = operator.lease()["spec"]["renewTime"]
     until(lambda: operator.lease()["spec"]["renewTime"] > renewed)
@@ -501,7 +502,7 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
     assert client.world == World(2, (0,), "10.0.0.1:5", "all here", 5.0)
     admin.delete(kube.ELASTIC_JOB, "train")
     until(lambda: client.closed)
-    assert client.closed == local.Closed("the job was deleted", contract.Exit.INTERRUPTED)
+    assert client.closed == sockets.Closed("the job was deleted", contract.Exit.INTERRUPTED)
     client.close()
     assert capfd.readouterr().out == "outlast | the job was deleted\n"
     until(lambda: not admin.list_(kube.LEASE), 60)
@@ -520,7 +521,7 @@ def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Pat
         until(lambda uid=uid: [lease for lease in admin.list_(kube.LEASE) if lease["spec"]["holderIdentity"] == uid])
     old, new = made
     until(lambda: old.closed)
-    assert old.closed == local.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
+    assert old.closed == sockets.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
     assert new.closed is None
     for client in made:
         client.close()

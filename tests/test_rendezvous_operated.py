@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from outlast import contract
-from outlast.rendezvous import keys
-from outlast.rendezvous.local import Called, Closed
-from outlast.rendezvous.operated import TELL, Client, for_operator
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.operated import TELL, Client, for_operator
+from outlast.rendezvous.transports.sockets import Called, Closed
 from outlast.rendezvous.world import World
 
-SAID = keys.Said(
+SAID = schema.Said(
     by="a", born="b", tokens=("x", "y"), why="2 workers train", world=World(4, (1, 0), "h:1", "training starts", 1.0)
 )
 WANTED = {"number": 3, "replicas": 2, "sizes": [1, 2], "expected": [0, 1]}
@@ -25,7 +25,7 @@ class Side:
     """Of either: what it has said, and what it was told."""
 
     id: int = 0
-    said: tuple[int, keys.Said] | None = None
+    said: tuple[int, schema.Said] | None = None
     wanted: Any = None
     called: Called | None = None
     world: World | None = None
@@ -36,7 +36,7 @@ class Side:
     def tell(self, decided: str) -> None:
         self.told.append(json.loads(decided))
 
-    def want(self, wanted: keys.Wanted) -> None:
+    def want(self, wanted: schema.Wanted) -> None:
         self.told.append(wanted)
 
     def wait(self, timeout_s: float) -> None: ...
@@ -62,7 +62,7 @@ def test_each_hears_once_what_is_new_of_the_other() -> None:
     client.wait(0.1)
     said = dataclasses.replace(SAID, tokens=())
     assert operator.told == [{"revision": 7, "said": json.loads(said.dumps())}]
-    assert deciders.told == [keys.Wanted(3, 2, (1, 2), (0, 1))]
+    assert deciders.told == [schema.Wanted(3, 2, (1, 2), (0, 1))]
     deciders.said = (9, dataclasses.replace(SAID, closed=Closed("done", 0)))
     client.close()
     assert [told if told == "close" else told["revision"] for told in operator.told] == [7, 9, "close"]
@@ -104,4 +104,4 @@ def test_who_trains_together_is_heard_from_the_deciders_alone() -> None:
 
 @pytest.mark.parametrize("said", [None, [], {"number": 1}, {**WANTED, "sizes": 3}])
 def test_what_makes_no_sense_is_not_passed_on(said: Any) -> None:
-    assert keys.Wanted.of(said) is None
+    assert schema.Wanted.of(said) is None

@@ -7,8 +7,9 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import restarts, status
-from outlast.restarts import History, Policy, Record, Restart, Stop, judge
+from outlast import status
+from outlast.rendezvous import restarts
+from outlast.rendezvous.restarts import History, Policy, Record, Restart, Stop, judge
 
 NOW = 10_000.0
 

@@ -17,7 +17,8 @@ import pytest
 
 import apiserver
 from outlast import contract
-from outlast.rendezvous import local, world
+from outlast.rendezvous import world
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing
 from outlast.workerfiles import progress
 from test_run_pods import Pods
@@ -40,7 +41,7 @@ class Operator:
         """All that was ever reported."""
         self.tails: dict[int, str] = {}
         """The log tails of the failures that were reported, by worker."""
-        self.closed: local.Closed | None = None
+        self.closed: sockets.Closed | None = None
         self.document = api.put(
             {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": {}}
         )
@@ -76,20 +77,20 @@ class Operator:
             if isinstance(decision, world.World):
                 self.worlds.append(decision)
             if isinstance(decision, world.Closed) and decision.done:
-                self.closed = local.Closed(decision.reason, 0)
+                self.closed = sockets.Closed(decision.reason, 0)
             self._publish()
 
-    def _reports(self) -> Iterator[local.Report]:
+    def _reports(self) -> Iterator[sockets.Report]:
         with self.api.lock:
             leases = [d for key, d in self.api.documents.items() if key[0] == "leases.coordination.k8s.io"]
         for lease in leases:
-            report = local.Report(**json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
+            report = sockets.Report(**json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT]))
             if report.run == RUN and self.uids.get(report.id) == lease["spec"]["holderIdentity"]:
                 yield report
 
     def _publish(self) -> None:
         call = self.state.called
-        called = local.Called(call.generation, call.reason, call.planned, call.at + 120) if call else None
+        called = sockets.Called(call.generation, call.reason, call.planned, call.at + 120) if call else None
         said: dict[str, Any] = {"run": RUN}
         for name, content in (("world", self.state.world), ("called", called), ("closed", self.closed)):
             said[name] = dataclasses.asdict(content) if content else None
@@ -159,7 +160,7 @@ def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoev
         pods.wait(lambda: 1 in operator.tails, "the report of the failure")
         assert operator.tails[1].splitlines()[-1].startswith("rank 1 step ")
         operator.stop(0, lambda: pods.kill(0))  # rank 0
-        operator.closed = local.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
+        operator.closed = sockets.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
         assert pods.codes() == {1: contract.Exit.GIVEN_UP}
         record = pods.record()
         assert (record.state, record.reason, record.exit_code) == ("Failed", "restarts.limit is used up", contract.Exit.GIVEN_UP)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.rendezvous import local
+from outlast.rendezvous.transports import sockets
 
 ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "guide" / "security.md").read_text()
@@ -29,7 +29,7 @@ def test_every_row_is_held_by_a_test_or_not_defended(row: str) -> None:
 
 
 def test_a_socket_is_its_users_alone(tmp_path: Path) -> None:
-    with local.listening(tmp_path / "socket"):
+    with sockets.listening(tmp_path / "socket"):
         assert stat.S_IMODE((tmp_path / "socket").stat().st_mode) == 0o600
 
 

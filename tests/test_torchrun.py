@@ -21,7 +21,8 @@ import pytest
 import ports
 from outlast import contract
 from outlast.launch import elastic
-from outlast.rendezvous import local, world
+from outlast.rendezvous import world
+from outlast.rendezvous.transports import sockets
 
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
@@ -47,7 +48,7 @@ class Decider:
         self.over = False
 
     async def run(self) -> None:
-        self.server = local.Server(run="run", heard=self.heard, gone=self.gone)
+        self.server = sockets.Server(run="run", heard=self.heard, gone=self.gone)
         await self.server.start(self.path)
         self.ready.set()
         while not self.over:
@@ -56,13 +57,13 @@ class Decider:
             for id in self.state.members:
                 match decision:
                     case world.Call(generation, reason, planned, at):
-                        self.server.send(id, "called", local.Called(generation, reason, planned, at + 10))
+                        self.server.send(id, "called", sockets.Called(generation, reason, planned, at + 10))
                     case world.World():
                         self.server.send(id, "world", decision)
             await asyncio.sleep(0.02)
         await self.server.stop()
 
-    def heard(self, report: local.Report) -> None:
+    def heard(self, report: sockets.Report) -> None:
         standing = world.Standing(report.standing)
         self.state = self.state.heard(
             world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)

@@ -16,7 +16,7 @@ import pytest
 
 import processes
 from etcds import Server
-from outlast.rendezvous import etcd
+from outlast.rendezvous.transports import etcd
 
 SCRIPT = """
 import json, os, sys, time, torch, torch.distributed as dist

@@ -42,8 +42,8 @@ from outlast.workerfiles.output import Output
 if TYPE_CHECKING:
     from outlast import spec
     from outlast.agent import ownership
-    from outlast.rendezvous import etcd
-    from outlast.rendezvous.host import Host
+    from outlast.rendezvous.transports import etcd
+    from outlast.rendezvous.worker0 import Host
     from outlast.runs import alive
 
 LOOK_S = 0.1
@@ -313,9 +313,10 @@ class Agent:
         return None
 
     def _decide(self) -> None:
-        """Be the one who decides, see `rendezvous.host`."""
+        """Be the one who decides, see `rendezvous.worker0`."""
         from outlast.agent import ownership
-        from outlast.rendezvous import host, seal
+        from outlast.rendezvous import worker0 as host
+        from outlast.rendezvous.transports import seal
 
         run = self.environ[contract.Env.RUN]
         where = ownership.place(self.output, self._store)
@@ -338,15 +339,17 @@ class Agent:
         self._host.start(self.environ[contract.Env.RENDEZVOUS])
 
     def _stand(self) -> None:
-        """Run for election as the one who decides, see `rendezvous.elected`."""
+        """Run for election as the one who decides, see `rendezvous.etcd.election`."""
         from outlast import etcd as servers
-        from outlast.rendezvous import decider, etcd, keys
+        from outlast.rendezvous import coordinator
+        from outlast.rendezvous.etcd import schema
+        from outlast.rendezvous.transports import etcd
 
         environ = self.environ
         self._host = etcd.Running(
             servers.address(environ[contract.Env.RENDEZVOUS], environ=environ),
-            name=keys.run_name(environ[contract.Env.RUN], environ),
-            terms=decider.Terms.of(self.job.spec),
+            name=schema.run_name(environ[contract.Env.RUN], environ),
+            terms=coordinator.Terms.of(self.job.spec),
             voice=_Voice(self),
             replicas=self.job.spec.workers.replicas,
             operated=contract.Env.MEMBER in environ,

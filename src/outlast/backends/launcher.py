@@ -6,7 +6,7 @@ the status.
 One launcher a job (it holds a lock). It may be killed at any moment: workers train on, start a new launcher when they miss it,
 and the new one adopts them. What must survive is in `launcher.json`, written before anything that depends on it; what the user
 wants is in `wanted.json`, written by the command line; what there is to see is in `status.json`. It is the
-`rendezvous.decider` of one machine.
+`rendezvous.coordinator` of one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import checkpoints, contract, files, locks, restarts, spec
+from outlast import checkpoints, contract, files, locks, spec
 from outlast import ledger as ledgers
 from outlast.agent import uploader
 from outlast.agent.lifecycle import Phase
@@ -34,8 +34,9 @@ from outlast.backends.workers import Ended, Staff, Worker
 from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.launch import titles
-from outlast.rendezvous import local, world
-from outlast.rendezvous.decider import Decider, Terms, after, cause_first
+from outlast.rendezvous import restarts, world
+from outlast.rendezvous.coordinator import Decider, Terms, after, cause_first
+from outlast.rendezvous.transports import sockets
 from outlast.report import goodput
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
 from outlast.workerfiles import progress, saves
@@ -120,7 +121,7 @@ class Launcher(Decider):
         """Says that we train the run in the store."""
         self._written = ""
         self._poke = asyncio.Event()
-        self.server = local.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
+        self.server = sockets.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
 
     # The loop
 
@@ -147,7 +148,7 @@ class Launcher(Decider):
             for worker in self.staff.silent():
                 self.staff.put_down(worker.index, "has an agent that does nothing")
             for id in self.server.drop_silent():
-                self.staff.put_down(id, f"was silent for {local.SILENCE_S:g} s")
+                self.staff.put_down(id, f"was silent for {sockets.SILENCE_S:g} s")
             self._reap()
             self._obey()
             if self.closing is None:
@@ -193,10 +194,10 @@ class Launcher(Decider):
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.patience.leave + CLOSING_S
-            self.farewell = local.Closed(reason, code)
+            self.farewell = sockets.Closed(reason, code)
         self._reap()
         if self.staff.present and memory["world"]:  # it may still train: listen before deciding
-            self.known = world.State({}, local.world_from(memory["world"]), since=self.clock())
+            self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         self.remember()
 
@@ -334,7 +335,7 @@ class Launcher(Decider):
         if self.closing is not None:
             if wanted.end in ("kill", "cancel") and before.end != wanted.end:
                 self.closing = (_END_STATES[wanted.end], _ENDS[wanted.end], contract.Exit.FAILED)
-                self.farewell = local.Closed(*self.closing[1:])
+                self.farewell = sockets.Closed(*self.closing[1:])
                 self.close_by = 0.0
         elif wanted.end:
             code = contract.Exit.INTERRUPTED if wanted.end in ("interrupt", "suspend") else contract.Exit.FAILED
@@ -362,7 +363,7 @@ class Launcher(Decider):
             for worker in self.staff.present.values():
                 self.staff.tell(worker)
         else:  # who is to save leaves by itself
-            self.farewell = local.Closed(reason, code)
+            self.farewell = sockets.Closed(reason, code)
             for id in list(self.reports):
                 self.send(id, "closed", self.farewell)
             for worker in self.staff.present.values():

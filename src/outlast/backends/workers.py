@@ -23,7 +23,7 @@ from outlast.agent.agent import processes_per_worker
 from outlast.backends.places import Places
 from outlast.clock import Seen
 from outlast.errors import OutlastError
-from outlast.rendezvous import local
+from outlast.rendezvous.transports import sockets
 from outlast.spec import references
 
 AGENT_SILENCE_S = 20.0
@@ -235,7 +235,7 @@ class Staff:
             contract.Env.OUTPUT: str(self._output),
             contract.Env.LEDGER: str(self._output / contract.LEDGER),
             contract.Env.NOTICE: str(state / contract.NOTICE),
-            contract.Env.RENDEZVOUS: f"{local.SCHEME}{self._places.socket}",
+            contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._places.socket}",
             contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
             contract.Env.CHECKPOINT_KEEP: str(fields.checkpoint.keep),
             contract.Env.JOB_FILE: str(self._places.job),

@@ -1,6 +1,6 @@
 """`outlast rdzv show | watch`: what an etcd knows of who trains together.
 
-Reads the keys that members and who decides have written (`rendezvous.etcd.look`), and writes none.
+Reads the keys that members and who decides have written (`rendezvous.transports.etcd.look`), and writes none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.errors import EtcdAway, NotFound
 
 if TYPE_CHECKING:
     from outlast.etcd import Etcd
-    from outlast.rendezvous.etcd import Present, Run
+    from outlast.rendezvous.transports.etcd import Present, Run
 
 _AGAIN_S = 1.0
 """How long after an etcd that does not answer it is asked again."""
@@ -190,7 +190,7 @@ def _look(client: Etcd, run: str | None) -> list[Run]:
 
 
 def _now(client: Etcd, run: str | None) -> list[Run]:
-    from outlast.rendezvous import etcd
+    from outlast.rendezvous.transports import etcd
 
     return etcd.look(client, run)
 

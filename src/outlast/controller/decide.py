@@ -24,7 +24,8 @@ from outlast.errors import InvalidJob
 from outlast.kube import kinds, wire
 from outlast.manifests import gang
 from outlast.manifests.kueue import Priority
-from outlast.rendezvous import keys, world
+from outlast.rendezvous import world
+from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.world import Call, Standing
 from outlast.status import Failure, State
 
@@ -218,7 +219,7 @@ def world_learned(look: Look) -> None:
     look.finish(State.FAILED, said.closed.reason, said.closed.code, failures.why_failed(said.closed.reason, said.closed.code))
 
 
-def _failures_learned(look: Look, said: keys.Said) -> None:
+def _failures_learned(look: Look, said: schema.Said) -> None:
     """Processes that have failed are judged by who decides; the ends of pods, by nobody but us."""
     known = look.memory
     more = max(0, said.restarts - known.elected)
@@ -280,7 +281,7 @@ def _world_wanted(look: Look) -> None:
     """Agents decide, and are told what is wanted."""
     before, known = look.memory.wanted, look.memory
     sizes, expected = look.fields.workers.allowed(), tuple(sorted(_expected(look)))
-    wanted = keys.Wanted(before.number if before else 0, look.wanted, sizes, expected)
+    wanted = schema.Wanted(before.number if before else 0, look.wanted, sizes, expected)
     if wanted != before:
         look.know(wanted=dataclasses.replace(wanted, number=wanted.number + 1))
     if not look.wanted:

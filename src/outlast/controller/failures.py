@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from outlast import contract, restarts
+from outlast import contract
 from outlast.controller import looks, made
 from outlast.controller.looks import Look
 from outlast.controller.memory import Blame
 from outlast.controller.observe import Pod
 from outlast.controller.plan import Document, Note
-from outlast.rendezvous import world
+from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
 from outlast.status import Failure, State
 

@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from outlast import restarts, spec
+from outlast import spec
 from outlast.controller import made, memory, queues
 from outlast.controller.memory import Account
 from outlast.controller.observe import Pod, Seen, Told
 from outlast.controller.plan import Deletion, Document, Note, Plan
-from outlast.rendezvous import world
+from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
 from outlast.status import State
 

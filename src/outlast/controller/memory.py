@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from outlast import units
 from outlast.kube import pods as podwords
 from outlast.manifests import labels
-from outlast.rendezvous.keys import Wanted
+from outlast.rendezvous.etcd.schema import Wanted
+from outlast.rendezvous.restarts import History, Record
 from outlast.rendezvous.world import Call, World
-from outlast.restarts import History, Record
 from outlast.status import State
 
 Document = dict[str, Any]
@@ -104,7 +104,7 @@ class Memory:
     restarts: int = 0
     interruptions: int = 0
     born: str = ""
-    """Where others decide: their word for the run, see `rendezvous.keys.Said`."""
+    """Where others decide: their word for the run, see `rendezvous.etcd.schema.Said`."""
     elected: int = 0
     """Those of `restarts` that they have counted."""
     wanted: Wanted | None = None

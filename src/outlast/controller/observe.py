@@ -20,8 +20,9 @@ from outlast.errors import InvalidJob
 from outlast.kube import pods as podwords
 from outlast.kube import wire
 from outlast.manifests import gang, kueue
-from outlast.rendezvous import decider, keys
-from outlast.rendezvous.local import Report, is_count, is_number
+from outlast.rendezvous import coordinator
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.transports.sockets import Report, is_count, is_number
 from outlast.rendezvous.world import Member, Standing
 from outlast.status import Failure
 
@@ -157,7 +158,7 @@ class Told:
     beat: float
     """When it was renewed last."""
     failure: Failure | None
-    """What failed in its generation, see `rendezvous.local.Report`."""
+    """What failed in its generation, see `rendezvous.transports.sockets.Report`."""
     echo: bool = False
     """Whether that only echoes the failure of another."""
     step: int | None = None
@@ -167,7 +168,7 @@ class Told:
     """In which generation that step was; None when it is not told."""
     time: float = 0.0
     """When, by the member's clock; 0 when it is not told."""
-    decided: tuple[int, keys.Said] | None = None
+    decided: tuple[int, schema.Said] | None = None
     """What it has heard last of those who decide by an etcd, and the revision of that."""
     lasts: float = LEASE_S
     """For how many seconds its Lease says that it is good; at most LONGEST_S."""
@@ -347,7 +348,7 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
         time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
-        failure, echo = decider.reported(failed, index, member.generation, member.since) if failed else (None, False)
+        failure, echo = coordinator.reported(failed, index, member.generation, member.since) if failed else (None, False)
         decided = _decided(annotations.get(Annotation.DECIDED, ""))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # of another version, or nobody's: it says nothing
         return []
@@ -363,14 +364,14 @@ def _count(value: object) -> int | None:
     return value if is_count(value) and isinstance(value, int) else None
 
 
-def _decided(text: str) -> tuple[int, keys.Said] | None:
+def _decided(text: str) -> tuple[int, schema.Said] | None:
     """What a member says that others have decided, and the revision of that."""
     heard = json.loads(text) if text else None
-    said = _readable(keys.Said.loads(json.dumps(heard.get("said")))) if heard else None
+    said = _readable(schema.Said.loads(json.dumps(heard.get("said")))) if heard else None
     return (int(heard.get("revision") or 0), said) if heard and said else None
 
 
-def _readable(said: keys.Said | None) -> keys.Said | None:
+def _readable(said: schema.Said | None) -> schema.Said | None:
     """What was decided; without its last failure if that is of another version: it is counted all the same."""
     try:
         Failure.model_validate(said.failure if said else None)

@@ -35,7 +35,8 @@ from typing import NoReturn
 
 from outlast import contract
 from outlast.launch import titles
-from outlast.rendezvous import local, transport
+from outlast.rendezvous import transport
+from outlast.rendezvous.transports import sockets
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -241,7 +242,7 @@ def preload() -> None:
 
 def main() -> None:
     """Import, listen, fork."""
-    listener = local.listening(Path(sys.argv[1]))
+    listener = sockets.listening(Path(sys.argv[1]))
     preload()
     titles.entitle("warm process")
     request = serve(listener)

@@ -273,7 +273,7 @@ def _failure() -> Schema:
 
 
 def _rendezvous() -> Schema:
-    """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.local`."""
+    """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.transports.sockets`."""
     return _part(
         "What the operator tells the workers; they watch it.",
         run=_known("string", "The run that it is about."),

@@ -39,7 +39,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast import contract, files
 from outlast.clock import Awake
-from outlast.rendezvous import local, transport
+from outlast.rendezvous import transport
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing, World
 from outlast.workerfiles import notice, progress
 
@@ -107,7 +108,7 @@ class Handler(RendezvousHandler):
         return self.world.generation if self.world else 0
 
     @property
-    def closed(self) -> local.Closed | None:
+    def closed(self) -> sockets.Closed | None:
         """Why there is no further world, once there is none."""
         return self._client.closed
 

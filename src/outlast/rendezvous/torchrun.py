@@ -19,10 +19,10 @@ from datetime import timedelta
 from typing import Any
 
 from outlast import etcd as servers
-from outlast import restarts
 from outlast.errors import EtcdAway, OutlastError
-from outlast.rendezvous import decider, etcd, world
-from outlast.rendezvous.contact import pause
+from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.transports import etcd
+from outlast.rendezvous.transports.reconnect import pause
 from outlast.status import State
 
 DEFAULTS = {
@@ -54,7 +54,7 @@ class Client(etcd.Client):
         patience = world.Patience(
             start=said["last_call_timeout"], recovery=said["recovery_timeout"], growth=said["growth_timeout"]
         )
-        terms = decider.Terms(tuple(range(least, most + 1)), _FOREVER, patience)
+        terms = coordinator.Terms(tuple(range(least, most + 1)), _FOREVER, patience)
         self._running = etcd.Running(
             where,
             name=member["run"],

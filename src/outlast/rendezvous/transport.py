@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outlast import contract
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.rendezvous import local, seal
+from outlast.rendezvous.transports import seal, sockets
 from outlast.rendezvous.world import World
 
 if TYPE_CHECKING:
-    from outlast.rendezvous import kubernetes
+    from outlast.rendezvous.transports import kubernetes
 
 
 class Client(Protocol):
@@ -33,16 +33,16 @@ class Client(Protocol):
         """Index of this worker; negative until one is found."""
 
     @property
-    def called(self) -> local.Called | None: ...
+    def called(self) -> sockets.Called | None: ...
 
     @property
     def world(self) -> World | None: ...
 
     @property
-    def closed(self) -> local.Closed | None: ...
+    def closed(self) -> sockets.Closed | None: ...
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Say what this member is now; fields as in `local.Report`, the others stay."""
+        """Say what this member is now; fields as in `sockets.Report`, the others stay."""
 
     def wait(self, timeout_s: float) -> None:
         """Return when something was said, or after the timeout."""
@@ -53,20 +53,21 @@ class Client(Protocol):
 
 def client(endpoint: str, *, run: str, id: int, state: Path, processes: int) -> Client:
     """A client for an endpoint. What it does not say comes from the worker's environment. Raises OutlastError."""
-    if endpoint.startswith(local.SCHEME):
-        return local.Client(endpoint, run=run, id=id)
-    if endpoint.startswith(local.TCP):
-        return local.Client(endpoint, run=run, id=id, key=seal.key(os.environ))
+    if endpoint.startswith(sockets.SCHEME):
+        return sockets.Client(endpoint, run=run, id=id)
+    if endpoint.startswith(sockets.TCP):
+        return sockets.Client(endpoint, run=run, id=id, key=seal.key(os.environ))
     floor = int(os.environ.get(Env.GENERATION, "0"))
     if endpoint.startswith(contract.ETCD):
         from outlast import etcd as servers
-        from outlast.rendezvous import etcd, keys
+        from outlast.rendezvous.etcd import schema
+        from outlast.rendezvous.transports import etcd
 
         where = servers.address(endpoint)
-        by_etcd = etcd.Client(where, run=run, id=id, name=keys.run_name(run, os.environ), floor=floor)
+        by_etcd = etcd.Client(where, run=run, id=id, name=schema.run_name(run, os.environ), floor=floor)
         if Env.MEMBER not in os.environ:
             return by_etcd
-        from outlast.rendezvous import operated
+        from outlast.rendezvous.etcd import operated
 
         return operated.Client(by_etcd, _operator(os.environ[Env.JOB], run, id, state, processes, floor))
     if not endpoint.startswith(contract.KUBERNETES):
@@ -78,7 +79,7 @@ def client(endpoint: str, *, run: str, id: int, state: Path, processes: int) -> 
 
 
 def _operator(job: str, run: str, id: int, state: Path, processes: int, floor: int) -> kubernetes.Client:
-    from outlast.rendezvous import kubernetes
+    from outlast.rendezvous.transports import kubernetes
 
     member = os.environ.get(Env.MEMBER)
     if not member:
@@ -98,10 +99,10 @@ def _operator(job: str, run: str, id: int, state: Path, processes: int, floor: i
 def preload(endpoint: str) -> None:
     """Import what a client for an endpoint needs: for who forks the process that will make it."""
     if endpoint.startswith(contract.ETCD):
-        from outlast.rendezvous import etcd  # noqa: F401
+        from outlast.rendezvous.transports import etcd  # noqa: F401
     if endpoint.startswith(contract.KUBERNETES) or Env.MEMBER in os.environ:
         from outlast import kube
-        from outlast.rendezvous import kubernetes  # noqa: F401
+        from outlast.rendezvous.transports import kubernetes  # noqa: F401
 
         with contextlib.suppress(ImportError):  # it is said where it is needed
             kube.load()

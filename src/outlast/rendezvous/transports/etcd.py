@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from outlast import contract, etcd
 from outlast.errors import EtcdError, Superseded
-from outlast.rendezvous import keys
-from outlast.rendezvous.contact import Line, pause
-from outlast.rendezvous.local import Called, Closed, Report
-from outlast.rendezvous.membership import Membership
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.transports.reconnect import Line, pause
+from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
 
 if TYPE_CHECKING:
-    from outlast.rendezvous import decider
-    from outlast.rendezvous.elected import Voice
+    from outlast.rendezvous import coordinator as decider
+    from outlast.rendezvous.etcd.election import Voice
 
 TTL_S = 5
 """How long a member that says nothing is taken for alive."""
@@ -123,7 +123,7 @@ class Client:
     ) -> None:
         """`name` is what the run is called in etcd, if that is not `run`."""
         self.etcd = etcd.Etcd(where, answer_s=_answer_s(ttl))
-        of = keys.Keys.of(where.prefix, name or run)
+        of = schema.Keys.of(where.prefix, name or run)
         self.token = token or secrets.token_hex(8)
         self._membership = Membership(
             self.etcd, of, run=run, id=id, token=self.token, ttl=ttl, terms=terms, most=most, floor=floor
@@ -161,11 +161,11 @@ class Client:
         return self._membership.why
 
     @property
-    def said(self) -> tuple[int, keys.Said] | None:
+    def said(self) -> tuple[int, schema.Said] | None:
         """All that was decided, as heard last, and the revision of etcd by which it was."""
         return self._membership.said
 
-    def want(self, wanted: keys.Wanted) -> None:
+    def want(self, wanted: schema.Wanted) -> None:
         """Pass on what the operator wants."""
         with self._changed:
             self._membership.wanted = wanted
@@ -279,12 +279,12 @@ class Running:
         token: str = "",
         id: Callable[[], int | None] = lambda: None,
     ) -> None:
-        from outlast.rendezvous import elected
+        from outlast.rendezvous.etcd import election
 
         self.etcd = etcd.Etcd(where, answer_s=_answer_s(ttl))
-        office = elected.Office(
+        office = election.Office(
             self.etcd,
-            keys.Keys.of(where.prefix, name),
+            schema.Keys.of(where.prefix, name),
             token or secrets.token_hex(8),
             terms,
             voice,
@@ -293,7 +293,7 @@ class Running:
             operated=operated,
             ttl=ttl,
         )
-        self._candidate = elected.Candidate(office, host=socket.gethostname(), id=id)
+        self._candidate = election.Candidate(office, host=socket.gethostname(), id=id)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listener = Listener(self.etcd, lambda: self._candidate.prefix, self._listed, self._happened)
         self._close_by: float | None = None
@@ -399,7 +399,7 @@ class Run:
     name: str
     members: tuple[Present, ...]
     """By id."""
-    decider: keys.Leader | None
+    decider: schema.Leader | None
     """None while nobody decides: until the next is elected, and after the end."""
     world: World | None = None
     called: Call | None = None
@@ -419,8 +419,8 @@ def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
     with contextlib.closing(etcd.Etcd(etcd.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
-    found = client.range(f"{prefix}/" if run is None else keys.Keys.of(prefix, run).root, prefix=True).found
-    names = sorted({name for kv in found if (name := keys.run_of(prefix, kv.key))})
+    found = client.range(f"{prefix}/" if run is None else schema.Keys.of(prefix, run).root, prefix=True).found
+    names = sorted({name for kv in found if (name := schema.run_of(prefix, kv.key))})
     if run is not None:
         names = [name for name in names if name == run or name.startswith(f"{run}/")]
     leases: dict[int, int | None] = {}
@@ -432,11 +432,11 @@ def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
 
     runs = []
     for name in names:
-        of = keys.Keys.of(prefix, name)
+        of = schema.Keys.of(prefix, name)
         mine = {kv.key: kv for kv in found if kv.key.startswith(f"{of.root}/")}
-        leader = keys.Leader.loads(mine[of.leader].value) if of.leader in mine else None
-        said = keys.Said.loads(mine[of.said].value) if of.said in mine else None
-        records = [(keys.Record.loads(kv.value), kv.lease) for key, kv in mine.items() if key.startswith(of.members)]
+        leader = schema.Leader.loads(mine[of.leader].value) if of.leader in mine else None
+        said = schema.Said.loads(mine[of.said].value) if of.said in mine else None
+        records = [(schema.Record.loads(kv.value), kv.lease) for key, kv in mine.items() if key.startswith(of.members)]
         members = [
             Present(record.report, left(lease), leader is not None and leader.id == record.report.id)
             for record, lease in records

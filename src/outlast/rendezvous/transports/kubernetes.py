@@ -27,8 +27,8 @@ from typing import Any
 from outlast import contract, files, kube
 from outlast.errors import Absent, ClusterError, Conflict, Superseded, Unauthorized
 from outlast.kube.kinds import ELASTIC_JOB, LEASE
-from outlast.rendezvous.contact import Line, pause
-from outlast.rendezvous.local import Called, Closed, Report
+from outlast.rendezvous.transports.reconnect import Line, pause
+from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
 from outlast.workerfiles import progress
 

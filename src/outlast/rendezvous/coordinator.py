@@ -1,7 +1,7 @@
 """Who decides for one run: hears its members, publishes calls and worlds, judges failures and says when it is over.
 
 The decisions are `world.decide` and `restarts.judge`; this is what every decider does about them, whoever it is: the launcher of
-one machine (`backends.launcher`), the agent of worker 0 (`rendezvous.host`), or a member that was elected (`rendezvous.elected`).
+one machine (`backends.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected (`rendezvous.etcd.election`).
 What differs between those is the abstract methods. May die at any moment: what must survive is kept by `remember`, before anybody
 is told.
 """
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from outlast import contract, restarts
-from outlast.rendezvous import local, world
+from outlast import contract
+from outlast.rendezvous import restarts, world
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing
 from outlast.status import Failure, State
 
@@ -28,7 +29,7 @@ CAUSE_S = 0.5
 """How long the echoes of a failure wait for its cause."""
 
 _FACTS = ("rank", "code", "reason", "traceback", "log_tail", "time", "step", "hung", "early")
-"""What a `Failure` takes from `local.Report.failure`."""
+"""What a `Failure` takes from `sockets.Report.failure`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +49,15 @@ class Terms:
 
 
 def reported(told: Mapping[str, Any], worker: int, generation: int, now: float) -> tuple[Failure, bool]:
-    """What a member says has failed, a `local.Report.failure`, and whether it only echoes another failure. What cannot be read
+    """What a member says has failed, a `sockets.Report.failure`, and whether it only echoes another failure. What cannot be read
     still counts: the job must neither stop by it nor be tried again without end."""
     failure = {key: told[key] for key in _FACTS if key in told}
     where, echo = {"worker": worker, "generation": generation}, bool(told.get("echo"))
     try:
         if not (
-            local.is_count(told.get("code")) and local.is_number(told.get("time", 0.0)) and local.is_count(told.get("step") or 0)
+            sockets.is_count(told.get("code"))
+            and sockets.is_number(told.get("time", 0.0))
+            and sockets.is_count(told.get("step") or 0)
         ):
             raise ValueError("no code, time or step is like this")
         return Failure.model_validate({**failure, **where}), echo
@@ -72,7 +75,7 @@ class Decider(abc.ABC):
         self.history = restarts.History()
         self.restarts = 0
         """Failures that counted since the start of the run."""
-        self.reports: dict[int, local.Report] = {}
+        self.reports: dict[int, sockets.Report] = {}
         self.known = world.State({})
         """What `world.decide` goes by."""
         self.pending: list[tuple[bool, Failure]] = []
@@ -83,14 +86,14 @@ class Decider(abc.ABC):
         """The newest generation whose failure has been judged; what is reported of it later is known."""
         self.unanswered_s = 5.0
         """How long echoes are not judged while a member has not answered that may be their cause."""
-        self.farewell: local.Closed | None = None
+        self.farewell: sockets.Closed | None = None
         """What everybody who reports is told once there is no further world."""
 
     # What this decider is
 
     @abc.abstractmethod
     def send(self, id: int, kind: str, content: object) -> None:
-        """Say something to a member, see `local.Server.send`."""
+        """Say something to a member, see `sockets.Server.send`."""
 
     @abc.abstractmethod
     def poke(self) -> None:
@@ -127,7 +130,7 @@ class Decider(abc.ABC):
 
     # What members say
 
-    def heard(self, report: local.Report) -> None:
+    def heard(self, report: sockets.Report) -> None:
         """A member has reported."""
         before = self.reports.get(report.id)
         self.reports[report.id] = report
@@ -197,9 +200,9 @@ class Decider(abc.ABC):
         called = self.known.called.generation - 1 if self.known.called else 0
         return max(called, self.known.world.generation if self.known.world else 0)
 
-    def _call(self, call: world.Call) -> local.Called:
+    def _call(self, call: world.Call) -> sockets.Called:
         until = call.at + self.patience.leave
-        return local.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
+        return sockets.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
 
     def _publish_call(self, call: world.Call) -> None:
         self.known = self.known.after(call)

@@ -16,15 +16,16 @@ from dataclasses import replace
 from typing import Any
 
 from outlast import contract
-from outlast.rendezvous import etcd, keys, kubernetes
-from outlast.rendezvous.local import Called, Closed
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.transports import etcd, kubernetes
+from outlast.rendezvous.transports.sockets import Called, Closed
 from outlast.rendezvous.world import World
 
 TELL = 3
 """So many members of a world tell the operator of it: who hears of a thousand need not hear it a thousand times."""
 
 
-def for_operator(said: keys.Said, id: int) -> keys.Said | None:
+def for_operator(said: schema.Said, id: int) -> schema.Said | None:
     """What this member tells the operator of what was decided; None when others do."""
     if said.world and id not in said.world.members[:TELL]:
         return None
@@ -36,7 +37,7 @@ class Client:
 
     def __init__(self, deciders: etcd.Client, operator: kubernetes.Client) -> None:
         self._deciders, self._operator = deciders, operator
-        self._told: keys.Said | None = None
+        self._told: schema.Said | None = None
         self._wanted: object = None
         """What we have passed on already."""
 
@@ -80,5 +81,5 @@ class Client:
             self._operator.tell(json.dumps({"revision": said[0], "said": dataclasses.asdict(news)}))
         if wanted != self._wanted:
             self._wanted = wanted
-            if read := keys.Wanted.of(wanted):
+            if read := schema.Wanted.of(wanted):
                 self._deciders.want(read)

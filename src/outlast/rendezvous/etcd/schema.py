@@ -4,7 +4,7 @@
     <prefix>/<run>/decided/leader      Leader: who decides                         under the decider's short lease
     <prefix>/<run>/decided/said        Said: all that it has decided               under the decider's long lease
 
-Written by `rendezvous.etcd` (members) and `rendezvous.elected` (who decides); docs/decisions/0014. No time of a clock is in it
+Written by `rendezvous.transports.etcd` (members) and `rendezvous.etcd.election` (who decides); docs/decisions/0014. No time of a clock is in it
 that another machine would compare with its own.
 """
 
@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 
 from outlast import contract
 from outlast.etcd import KeyValue
-from outlast.rendezvous.local import Closed, Report, is_count, is_number, world_from
+from outlast.rendezvous.transports.sockets import Closed, Report, is_count, is_number, world_from
 from outlast.rendezvous.world import Call, World
 
 

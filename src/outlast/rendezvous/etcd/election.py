@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from outlast import contract, restarts
+from outlast import contract
 from outlast.chance import CHANCE
 from outlast.clock import Clock
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.rendezvous import decider, keys, local, world
-from outlast.rendezvous.membership import Store
+from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.member import Store
+from outlast.rendezvous.transports import sockets
 from outlast.status import Failure, State
 
 TICK_S = 0.1
@@ -56,9 +58,9 @@ class Office:
     """What does not change from term to term."""
 
     store: Store
-    of: keys.Keys
+    of: schema.Keys
     token: str
-    terms: decider.Terms
+    terms: coordinator.Terms
     voice: Voice
     asked: str = ""
     """`min:max` under torchrun: its --max-restarts counts, anybody may come. Empty in pods."""
@@ -73,7 +75,7 @@ class Office:
     word: Callable[[], str] = lambda: secrets.token_hex(4)
 
 
-class Term(decider.Decider):
+class Term(coordinator.Decider):
     """One decider's time, from its election on."""
 
     def __init__(self, office: Office, leader: KeyValue, found: Outcome, born: str = "") -> None:
@@ -94,13 +96,13 @@ class Term(decider.Decider):
         """Keys of processes in the place of members whose loss is yet to be decided about."""
         self._effects: list[Callable[[], None]] = []
         """What follows once etcd has taken what we say."""
-        self._written: keys.Said | None = None
+        self._written: schema.Said | None = None
         self._written_at = 0.0
         self._why = ""
         self._committed = 0
         self._failure: Mapping[str, Any] | None = None
         """The last failure that was judged."""
-        self._wanted: keys.Wanted | None = None
+        self._wanted: schema.Wanted | None = None
         self._listen_until: float | None = None
         self._begin(found, born)
 
@@ -114,7 +116,7 @@ class Term(decider.Decider):
         of, now = self._office.of, self.clock()
         there = {kv.key: kv for kv in found.found}
         kv = there.get(of.said)
-        said = keys.Said.loads(kv.value) if kv else None
+        said = schema.Said.loads(kv.value) if kv else None
         self._said_at = kv.modified if kv else 0
         self._after = 0
         """What was written up to this revision is of a run that is over."""
@@ -124,7 +126,7 @@ class Term(decider.Decider):
         elif said:
             self._before, self._born = said.before, said.born
         else:
-            known = [record for kv in members if (record := keys.Record.loads(kv.value)) and record.born]
+            known = [record for kv in members if (record := schema.Record.loads(kv.value)) and record.born]
             newest = max(known, key=lambda record: record.world.generation if record.world else 0, default=None)
             self._before, self._born = "", newest.born if newest else self._office.word()
             self._listen_until = now + LISTEN_S
@@ -178,7 +180,7 @@ class Term(decider.Decider):
         return int(number) if number.isdecimal() else -1
 
     def _hear(self, kv: KeyValue) -> None:
-        record, id = keys.Record.loads(kv.value), self._id(kv)
+        record, id = schema.Record.loads(kv.value), self._id(kv)
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
             return  # of another program, or known
@@ -205,7 +207,7 @@ class Term(decider.Decider):
             self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED)
         self.heard(report)
 
-    def _learn(self, record: keys.Record) -> None:
+    def _learn(self, record: schema.Record) -> None:
         """A member may know of a world that etcd had lost: it goes on, and is followed by none that somebody may have seen."""
         said = record.world
         own = self.known.world.generation if self.known.world else 0
@@ -268,12 +270,12 @@ class Term(decider.Decider):
             called = world.Call(floor + 1, "nobody of the last world is left", False, self.clock())
             self.known = replace(self.known, world=None, called=called, floor=floor, since=-math.inf)
 
-    def _said(self) -> keys.Said:
+    def _said(self) -> schema.Said:
         known = self.known
         ranks = known.world.members if known.world else ()
         generation = known.world.generation if known.world else 0
         done = [m.id for m in known.members.values() if m.standing is world.Standing.DONE and m.generation >= generation]
-        return keys.Said(
+        return schema.Said(
             by=self._office.token,
             born=self._born,
             before=self._before,
@@ -385,7 +387,7 @@ class Term(decider.Decider):
             return  # whoever suspends the job takes its workers away
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and not self._office.asked:
             code = contract.Exit.GIVEN_UP
-        self.farewell = local.Closed(reason, code)
+        self.farewell = sockets.Closed(reason, code)
         self.note("finished", state=str(state), reason=reason, code=code)
         self.say(state, reason)
         self._effects.append(lambda: self._office.voice.over(state, reason, code))
@@ -449,11 +451,11 @@ class Candidate:
                 self._stand_down()
 
     def _hear(self, kv: KeyValue) -> None:
-        said = keys.Said.loads(kv.value)
+        said = schema.Said.loads(kv.value)
         if said is None or said.by == self._office.token:
             return
         if not said.closed:
-            if keys.live(said, self._leader):
+            if schema.live(said, self._leader):
                 self._born = said.born
         elif not self.ended and (self._born == said.born or (not self._born and kv.modified > (self._began or 0))):
             self.ended = True
@@ -494,7 +496,7 @@ class Candidate:
         office = self._office
         if self._lease is None:
             self._lease, self._kept = office.store.grant(office.ttl), office.clock()
-        value = keys.Leader(office.token, self._host, self._id(), office.word()).dumps()
+        value = schema.Leader(office.token, self._host, self._id(), office.word()).dumps()
         leader = office.of.leader
         try:
             outcome = office.store.txn([created(leader, 0)], [put(leader, value, self._lease)], [range_(leader)])

@@ -7,7 +7,7 @@ encrypted: reports are no secret.
     member <-> decider      {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
 
-Used by `rendezvous.local`. On a Unix socket, which only its user can open, there is no key and lines are plain.
+Used by `rendezvous.transports.sockets`. On a Unix socket, which only its user can open, there is no key and lines are plain.
 """
 
 from __future__ import annotations

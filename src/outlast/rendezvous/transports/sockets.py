@@ -1,17 +1,17 @@
 """The rendezvous transport by which workers connect straight to who decides: the launcher's Unix socket on one machine
 (`unix:///path`), a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
 
-One decides (`rendezvous.decider`), workers report. Both sides say everything they know every time: a report holds the whole
+One decides (`rendezvous.coordinator`), workers report. Both sides say everything they know every time: a report holds the whole
 standing of a member, so a message that is late, doubled or sent to a decider that has just been restarted does no harm. A
 closed connection is a death at once; a silent one is a death after `SILENCE_S`.
 
     member -> decider   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     decider -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.seal`), and whatever a peer sends
+A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a peer sends
 costs that peer its connection at most. Of several processes of one index the one that came last is the member.
 
-Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `backends.launcher` and `rendezvous.host` (the
+Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `backends.launcher` and `rendezvous.worker0` (the
 server, asyncio).
 """
 
@@ -37,7 +37,7 @@ from typing import Any, Self
 
 from outlast import contract
 from outlast.launch import shim
-from outlast.rendezvous import seal
+from outlast.rendezvous.transports import seal
 from outlast.rendezvous.world import Standing, World
 
 HEARTBEAT_S = 1.0

@@ -1,6 +1,6 @@
 """A member's side of the rendezvous by etcd, without threads: what it writes, and what it makes of what it hears.
 
-`rendezvous.etcd.Client` calls it from two threads: one that tells (`tell`, again and again), and one that hears.
+`rendezvous.transports.etcd.Client` calls it from two threads: one that tells (`tell`, again and again), and one that hears.
 All that comes from the etcd may come late, twice, or not at all.
 """
 
@@ -16,8 +16,8 @@ from outlast.chance import CHANCE
 from outlast.clock import Clock
 from outlast.errors import Superseded
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
-from outlast.rendezvous import keys
-from outlast.rendezvous.local import Called, Closed, Report
+from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Standing, World
 
 
@@ -46,7 +46,7 @@ class Membership:
     def __init__(
         self,
         store: Store,
-        of: keys.Keys,
+        of: schema.Keys,
         *,
         run: str,
         id: int | None,
@@ -73,9 +73,9 @@ class Membership:
         self.closed: Closed | None = None
         self.why = ""
         """What the decider waits for, as it says."""
-        self.wanted: keys.Wanted | None = None
+        self.wanted: schema.Wanted | None = None
         """What the operator wants, to be passed on."""
-        self.said: tuple[int, keys.Said] | None = None
+        self.said: tuple[int, schema.Said] | None = None
         """All that was decided, as heard last, and the revision of etcd by which it was."""
         self.heard = False
         """Whether etcd has been listed: nobody is a member before."""
@@ -98,15 +98,15 @@ class Membership:
         """The revision by which our key was there first; 0 for never."""
         self._modified = 0
         """The revision of our key as we have written it last; 0: it has to be registered."""
-        self._written: tuple[Report, keys.Wanted | None] | None = None
+        self._written: tuple[Report, schema.Wanted | None] | None = None
         """What etcd has of what is ours. That we have heard of a newer world is no reason to write: etcd knows it."""
 
     # What it says
 
-    def record(self) -> keys.Record:
+    def record(self) -> schema.Record:
         """What is to be in etcd."""
         report = replace(self.report, id=self.id, generation=self.report.generation or self._floor)
-        return keys.Record(report, self._token, self._terms, self._born, self._newest, self._tokens, self.wanted)
+        return schema.Record(report, self._token, self._terms, self._born, self._newest, self._tokens, self.wanted)
 
     def tell(self) -> None:
         """Have etcd know what we are: register, write what has changed, or renew. Raises EtcdError, Superseded."""
@@ -160,7 +160,7 @@ class Membership:
 
     def _find(self, there: KeyValue) -> None:
         """There is our key, not as we have it in mind. Raises Superseded when it is another's, and we may take no other."""
-        found = keys.Record.loads(there.value)
+        found = schema.Record.loads(there.value)
         if found and found.token == self._token:  # we wrote it, and the answer was lost
             self._registered = self._registered or there.created
             if there.lease == self._lease:
@@ -188,13 +188,13 @@ class Membership:
     # What it hears
 
     def listed(self, found: Outcome) -> None:
-        """Everything below `keys.decided`, as it is now."""
+        """Everything below `schema.decided`, as it is now."""
         self._at = found.revision
         there = {kv.key: kv for kv in found.found}
         self._meet(there.get(self._keys.leader))
         kv = there.get(self._keys.said)
         if not self.heard:
-            said = keys.Said.loads(kv.value) if kv else None
+            said = schema.Said.loads(kv.value) if kv else None
             if said and not said.closed:
                 self._floor = self._floor if self._floor > said.generation else 0  # it knows by itself
         if kv:
@@ -217,7 +217,7 @@ class Membership:
             self._leader, self._leads_since = leader, self._clock()
 
     def _hear(self, kv: KeyValue) -> None:
-        said = keys.Said.loads(kv.value)
+        said = schema.Said.loads(kv.value)
         if said is None:
             print("outlast | what was decided in etcd makes no sense here; is it of another version?", flush=True)
             return
@@ -228,12 +228,12 @@ class Membership:
         if self._born and said.before == self._born:
             self.closed = Closed(f"run {self._run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
-        if said.born != self._born and not keys.live(said, self._leader):
+        if said.born != self._born and not schema.live(said, self._leader):
             return  # of a run that is no more, or nobody has taken it up yet
         if said.terms != self._terms:
             # A job that was killed leaves its key for as long as the lease lasts: only who is there for longer is another job.
             if said.terms and self._terms and self._clock() - self._leads_since > self._ttl + 1:
-                theirs, ours = keys.asked(said.terms), keys.asked(self._terms)
+                theirs, ours = schema.asked(said.terms), schema.asked(self._terms)
                 reason = f"run {self._run} is of --nnodes={theirs}, and this is --nnodes={ours}"
                 self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
             return

@@ -3,7 +3,7 @@
 The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
 the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
 
-Only who knows the run's key is heard (`rendezvous.seal`), and nothing that one member says ends it: what cannot be read costs its
+Only who knows the run's key is heard (`rendezvous.transports.seal`), and nothing that one member says ends it: what cannot be read costs its
 sender the connection, and a decision that fails is tried again while training goes on.
 """
 
@@ -23,7 +23,8 @@ from outlast import contract, spec
 from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.ledger import Ledger
-from outlast.rendezvous import decider, local, world
+from outlast.rendezvous import coordinator, world
+from outlast.rendezvous.transports import sockets
 from outlast.status import Failure, State
 
 TICK_S = 0.1
@@ -37,7 +38,7 @@ BROKEN_S = 30.0
 Over = Callable[[State, str, int], None]
 
 
-class Host(decider.Decider):
+class Host(coordinator.Decider):
     """Decides for one run until it is over. `generation` is what the run has had already; `over` is told how it ends."""
 
     def __init__(
@@ -51,12 +52,12 @@ class Host(decider.Decider):
         over: Over,
         broken: Callable[[str], None],
     ) -> None:
-        super().__init__(decider.Terms.of(job.spec), Awake())
-        self.known = decider.after(generation, self.clock())
+        super().__init__(coordinator.Terms.of(job.spec), Awake())
+        self.known = coordinator.after(generation, self.clock())
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
         self._ledger, self._over, self._broken = ledger, over, broken
         self._committed = 0
-        self._server = local.Server(run=run, heard=self.heard, gone=self.gone, key=key, clock=self.clock)
+        self._server = sockets.Server(run=run, heard=self.heard, gone=self.gone, key=key, clock=self.clock)
         self._poke = asyncio.Event()
         self._all_heard = threading.Event()
         self._said = ""
@@ -67,7 +68,7 @@ class Host(decider.Decider):
 
         Raises OutlastError when the port is taken.
         """
-        host, _, number = endpoint.removeprefix(local.TCP).rpartition(":")
+        host, _, number = endpoint.removeprefix(sockets.TCP).rpartition(":")
         port, anywhere = int(number), host != "localhost" and socket.has_dualstack_ipv6()
         try:
             family = socket.AF_INET6 if anywhere else socket.AF_INET
@@ -165,7 +166,7 @@ class Host(decider.Decider):
             return  # whoever suspends the job takes its pods away
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED:
             code = contract.Exit.GIVEN_UP
-        self.farewell = local.Closed(reason, code)
+        self.farewell = sockets.Closed(reason, code)
         self.note("finished", state=str(state), reason=reason, code=code)
         self.say(state, reason)
         self._over(state, reason, code)

@@ -1,0 +1,1 @@
+"""Transports that carry the rendezvous between workers and their coordinator."""
