@@ -356,16 +356,16 @@ def settle(process: subprocess.Popen[str]) -> None:
 def operate(namespace: str) -> None:
     import logging
 
-    from outlast.controller import deciders
-    from outlast.controller.leader import Leadership
-    from outlast.controller.observe import Limits
-    from outlast.controller.operator import Operator, Settings
+    from outlast.operator import reconcilers
+    from outlast.operator.leader import Leadership
+    from outlast.operator.operator import Operator, Settings
+    from outlast.operator.snapshot import Limits
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     cluster = kube.connect()
     made = Operator(
         cluster,
-        deciders.of(Limits()),
+        reconcilers.of(Limits()),
         Leadership(cluster, "bench", namespace),
         Settings(namespace=namespace, host="127.0.0.1", workers=THREADS),
     )

@@ -32,16 +32,17 @@ from typing import Any
 import psutil
 
 from outlast import contract, kube
-from outlast.controller import deciders, memory
-from outlast.controller.cache import Cache, Key, trimmed
-from outlast.controller.leader import Leadership
-from outlast.controller.observe import HEARD, Limits
-from outlast.controller.operator import Operator, Settings
-from outlast.controller.process import OBJECTS
-from outlast.controller.queues import Found
 from outlast.errors import Absent
 from outlast.kube import kinds
 from outlast.kube.kinds import Kind
+from outlast.operator import job_status as memory
+from outlast.operator import reconcilers
+from outlast.operator.cache import Cache, Key, trimmed
+from outlast.operator.leader import Leadership
+from outlast.operator.operator import Operator, Settings
+from outlast.operator.process import OBJECTS
+from outlast.operator.queues import Found
+from outlast.operator.snapshot import HEARD, Limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import simulated
@@ -93,7 +94,7 @@ def looks() -> Iterator[tuple[int, float]]:
             known.put(kind, trimmed(kind, document | ({HEARD: now} if kind == kinds.LEASE else {})))
         for kind in known._needed:
             known.heard(kind, str(next(versions)), now - 600)
-        decide, key = deciders.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
+        decide, key = reconcilers.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
         took = []
         for _ in range(5):
             begun = time.process_time()
@@ -252,7 +253,7 @@ def trains(jobs: int, workers: int, seconds: float) -> list[str]:
     before = process.memory_info().rss
     operator = Operator(
         cluster,  # type: ignore[arg-type]
-        deciders.of(Limits()),
+        reconcilers.of(Limits()),
         Leadership(cluster, "bench", "default"),  # type: ignore[arg-type]
         Settings(host="127.0.0.1"),
     )

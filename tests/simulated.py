@@ -14,15 +14,15 @@ from typing import Any
 
 from outlast.clock import Clock
 from outlast.contract import RENEW_S, Annotation, Label
-from outlast.controller import memory, observe
-from outlast.controller.decide import decide
-from outlast.controller.observe import HEARD
-from outlast.controller.plan import Plan
-from outlast.controller.queues import Found, Share, Sight
 from outlast.kube import kinds, wire
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import kueue
+from outlast.operator import job_status, snapshot
+from outlast.operator.decide import decide
+from outlast.operator.plan import Plan
+from outlast.operator.queues import Found, Share, Sight
+from outlast.operator.snapshot import HEARD
 from simulated_deciders import Deciders, Node
 
 Document = dict[str, Any]
@@ -74,7 +74,7 @@ class Cluster:
     def __init__(self, workers: Document, *, steps: int = 400, nodes: int = 6, **fields: Any) -> None:
         self.now = BEGAN
         self.since = BEGAN
-        self.limits = observe.Limits()
+        self.limits = snapshot.Limits()
         self.steps = steps
         self.every = EVERY
         self.committed = 0
@@ -196,7 +196,7 @@ class Cluster:
         listed = job, pods, leases, nodes
         now = self.clock()
         since = max(self.since - self.slept, self.clock.broken_at)
-        plan = decide(observe.observe(*listed, now, since, self.has(), self.limits))
+        plan = decide(snapshot.observe(*listed, now, since, self.has(), self.limits))
         left = [dies_after if dies_after is not None else 10**6]
 
         def write(what: str) -> None:
@@ -243,7 +243,7 @@ class Cluster:
         if self.kueue:
             self.kueue.allows(pod)
         self.made[name] = self.made.get(name, 0) + 1
-        pod["metadata"]["creationTimestamp"] = memory.text(self.now)
+        pod["metadata"]["creationTimestamp"] = job_status.text(self.now)
         pod["status"] = {"phase": "Pending"}
         well = [n["metadata"]["name"] for n in self.all("Node") if not n["spec"].get("taints")]
         busy = [p["spec"].get("nodeName") for p in self.pods]
@@ -264,7 +264,7 @@ class Cluster:
         if grace_s == 0 or (pod["status"]["phase"] in ("Succeeded", "Failed")) or "nodeName" not in pod["spec"]:
             self.gone(pod)
             return
-        pod["metadata"].setdefault("deletionTimestamp", memory.text(self.now + (30 if grace_s is None else grace_s)))
+        pod["metadata"].setdefault("deletionTimestamp", job_status.text(self.now + (30 if grace_s is None else grace_s)))
         agent = self.agents.get(uid)
         if agent is None:
             if self.answers(pod):
@@ -301,11 +301,16 @@ class Cluster:
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
         """Its container ends."""
         phase = "Succeeded" if code == 0 else "Failed"
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": memory.text(self.now)}}
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": job_status.text(self.now)}}
         pod["status"] = {"phase": phase, "containerStatuses": [{"name": "worker", "state": state}]}
         if disrupted:
             pod["status"]["conditions"] = [
-                {"type": "DisruptionTarget", "status": "True", "reason": disrupted, "lastTransitionTime": memory.text(self.now)}
+                {
+                    "type": "DisruptionTarget",
+                    "status": "True",
+                    "reason": disrupted,
+                    "lastTransitionTime": job_status.text(self.now),
+                }
             ]
         self.agents.pop(pod["metadata"]["uid"], None)
         self.silence(pod["metadata"]["uid"], said=code in (0, 75))
@@ -314,7 +319,7 @@ class Cluster:
 
     def end_beside(self, pod: Document, code: int, *, reason: str = "") -> None:
         """Its worker ends, and another container that it has does not."""
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": memory.text(self.now)}}
+        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": job_status.text(self.now)}}
         beside = {"name": "proxy", "state": {"running": {}}}
         pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "worker", "state": state}, beside]}
         self.agents.pop(pod["metadata"]["uid"], None)
@@ -524,7 +529,7 @@ class Cluster:
                         **({Annotation.DECIDED: decided} if decided else {}),
                     },
                 },
-                "spec": {"holderIdentity": agent.uid, "renewTime": memory.text(self.now)},
+                "spec": {"holderIdentity": agent.uid, "renewTime": job_status.text(self.now)},
                 HEARD: self.clock(),
             }
         )
@@ -593,7 +598,7 @@ class Kueue:
         for document in self.cluster.all("Workload"):
             if "creationTimestamp" not in document["metadata"]:
                 self.serial += 1
-                document["metadata"]["creationTimestamp"] = memory.text(BEGAN + self.serial)
+                document["metadata"]["creationTimestamp"] = job_status.text(BEGAN + self.serial)
                 document["spec"]["podSets"][0].setdefault("count", 1)
         waiting = [share for share in self.shares() if share.waits and share.document["spec"].get("active", True)]
         for share in [] if self.held else sorted(waiting, key=lambda each: str(each.document["metadata"]["creationTimestamp"])):
@@ -648,7 +653,9 @@ def stored(value: Any) -> Any:
 
 
 def ready(well: bool, now: float) -> Document:
-    return {"conditions": [{"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": memory.text(now)}]}
+    return {
+        "conditions": [{"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": job_status.text(now)}]
+    }
 
 
 def trains(workers: int) -> Any:

@@ -13,10 +13,10 @@ import pytest
 import apiserver
 from outlast import errors, kube
 from outlast.contract import Label
-from outlast.controller.act import AGAIN_S, Done, act, event
-from outlast.controller.plan import Deletion, Note, Plan
-from outlast.controller.together import Threads
 from outlast.kube import kinds
+from outlast.operator.apply import AGAIN_S, Done, act, event
+from outlast.operator.parallel import Threads
+from outlast.operator.plan import Deletion, Note, Plan
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]

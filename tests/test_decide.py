@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from outlast.contract import RENEW_S, Annotation, Label
-from outlast.controller import memory
-from outlast.controller.observe import Limits
-from outlast.controller.telemetry import Telemetry
 from outlast.kube import kinds
 from outlast.kube import pods as podwords
+from outlast.operator import job_status
+from outlast.operator.metrics import Telemetry
+from outlast.operator.snapshot import Limits
 from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
 
 
@@ -281,8 +281,8 @@ def test_a_worker_that_has_to_go_is_counted_once_however_often_the_operator_dies
 def test_a_pod_that_was_killed_because_somebody_deleted_it_is_no_failure() -> None:
     cluster = training(2, steps=10_000, restarts={"limit": 0})
     deleted = pod(cluster, 1)
-    deleted["metadata"]["deletionTimestamp"] = memory.text(cluster.now + 1)
-    ended = {"exitCode": 137, "reason": "Error", "finishedAt": memory.text(cluster.now)}
+    deleted["metadata"]["deletionTimestamp"] = job_status.text(cluster.now + 1)
+    ended = {"exitCode": 137, "reason": "Error", "finishedAt": job_status.text(cluster.now)}
     deleted["status"] = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}]}
     cluster.agents.pop(deleted["metadata"]["uid"])
     cluster.look()
@@ -437,7 +437,11 @@ def test_a_pod_that_finalizers_of_others_keep_is_deleted_once_and_named() -> Non
     cluster = training(2, low=2)
     kept = pod(cluster, 0)
     cluster.end(kept, 137)
-    kept["metadata"] |= {"deletionTimestamp": memory.text(cluster.now), "deletionGracePeriodSeconds": 0, "finalizers": ["a/b"]}
+    kept["metadata"] |= {
+        "deletionTimestamp": job_status.text(cluster.now),
+        "deletionGracePeriodSeconds": 0,
+        "finalizers": ["a/b"],
+    }
     cluster.look()
     before = len(cluster.writes)
     cluster.look()
@@ -663,7 +667,7 @@ def test_nodes_that_refuse_pods_are_not_asked_every_second_and_nobody_is_blamed(
         for each in cluster.pods:
             if each["status"]["phase"] == "Running":
                 cluster.agents.pop(each["metadata"]["uid"], None)
-                times = {"lastTransitionTime": memory.text(cluster.now), "type": "Ready", "status": "False"}
+                times = {"lastTransitionTime": job_status.text(cluster.now), "type": "Ready", "status": "False"}
                 each["status"] = {"phase": "Failed", "reason": reason, "conditions": [times]}
         cluster.look()
     assert 8 <= cluster.made["train-worker-0"] <= 12
@@ -736,7 +740,7 @@ def test_a_job_of_the_same_name_waits_for_the_pods_of_the_one_before() -> None:
 def test_pods_that_only_have_the_label_of_the_job_are_in_nobodys_way() -> None:
     cluster = a_cluster(2)
     labels = {Label.JOB: "train", Label.WORKER: "0"}
-    meta = {"name": "train-8d1f-0-x7k2p", "labels": labels, "creationTimestamp": memory.text(BEGAN)}
+    meta = {"name": "train-8d1f-0-x7k2p", "labels": labels, "creationTimestamp": job_status.text(BEGAN)}
     cluster.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {}, "status": {"phase": "Succeeded"}})
     cluster.until(lambda c: len(c.status.get("world") or ()) == 2)  # an Indexed Job of this name was there before
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from outlast.contract import Annotation, Label
-from outlast.controller import deciders, observe
-from outlast.controller.cache import Looked
-from outlast.controller.decide import decide
-from outlast.controller.observe import HEARD, Limits, Seen
-from outlast.controller.plan import Plan
-from outlast.controller.queues import Found
 from outlast.kube.kinds import ELASTIC_JOB
+from outlast.operator import reconcilers, snapshot
+from outlast.operator.cache import Looked
+from outlast.operator.decide import decide
+from outlast.operator.plan import Plan
+from outlast.operator.queues import Found
+from outlast.operator.snapshot import HEARD, Limits, Seen
 from outlast.rendezvous.world import World
 
 NOW = 1_767_225_600.0
@@ -101,7 +101,7 @@ def work(workers: int, change: Change, now: float) -> int:
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        seen = observe.observe(job, pods, leases, nodes, now, NOW - 1000)
+        seen = snapshot.observe(job, pods, leases, nodes, now, NOW - 1000)
         decide(counting(seen))
     finally:
         sys.setprofile(before)
@@ -191,12 +191,12 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     job, pods, leases, nodes = documents(2)
     for lease in leases:
         lease["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
-    status = decide(observe.observe(job, pods, leases, nodes, NOW, NOW - 1000)).status
+    status = decide(snapshot.observe(job, pods, leases, nodes, NOW, NOW - 1000)).status
     assert status is not None
     job["status"] = status
     for lease in leases:
         lease[HEARD] = NOW + 10
-    assert decide(observe.observe(job, pods, leases, nodes, NOW + 10, NOW - 1000)) == Plan(look_again=NOW + 30)
+    assert decide(snapshot.observe(job, pods, leases, nodes, NOW + 10, NOW - 1000)) == Plan(look_again=NOW + 30)
 
 
 @pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 30), (10_000, 2, 100), (1, 4000, 48)])
@@ -207,7 +207,7 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
         lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
 
     def look(now: float) -> Plan:
-        return deciders.of(Limits())[ELASTIC_JOB](Looked(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, Found())
+        return reconcilers.of(Limits())[ELASTIC_JOB](Looked(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, Found())
 
     job["status"] = look(NOW).status
     assert look(NOW + 1) == Plan(look_again=NOW + pause_s)
@@ -217,5 +217,5 @@ def test_members_of_a_large_world_renew_less_often_and_are_missed_later() -> Non
     job, pods, leases, nodes = documents(2)
     leases[0]["spec"]["leaseDurationSeconds"] = 150
     leases[0][HEARD] = leases[1][HEARD] = NOW - 60
-    plan = decide(observe.observe(job, pods, leases, nodes, NOW, NOW - 1000))
+    plan = decide(snapshot.observe(job, pods, leases, nodes, NOW, NOW - 1000))
     assert [deletion.name for deletion in plan.deletes] == ["train-worker-1"]

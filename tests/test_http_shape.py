@@ -19,10 +19,10 @@ import pytest
 
 import apiserver
 from outlast import contract, kube
-from outlast.controller import deciders
-from outlast.controller.leader import Leadership
-from outlast.controller.observe import Limits
-from outlast.controller.operator import Operator, Settings
+from outlast.operator import reconcilers
+from outlast.operator.leader import Leadership
+from outlast.operator.operator import Operator, Settings
+from outlast.operator.snapshot import Limits
 
 JOB = {
     "apiVersion": contract.API_VERSION,
@@ -106,7 +106,7 @@ def operating(mock: Mock, kubeconfig: Path) -> Iterator[None]:
     apiserver.kubeconfig(kubeconfig, mock.url)
     with contextlib.closing(kube.connect(namespace="outlast-system")) as cluster:
         leadership = Leadership(cluster, "operator-1", "outlast-system", every_s=60, duration_s=180)
-        operator = Operator(cluster, deciders.of(Limits()), leadership, Settings(host="127.0.0.1"))
+        operator = Operator(cluster, reconcilers.of(Limits()), leadership, Settings(host="127.0.0.1"))
         stop = threading.Event()
         thread = threading.Thread(target=operator.run, args=(stop,))
         thread.start()

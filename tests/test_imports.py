@@ -29,7 +29,7 @@ def test_a_command_loads_what_it_needs_and_no_torch() -> None:
 
 
 def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
-    assert not loaded("import outlast.controller.process, outlast.controller.deciders") & (TORCH | PEOPLE | STORES)
+    assert not loaded("import outlast.operator.process, outlast.operator.reconcilers") & (TORCH | PEOPLE | STORES)
 
 
 def test_who_needs_no_cluster_loads_no_client_of_one() -> None:

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast.controller import deciders
-from outlast.controller import legacy as controller
-from outlast.controller.cache import Looked
-from outlast.controller.observe import Limits
-from outlast.controller.plan import Document, Plan
-from outlast.controller.queues import Found
 from outlast.kube import kinds
-from outlast.manifests import legacy
+from outlast.legacy import decide as controller
+from outlast.legacy import pods
+from outlast.operator import reconcilers
+from outlast.operator.cache import Looked
+from outlast.operator.plan import Document, Plan
+from outlast.operator.queues import Found
+from outlast.operator.snapshot import Limits
 
 START = 1_800_000_000.0
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
@@ -61,7 +61,7 @@ def variables(pod: Document, container: int = 0) -> dict[str, str]:
 
 
 def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
-    pod = legacy.pod(a_job(), 1)
+    pod = pods.pod(a_job(), 1)
     assert pod["metadata"] == {
         "name": "cifar-worker-1",
         "namespace": "team",
@@ -74,7 +74,7 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
             "outlast.dev/worker": "1",
         },
         "annotations": {"outlast.dev/nnodes": "1:128"},
-        "ownerReferences": [legacy.owner(a_job())],
+        "ownerReferences": [pods.owner(a_job())],
     }
     assert variables(pod) == {
         "PET_NNODES": "1:128",
@@ -88,15 +88,15 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
     }
     assert (pod["spec"]["hostname"], pod["spec"]["subdomain"]) == ("cifar-worker-1", "cifar-rdzv")
     assert (pod["spec"]["containers"][0]["command"], pod["spec"]["containers"][0]["args"][1]) == (["torchrun"], "a.py")
-    assert variables(legacy.pod(a_job(), 0))["PET_RDZV_CONF"].endswith("is_host=true")
-    assert legacy.service(a_job())["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    assert variables(pods.pod(a_job(), 0))["PET_RDZV_CONF"].endswith("is_host=true")
+    assert pods.service(a_job())["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
 
 
 def test_what_the_user_has_set_stays_and_other_containers_are_left_alone() -> None:
     own = [{"name": "PET_MAX_RESTARTS", "value": "3"}, {"name": "A", "value": "b"}]
     containers = [{"name": "sidecar", "image": "s"}, {"name": "elasticjob-worker", "image": "i", "env": own}]
     template = {"metadata": {"labels": {"mine": "1"}}, "spec": {"containers": containers, "nodeSelector": {"a": "b"}}}
-    pod = legacy.pod(a_job(worker={"template": template}), 0)
+    pod = pods.pod(a_job(worker={"template": template}), 0)
     assert pod["spec"]["containers"][0] == {"name": "sidecar", "image": "s"}
     assert (variables(pod, 1)["PET_MAX_RESTARTS"], variables(pod, 1)["A"]) == ("3", "b")
     assert (pod["metadata"]["labels"]["mine"], pod["spec"]["nodeSelector"]) == ("1", {"a": "b"})
@@ -110,13 +110,13 @@ def test_what_the_user_has_set_stays_and_other_containers_are_left_alone() -> No
 def test_a_job_that_asks_for_it_meets_at_its_etcd(place: str, told: str) -> None:
     job = a_job(rdzvEndpoint=place)
     job["metadata"]["annotations"] = {"outlast.dev/rendezvous": "etcd"}
-    (container,) = legacy.pod(job, 0)["spec"]["containers"]
+    (container,) = pods.pod(job, 0)["spec"]["containers"]
     by_name = {each["name"]: each.get("value") for each in container["env"]}
     assert (by_name["PET_RDZV_BACKEND"], by_name["PET_RDZV_ENDPOINT"]) == ("outlast", told)
     assert by_name["PET_RDZV_CONF"] == "last_call_timeout=5,join_timeout=600"
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in by_name
-    assert (by_name["PET_NNODES"], by_name["PET_RDZV_ID"]) == (legacy.nnodes(job), f"cifar-{job['metadata']['uid'][:8]}")
-    assert list(legacy.limits(job)) == []
+    assert (by_name["PET_NNODES"], by_name["PET_RDZV_ID"]) == (pods.nnodes(job), f"cifar-{job['metadata']['uid'][:8]}")
+    assert list(pods.limits(job)) == []
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_job_that_asks_for_it_meets_at_its_etcd(place: str, told: str) -> None
 def test_a_rendezvous_that_cannot_be_is_said_and_workers_meet_at_worker_0(said: str, place: str | None, why: str) -> None:
     job = a_job(**({"rdzvEndpoint": place} if place else {}))
     job["metadata"]["annotations"] = {"outlast.dev/rendezvous": said}
-    (container,) = legacy.pod(job, 0)["spec"]["containers"]
+    (container,) = pods.pod(job, 0)["spec"]["containers"]
     assert {"name": "PET_RDZV_BACKEND", "value": "c10d"} in container["env"]
-    assert list(legacy.limits(job)) == [
+    assert list(pods.limits(job)) == [
         f"the annotation outlast.dev/rendezvous ({said}) is not used: {why}; "
         "workers meet at worker 0 (cifar-worker-0.cifar-rdzv.team.svc.cluster.local:29400)"
     ]
@@ -137,12 +137,12 @@ def test_a_rendezvous_that_cannot_be_is_said_and_workers_meet_at_worker_0(said: 
 @pytest.mark.parametrize("policy", ["ExitCode", "OnFailure", "Never", "Always", None])
 def test_the_restart_policy_of_pods(policy: str | None) -> None:
     wanted = "Never" if policy in ("ExitCode", None) else policy
-    assert legacy.pod(a_job(policy=policy), 0)["spec"]["restartPolicy"] == wanted
+    assert pods.pod(a_job(policy=policy), 0)["spec"]["restartPolicy"] == wanted
 
 
 @pytest.mark.parametrize("version", MINORS)
 def test_kubernetes_takes_what_is_made(version: str) -> None:
-    for document in (legacy.definition(), legacy.pod(a_job(), 0), legacy.service(a_job())):
+    for document in (pods.definition(), pods.pod(a_job(), 0), pods.service(a_job())):
         schemas.validate(document, version, strict=True)
         assert str(kinds.kind_of(document))
 
@@ -150,7 +150,7 @@ def test_kubernetes_takes_what_is_made(version: str) -> None:
 def test_long_names_and_names_with_dots_have_host_names() -> None:
     job = a_job()
     job["metadata"]["name"] = f"a.{'b' * 61}"
-    pod = legacy.pod(job, 127)
+    pod = pods.pod(job, 127)
     assert len(pod["spec"]["hostname"]) <= 63
     assert len(pod["spec"]["subdomain"]) <= 63
     assert "." not in pod["spec"]["hostname"] + pod["spec"]["subdomain"]
@@ -171,7 +171,7 @@ def test_a_job_whose_name_is_no_label_has_no_workers_and_says_so() -> None:
 
 def test_the_range_of_workers() -> None:
     def sizes(*unset: str, **spec: Any) -> tuple[int, int, int]:
-        return legacy.sizes(without(a_job(**spec), *unset))
+        return pods.sizes(without(a_job(**spec), *unset))
 
     assert sizes() == (1, 2, 128)
     assert sizes("minReplicas", "maxReplicas") == (2, 2, 2)
@@ -190,7 +190,7 @@ def test_what_cannot_be_honoured_is_said() -> None:
     spec = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]
     spec["restartPolicy"] = "Never"
     spec["containers"][0]["args"].insert(0, "--rdzv_backend=etcd")
-    assert list(legacy.limits(job)) == [
+    assert list(pods.limits(job)) == [
         f"rdzvEndpoint etcd-service:2379 is not used: workers meet at worker 0 ({place})",
         "replicaSpecs.Etcd is not used: there are workers only",
         "schedulingPolicy.minAvailable (2) is not used: workers start one by one, and training with minReplicas",
@@ -200,15 +200,15 @@ def test_what_cannot_be_honoured_is_said() -> None:
         "arguments of torchrun go before what it is told: --rdzv_backend=etcd stay as they are",
     ]
     spec["containers"] = [{"name": "a"}, {"name": "b"}]
-    assert list(legacy.limits(job))[-1] == (
+    assert list(pods.limits(job))[-1] == (
         "none of the containers (a, b) is called elasticjob-worker, so none is told where to meet; call torchrun's so"
     )
-    assert list(legacy.limits(a_job())) == []
+    assert list(pods.limits(a_job())) == []
 
 
 # The definition
 
-SCHEMA = legacy.schema()
+SCHEMA = pods.schema()
 
 
 def test_the_definition_takes_the_jobs_that_there_are() -> None:
@@ -629,14 +629,14 @@ def test_the_decider_is_told_which_nodes_will_soon_be_gone() -> None:
     cluster = running()
     node = {"metadata": {"name": "node-1"}, "spec": {"taints": [{"key": "karpenter.sh/disrupted"}]}}
     looked = Looked(cluster.job, list(cluster.pods.values()), [], {"node-0": {}, "node-1": node}, START)
-    plan = deciders.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, Found())
+    plan = reconcilers.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, Found())
     assert [each.name for each in plan.deletes] == ["cifar-worker-1"]
 
 
 def test_a_master_is_not_dropped_without_a_word() -> None:
     job = a_job()
     job["spec"]["replicaSpecs"]["Master"] = {"replicas": 1, "restartPolicy": "Never"}
-    assert list(legacy.limits(job)) == [
+    assert list(pods.limits(job)) == [
         "replicaSpecs.Master is not used, and what it says is not run: torchrun has no master, workers meet at worker 0; "
         "add its replicas to those of replicaSpecs.Worker"
     ]
@@ -811,8 +811,8 @@ def test_scaling_makes_exactly_the_workers_that_are_wanted(unset: tuple[str, ...
         assert cluster.settle() < 8
         assert cluster.indices == [*range(replicas)]
         assert cluster.status["state"] == ("Running" if replicas else "Suspended")
-        said = {pod["metadata"]["annotations"][legacy.NNODES] for pod in cluster.pods.values()}
-        assert said == ({legacy.nnodes(cluster.job)} if replicas else set())
+        said = {pod["metadata"]["annotations"][pods.NNODES] for pod in cluster.pods.values()}
+        assert said == ({pods.nnodes(cluster.job)} if replicas else set())
         kept = bool(replicas) and cluster.pods["cifar-worker-0"]["metadata"]["uid"] == first
         assert kept == (not unset and replicas in (4, 1)), "worker 0 hosts the rendezvous"
     assert cluster.status["restarts"] == 0
@@ -839,7 +839,7 @@ def test_a_changed_range_of_workers_reaches_all_of_them() -> None:
 def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -> None:
     cluster = running(a_job(3))
     for pod in cluster.pods.values():
-        del pod["metadata"]["annotations"][legacy.NNODES]
+        del pod["metadata"]["annotations"][pods.NNODES]
     old = {pod["metadata"]["uid"] for pod in cluster.pods.values()}
     assert not cluster.look()
     del cluster.pods["cifar-worker-2"]
@@ -856,7 +856,7 @@ def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -
 def test_workers_of_the_archived_controller_train_on_when_others_are_done() -> None:
     cluster = running(a_job(3))
     for pod in cluster.pods.values():
-        del pod["metadata"]["annotations"][legacy.NNODES]
+        del pod["metadata"]["annotations"][pods.NNODES]
     cluster.end(0, 0)
     del cluster.pods["cifar-worker-2"]
     plan = cluster.look()
@@ -937,14 +937,14 @@ def test_a_job_whose_done_workers_are_scaled_away_has_not_succeeded() -> None:
 
 
 def test_the_definition_keeps_what_users_and_the_operator_write_apart() -> None:
-    (version,) = legacy.definition()["spec"]["versions"]
+    (version,) = pods.definition()["spec"]["versions"]
     assert version["subresources"]["status"] == {}
-    assert not {"shortNames", "categories"} & legacy.definition()["spec"]["names"].keys(), "those are of elasticjobs.outlast.dev"
+    assert not {"shortNames", "categories"} & pods.definition()["spec"]["names"].keys(), "those are of elasticjobs.outlast.dev"
 
 
 def test_a_pod_of_somebody_else_is_not_touched_and_told() -> None:
     cluster = Cluster(a_job())
-    other = {**legacy.pod(a_job(), 1), "status": {"phase": "Failed"}}
+    other = {**pods.pod(a_job(), 1), "status": {"phase": "Failed"}}
     other["metadata"] = {**other["metadata"], "uid": "x", "creationTimestamp": text(START), "ownerReferences": []}
     cluster.pods["cifar-worker-1"] = other
     plan = cluster.look()

@@ -26,18 +26,18 @@ import rights
 from outlast import contract, kube
 from outlast.clock import Clock
 from outlast.contract import Annotation, Label
-from outlast.controller import cache, deciders, leader, operator, process, telemetry
-from outlast.controller.cache import Cache, Key, Looked
-from outlast.controller.leader import Leadership, Seen, judge
-from outlast.controller.observe import HEARD, Limits
-from outlast.controller.operator import Operator, Settings
-from outlast.controller.plan import Deletion, Document, Note, Plan
-from outlast.controller.queues import Found
-from outlast.controller.telemetry import Telemetry
-from outlast.controller.turns import Turns
 from outlast.errors import ClusterError, OutlastError, Unanswered
 from outlast.kube import kinds
 from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
+from outlast.operator import cache, leader, metrics, operator, process, reconcilers
+from outlast.operator.cache import Cache, Key, Looked
+from outlast.operator.leader import Leadership, Seen, judge
+from outlast.operator.metrics import Telemetry
+from outlast.operator.operator import Operator, Settings
+from outlast.operator.plan import Deletion, Document, Note, Plan
+from outlast.operator.queues import Found
+from outlast.operator.snapshot import HEARD, Limits
+from outlast.operator.workqueue import Turns
 
 NOW = 1_767_225_600.0
 TRAIN = Key(ELASTIC_JOB, "default", "train")
@@ -599,7 +599,7 @@ def test_metrics_are_told_as_prometheus_reads_them() -> None:
     ],
 )
 def test_what_a_failure_was_is_one_of_few_words(reason: str, code: int, cause: str) -> None:
-    assert telemetry.cause({"lastFailure": {"reason": reason, "code": code}}) == cause
+    assert metrics.cause({"lastFailure": {"reason": reason, "code": code}}) == cause
 
 
 # --------------------------------------------------------------------------------------------------------------- the whole
@@ -808,7 +808,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
 
 
 def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
-    world.start(deciders={ELASTIC_JOB: functools.partial(deciders.elastic_job, Limits())})  # looks around once a minute
+    world.start(deciders={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())})  # looks around once a minute
     world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
     world.api.unserved = ()
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
@@ -819,7 +819,7 @@ def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_
 
 def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World) -> None:
     api = world.api
-    world.start(deciders={ELASTIC_JOB: functools.partial(deciders.elastic_job, Limits())}, find_s=0.05)
+    world.start(deciders={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())}, find_s=0.05)
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
     workers, scheduling = {"replicas": 2, "min": 2}, {"queue": "research", "priorityClassName": "high"}
     api.put({**head, "spec": {"image": "i", "module": "m", "workers": workers, "scheduling": scheduling}})
@@ -940,7 +940,7 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(deciders=deciders.of(Limits()))
+    operator = world.start(deciders=reconcilers.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.telemetry.looks()
     world.api.until(lambda: operator.telemetry.looks() >= looks + 3)
@@ -962,7 +962,7 @@ def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> Non
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/services", *[apiserver.status(403, "Forbidden", refusal)] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(deciders=deciders.of(Limits()))
+    operator = world.start(deciders=reconcilers.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.telemetry.looks()
     world.api.until(lambda: operator.telemetry.looks() >= looks + 3)
@@ -981,7 +981,7 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}})
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    world.start(deciders=deciders.of(Limits()))
+    world.start(deciders=reconcilers.of(Limits()))
     world.api.until(lambda: "Pod a-worker-0 is there and not of this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
     world.settled(["a"])
@@ -1072,7 +1072,7 @@ def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is
 
     def plan(node: Document | None, seconds: float, since: float = NOW - 99) -> tuple[list[str], float | None]:
         nodes = {"n2": a_node(2), **({"n1": node} if node else {})}
-        found = deciders.of(Limits(lost_s=20))[LEGACY_JOB](Looked(job, [pod], [], nodes, since), NOW + seconds, frozenset())
+        found = reconcilers.of(Limits(lost_s=20))[LEGACY_JOB](Looked(job, [pod], [], nodes, since), NOW + seconds, frozenset())
         return [deletion.name for deletion in found.deletes], found.look_again
 
     assert plan(a_node(1), 99) == ([], None)
@@ -1117,9 +1117,9 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
 
     nodes = {"n1": SILENT, "n2": {"status": {"conditions": []}}}
     looked = Looked(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)
-    plan = deciders.orphans(Limits(), looked, NOW + 31)
+    plan = reconcilers.orphans(Limits(), looked, NOW + 31)
     assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
-    early = deciders.orphans(Limits(), looked, NOW + 10)
+    early = reconcilers.orphans(Limits(), looked, NOW + 10)
     assert (early.deletes, early.look_again) == ((), NOW + 30)
 
 

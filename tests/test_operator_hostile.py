@@ -15,10 +15,10 @@ import apiserver
 import test_decide_scale
 from outlast import contract, kube
 from outlast.backends.kubernetes import KubernetesBackend
-from outlast.controller import deciders, observe
-from outlast.controller.decide import decide
-from outlast.controller.observe import Limits
 from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
+from outlast.operator import reconcilers, snapshot
+from outlast.operator.decide import decide
+from outlast.operator.snapshot import Limits
 from test_operator import World, world  # noqa: F401  # the fixture
 
 Document = dict[str, Any]
@@ -49,7 +49,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
     world.api.put(a_job("bad", kind, template))
-    operator = world.start(deciders=deciders.of(Limits()))
+    operator = world.start(deciders=reconcilers.of(Limits()))
     world.api.put(a_job("good", kind))
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
     world.api.put(a_job("worse", kind, template))  # the watch brings this one
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
 
 def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:  # noqa: F811
     world.api.put(a_job("train"))
-    world.start(deciders=deciders.of(Limits()))
+    world.start(deciders=reconcilers.of(Limits()))
     world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
     with world.api.lock:
         old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]
@@ -101,7 +101,7 @@ def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
     world: World,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from outlast.controller import cache
+    from outlast.operator import cache
 
     whole = cache.trimmed
 
@@ -178,5 +178,5 @@ def test_numbers_in_a_lease_that_are_none_cost_its_job_no_look(where: str, said:
     key = {"report": contract.Annotation.REPORT, "progress": contract.Annotation.PROGRESS}[where]
     notes = leases[0]["metadata"]["annotations"]
     notes[key] = json.dumps({**json.loads(notes.get(key, "{}")), **json.loads(said)})
-    plan = decide(observe.observe(job, pods, leases, nodes, test_decide_scale.NOW, test_decide_scale.NOW - 1000))
+    plan = decide(snapshot.observe(job, pods, leases, nodes, test_decide_scale.NOW, test_decide_scale.NOW - 1000))
     json.dumps(plan.status, allow_nan=False)

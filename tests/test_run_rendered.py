@@ -21,7 +21,7 @@ import ports
 import processes
 from outlast import contract, manifests, spec
 from outlast.contract import Env, Pod
-from outlast.manifests import legacy
+from outlast.legacy import pods as legacy
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "from outlast import cli; cli.main(['agent'])"

@@ -23,7 +23,7 @@ from kubernetes_validate import utils as schemas
 
 from outlast import contract, manifests, shipping, spec, store
 from outlast.errors import OutlastError
-from outlast.manifests import places
+from outlast.manifests import volumes
 from outlast.prepare import prepare
 from outlast.shipping import archives, ignore, tree
 from outlast.shipping.parcel import APPLIED, SMALL, choose
@@ -420,7 +420,7 @@ def test_every_topology_mounts_the_code_and_a_place_to_unpack_it(tmp_path: Path,
     schemas.validate(code, NEWEST, strict=True)
     assert base64.b64decode(code["binaryData"]["code.tar.gz"]) == parcel.code
     assert code["immutable"] is True
-    checksum = places.checksum(parcel.job.spec.code)
+    checksum = volumes.checksum(parcel.job.spec.code)
     assert code["metadata"]["name"] == f"train-code-{checksum[:8]}"
     if topology == "elasticjob":
         assert documents[-1]["spec"]["code"] == parcel.job.spec.code
@@ -449,7 +449,7 @@ def test_a_changed_tree_is_another_run_and_the_same_tree_is_the_same(tmp_path: P
 
 def test_a_worker_unpacks_what_came_in_the_config_map(tmp_path: Path) -> None:
     """It is at a place that only pods have: that it is looked for there is what can be seen here."""
-    job = a_job(tmp_path, code=places.shipped("code.tar.gz", "0" * 64))
+    job = a_job(tmp_path, code=volumes.shipped("code.tar.gz", "0" * 64))
     environ = {"OUTLAST_STATE": str(tmp_path), contract.Env.STATE: str(tmp_path), contract.Env.CODE: str(tmp_path / "workspace")}
     with pytest.raises(FileNotFoundError) as caught:
         prepare.Preparation(job, environ, say=lambda _: None).code()

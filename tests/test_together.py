@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from outlast.controller.together import AT_ONCE, Later, Threads, in_turn
+from outlast.operator.parallel import AT_ONCE, Later, Threads, in_turn
 
 
 def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> None:

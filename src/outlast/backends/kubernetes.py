@@ -36,7 +36,8 @@ from outlast.errors import (
     Unanswered,
 )
 from outlast.kube import pods
-from outlast.manifests import evaluation, legacy, objects
+from outlast.legacy import pods as legacy
+from outlast.manifests import evaluation, objects
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ class KubernetesBackend:
 
     def _to_take(self, job: Job, fresh: bool) -> str:
         """The store with the run that a job is to take from whoever trains it, who is not this job as it is here."""
-        from outlast.manifests import places
+        from outlast.manifests import volumes as places
 
         if not (url := places.store(job)):
             raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")

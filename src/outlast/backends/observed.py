@@ -14,7 +14,7 @@ from typing import Any
 from outlast.contract import Env, Label
 from outlast.kube import pods, wire
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import legacy
+from outlast.legacy import pods as legacy
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]

@@ -43,7 +43,7 @@ def operator(
       outlast operator --lost-after 2m
       outlast operator --context kind-test --log text
     """
-    from outlast.controller import process
+    from outlast.operator import process
 
     limits = process.limits(lost_after)
     raise typer.Exit(process.main(limits, namespace=namespace, workers=workers, text=log is Log.TEXT, context=context))

@@ -88,11 +88,11 @@ def rendered(
     holds). Raises InvalidJob with the name of the job's file.
     """
     from outlast import manifests, shipping
-    from outlast.manifests import places
+    from outlast.manifests import volumes
     from outlast.shipping.parcel import SMALL
 
     with shipping.parcel(job, but=[source], room=room or SMALL) as parcel:
-        files = texts(places.files(parcel.job.spec))
+        files = texts(volumes.files(parcel.job.spec))
         try:
             made = manifests.render(
                 parcel.job, topology, run=run, namespace=namespace, files=files, code=parcel.code, fresh=fresh

@@ -15,7 +15,7 @@ from typing import Any
 
 from outlast.contract import Label, Pod
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import legacy
+from outlast.legacy import pods as legacy
 from outlast.manifests.request import Document
 
 INDEX = "batch.kubernetes.io/job-completion-index"

@@ -9,7 +9,7 @@ from outlast import units
 from outlast.diagnosis import containers
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
-from outlast.manifests import legacy
+from outlast.legacy import pods as legacy
 from outlast.manifests.request import Document
 
 _QUEUE = "kueue.x-k8s.io/queue-name"

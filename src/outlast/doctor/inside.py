@@ -19,7 +19,7 @@ from outlast.doctor import Check, failed, warned
 from outlast.doctor import cluster as judged
 from outlast.errors import Absent, ClusterError, Forbidden
 from outlast.kube import kinds
-from outlast.manifests import places
+from outlast.manifests import volumes as places
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MARK = "outlast-doctor "
 """What the lines of checks begin with in a pod's log."""
 PLACES = (Pod.DATA, Pod.MODELS, Pod.OUTPUT, Pod.STATE, Pod.CACHE, Pod.HOME, "/tmp", "/dev/shm")
-"""Where a worker writes, see `manifests.places`."""
+"""Where a worker writes, see `manifests.volumes`."""
 LABEL = f"{contract.GROUP}/doctor"
 NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
 """What every pod of a cluster must be able to look up."""

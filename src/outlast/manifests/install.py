@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
-from outlast.manifests import crd, legacy, places, pods, rbac
+from outlast.legacy import pods as legacy
+from outlast.manifests import crd, pods, rbac, volumes
 from outlast.manifests.request import Document
 
 IMAGE = "ghcr.io/outlast/operator:0.1"
@@ -109,7 +110,7 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
                             "startupProbe": pods.probe("/healthz", every=2, tries=30),
                             "livenessProbe": pods.probe("/healthz", every=10, tries=3),
                             "readinessProbe": pods.probe("/readyz", every=5, tries=1),
-                            "securityContext": places.confined(),
+                            "securityContext": volumes.confined(),
                             "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
                         }
                     ],
@@ -243,7 +244,7 @@ def _etcd_members(labels: dict[str, str], into: str, wanted: Etcd) -> Document:
         "startupProbe": pods.probe("/livez", port="health", every=2, tries=150),
         "livenessProbe": pods.probe("/livez", port="health", every=10, tries=6),
         "readinessProbe": pods.probe("/readyz", port="health", every=5, tries=2),
-        "securityContext": places.confined(),
+        "securityContext": volumes.confined(),
         "volumeMounts": [
             {"name": "data", "mountPath": "/var/lib/etcd"},
             {"name": "tls", "mountPath": _TLS, "readOnly": True},
@@ -298,7 +299,7 @@ def _pods(labels: dict[str, str], spec: Document) -> Document:
     would set OUTLAST_..._PORT."""
     ours: Document = {
         "enableServiceLinks": False,
-        "securityContext": places.security(),
+        "securityContext": volumes.security(),
         "topologySpreadConstraints": [_apart(labels)],
     }
     return {"metadata": {"labels": {**LABELS, **labels}}, "spec": {**ours, **spec}}

@@ -2,7 +2,7 @@
 
 Kueue knows quotas, and Workloads that want some of them; whose pods those are is the business of who made the Workload
 (https://kueue.sigs.k8s.io/docs/concepts/workload/). Everything here is documents; what is to be asked for when is decided in
-`controller.queues`. Pure.
+`operator.queues`. Pure.
 """
 
 from __future__ import annotations

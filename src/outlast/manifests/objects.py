@@ -6,7 +6,7 @@ import base64
 
 from outlast import units
 from outlast.contract import Env, Pod
-from outlast.manifests import labels, places, variables
+from outlast.manifests import labels, variables, volumes
 from outlast.manifests.request import Document, Request
 
 
@@ -17,13 +17,13 @@ def config(request: Request) -> Document:
         "kind": "ConfigMap",
         "metadata": labels.metadata(request, request.names.config),
         "immutable": True,
-        "data": places.config(request),
+        "data": volumes.config(request),
     }
 
 
 def code(request: Request) -> list[Document]:
     """The ConfigMap with the archive of code, if there is one. It is named by the archive's checksum and never changes."""
-    checksum = places.checksum(request.spec.code)
+    checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
     return [
@@ -32,7 +32,7 @@ def code(request: Request) -> list[Document]:
             "kind": "ConfigMap",
             "metadata": labels.metadata(request, request.names.code(checksum)),
             "immutable": True,
-            "binaryData": {places.archive(request.spec.code): base64.b64encode(request.code).decode()},
+            "binaryData": {volumes.archive(request.spec.code): base64.b64encode(request.code).decode()},
         }
     ]
 
@@ -82,7 +82,7 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
             "metadata": labels.metadata(request, name),
             "spec": wanted,
         }
-        for name, wanted in places.claims(request.spec, mode).items()
+        for name, wanted in volumes.claims(request.spec, mode).items()
     ]
 
 

@@ -17,7 +17,8 @@ from typing import Literal
 
 from outlast import contract, spec
 from outlast.contract import Annotation, Label, Pod
-from outlast.manifests import gang, labels, overlay, places, resources, scheduling, variables
+from outlast.manifests import gang, labels, overlay, resources, scheduling, variables
+from outlast.manifests import volumes as places
 from outlast.manifests.request import Document, Request, wrong
 
 START_S = 120

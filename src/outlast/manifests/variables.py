@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outlast import contract, spec
 from outlast.contract import Env, Pod
-from outlast.manifests import places, resources
+from outlast.manifests import resources, volumes
 from outlast.manifests.rendezvous import login
 from outlast.manifests.request import Document, Request
 from outlast.spec import references
@@ -58,8 +58,8 @@ def of_secret(name: str, key: str) -> Source:
 def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
     """What the agent and the training are told, see `contract.Env`."""
     fields, name = request.spec, request.job.metadata.name
-    output = places.output(fields, name)
-    store = places.store(request.job)
+    output = volumes.output(fields, name)
+    store = volumes.store(request.job)
     return {
         Env.NAMESPACE: of_field("metadata.namespace"),
         Env.ADDRESS: of_field("status.podIP"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from outlast import spec, units
 from outlast.contract import Pod
 from outlast.errors import OutlastError
-from outlast.manifests import places
+from outlast.manifests import volumes
 from outlast.manifests.names import Names
 from outlast.prepare import code
 from outlast.shipping import archives, tree
@@ -49,7 +49,7 @@ def choose(job: spec.Job, *, size: int, checksum: str, suffix: str, room: int = 
     """Where an archive of this size goes; None when there is no room for it in a ConfigMap, and the job names no store."""
     if size <= room:
         return Way(config_map=Names(job.metadata.name).code(checksum))
-    above = places.store_of_all(job.spec)
+    above = volumes.store_of_all(job.spec)
     return Way(url=f"{above}/{BELOW}/{checksum}{suffix}") if above else None
 
 
@@ -90,7 +90,7 @@ def parcel(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> I
     `but`: what of its directory is no code, the job file above all: to suspend a job must not change its code. What the job names
     as data, models or output is not code either. `room`: the largest archive for a ConfigMap. Raises OutlastError.
     """
-    here = places.to_ship(job.spec)
+    here = volumes.to_ship(job.spec)
     if here is None:
         yield Parcel(job)
         return
@@ -110,7 +110,7 @@ def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path
     but = tree.not_code(job.spec, root, but)
     withheld: set[str] = set()
     try:
-        most = None if places.store_of_all(job.spec) else room
+        most = None if volumes.store_of_all(job.spec) else room
         entries = tree.pack(root, archive, but=but, room=most, withheld=withheld.add)
     except tree.TooLarge:
         raise _too_large(root, tree.listed(root, but), room) from None
@@ -160,7 +160,7 @@ def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | Non
     way = choose(job, size=size, checksum=checksum, suffix=suffix, room=room)
     if way is None:
         return None
-    place = places.shipped(f"code{suffix}", checksum) if way.config_map else f"{way.url}#sha256={checksum}"
+    place = volumes.shipped(f"code{suffix}", checksum) if way.config_map else f"{way.url}#sha256={checksum}"
     changed = job.model_copy(update={"spec": job.spec.model_copy(update={"code": place})})
     content = archive.read_bytes() if way.config_map else b""
     return Parcel(changed, content, f"code: {what}, {units.human_bytes(size)} -> {way}", way.url, archive)

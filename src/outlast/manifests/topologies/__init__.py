@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from outlast import spec
 from outlast.contract import Pod
 from outlast.errors import OutlastError
-from outlast.manifests import objects, places
+from outlast.manifests import objects, volumes
 from outlast.manifests.names import Names, digest
 from outlast.manifests.request import Document, Request
 from outlast.manifests.topologies import elasticjob, indexed_job, job, statefulset, volcano
@@ -52,7 +52,7 @@ def render(
     """The documents of a job, in the order in which they are to be applied.
 
     `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
-    of the files that `places.files` names, `code` is the archive of a job whose code comes in a ConfigMap. A `fresh` run begins
+    of the files that `volumes.files` names, `code` is the archive of a job whose code comes in a ConfigMap. A `fresh` run begins
     from the beginning, although another has not ended. Raises InvalidJob when the job cannot be made so, OutlastError for an
     unknown topology.
     """
@@ -71,7 +71,7 @@ def render(
 def warnings(wanted: spec.Job, topology: str) -> list[str]:
     """What the user should know of a job although it can be made: what is lost, and what of it this topology cannot do."""
     found = []
-    if places.lost(wanted):
+    if volumes.lost(wanted):
         found.append(
             f"output is neither in a store nor on a volume at {Pod.OUTPUT}; what pods save ends with them; give output: "
             f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
@@ -84,4 +84,4 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
 
 def _run(wanted: spec.Job) -> str:
     """A digest of what is to be run, as pods see it: the same from every machine, suspended or not."""
-    return f"{wanted.metadata.name}-{digest(spec.dump(places.document(wanted)))}"
+    return f"{wanted.metadata.name}-{digest(spec.dump(volumes.document(wanted)))}"

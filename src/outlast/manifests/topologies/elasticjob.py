@@ -6,7 +6,7 @@ import json
 
 from outlast import contract
 from outlast.kube import wire
-from outlast.manifests import labels, objects, places, rendezvous
+from outlast.manifests import labels, objects, rendezvous, volumes
 from outlast.manifests.request import Document, Request, wrong
 
 
@@ -15,11 +15,11 @@ def documents(request: Request) -> list[Document]:
     job = request.job
     if job.spec.image is None:
         raise wrong(job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
-    if files := places.files(job.spec):
+    if files := volumes.files(job.spec):
         raise wrong(job, f"environment ({files[0]}) is on this machine, which pods do not see; put it into the code, in a store")
     if job.spec.rendezvous.backend == "etcd":
         rendezvous.endpoint(request, "", "")  # the operator could make no pods of another
-    seen = places.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    seen = volumes.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True
     if (size := len(json.dumps(seen["spec"]))) > wire.LARGEST:

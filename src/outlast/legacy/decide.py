@@ -18,11 +18,11 @@ from functools import cached_property
 from typing import Any
 
 from outlast import contract
-from outlast.controller import memory
-from outlast.controller.plan import Deletion, Document, Note, Plan
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import legacy
+from outlast.legacy import pods as legacy
+from outlast.operator import job_status
+from outlast.operator.plan import Deletion, Document, Note, Plan
 from outlast.rendezvous.world import until
 
 RETRYABLE = (130, 137, 138, 143)
@@ -64,9 +64,9 @@ def unreadable(job: Mapping[str, Any], pods: Sequence[Document], problem: str, n
         return Plan()
     message = f"ElasticJob {sight.name} is failed because it cannot be read: {problem}."
     failed = {"type": "Failed", "status": "True", "reason": "InvalidJob", "message": message}
-    times = dict.fromkeys(("lastUpdateTime", "lastTransitionTime"), memory.text(now))
+    times = dict.fromkeys(("lastUpdateTime", "lastTransitionTime"), job_status.text(now))
     conditions = [*(sight.status.get("conditions") or ()), {**failed, **times}]
-    status = {**sight.status, "state": "Failed", "conditions": conditions, "completionTime": memory.text(now)}
+    status = {**sight.status, "state": "Failed", "conditions": conditions, "completionTime": job_status.text(now)}
     return Plan(status=status, notes=(Note("Warning", "InvalidJob", message),))
 
 
@@ -377,7 +377,7 @@ def _over_with(sight: _Sight, end: str, message: str) -> Plan:
     status = _counted(sight)
     status["conditions"] = _conditions(sight, end, message)
     status["state"] = end
-    status["completionTime"] = memory.text(sight.now)
+    status["completionTime"] = job_status.text(sight.now)
     note = Note("Normal" if end == "Succeeded" else "Warning", f"ElasticJob{end}", message)
     return Plan(status=status, notes=(note,))
 
@@ -454,7 +454,7 @@ def _counted(sight: _Sight) -> Document:
     return {
         **kept,
         "selector": ",".join(f"{key}={value}" for key, value in legacy.selector(sight.name).items()),
-        **({"startTime": sight.status.get("startTime") or memory.text(sight.now)} if sight.wanted else {}),
+        **({"startTime": sight.status.get("startTime") or job_status.text(sight.now)} if sight.wanted else {}),
         "replicaStatuses": _replicas(sight),
         "restarts": sight.restarts,
         **({"judged": judged} if judged else {}),
@@ -471,7 +471,7 @@ def _replicas(sight: _Sight) -> Document:
 def _conditions(sight: _Sight, state: str, message: str) -> list[Document]:
     """The conditions with a new one on top. Running and Restarting go for each other; an end leaves Running, which is False."""
     before: dict[str, Document] = {each["type"]: each for each in sight.status.get("conditions") or ()}
-    now = memory.text(sight.now)
+    now = job_status.text(sight.now)
 
     def condition(kind: str, truth: str, reason: str, text: str) -> Document:
         old: Document = before.get(kind, {})

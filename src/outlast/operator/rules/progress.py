@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from outlast.controller import memory
-from outlast.controller.looks import Look
+from outlast.operator import job_status
+from outlast.operator.reconcile import Look
 
 TOLD_BYTES_PER_S = 5e6
 """The most that the API server sends to the agents of one job to tell how far training is: each gets the whole status."""
@@ -33,7 +33,7 @@ def tell(look: Look) -> None:
         return
     committed_at = look.now if committed > known.committed else known.committed_at
     rate, mark = _rate(known, mark)
-    look.know(progress=memory.Progress(step, steps, committed, committed_at, rate, float(int(look.now)), mark))
+    look.know(progress=job_status.Progress(step, steps, committed, committed_at, rate, float(int(look.now)), mark))
 
 
 def _mark(look: Look) -> tuple[int, float] | None:
@@ -47,7 +47,7 @@ def _mark(look: Look) -> tuple[int, float] | None:
     return told.step, round(told.time, 3)
 
 
-def _rate(known: memory.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
+def _rate(known: job_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
     """Steps per second since the mark that is known, and the mark to go on from. None before there are two of one world."""
     if mark is None or known.mark is None:
         return None, mark

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from outlast.controller import decide, ends, legacy, observe
-from outlast.controller.cache import Looked
-from outlast.controller.observe import Limits
-from outlast.controller.operator import Decider
-from outlast.controller.plan import Plan
-from outlast.controller.queues import Found
 from outlast.kube import wire
 from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
+from outlast.legacy import decide as legacy
+from outlast.operator import decide, snapshot
+from outlast.operator.cache import Looked
+from outlast.operator.operator import Decider
+from outlast.operator.plan import Plan
+from outlast.operator.queues import Found
+from outlast.operator.rules import ends
+from outlast.operator.snapshot import Limits
 
 WRITES_PER_S = 100
 """The most statuses that are written in a second to tell how far training is."""
@@ -24,7 +26,7 @@ def elastic_job(limits: Limits, looked: Looked, now: float, found: Found) -> Pla
     documents = (looked.job, looked.pods, looked.leases, looked.nodes)
     if (pause_s := looked.jobs / WRITES_PER_S) > limits.progress_s:
         limits = dataclasses.replace(limits, progress_s=pause_s)
-    return decide.decide(observe.observe(*documents, now, looked.since, found, limits, looked.refused))
+    return decide.decide(snapshot.observe(*documents, now, looked.since, found, limits, looked.refused))
 
 
 def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
@@ -33,7 +35,7 @@ def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan
     if broken := looked.job.get(wire.UNREADABLE):
         return legacy.unreadable(looked.job, looked.pods, str(broken), now)
     ends: dict[str, float] = {}
-    pods = observe.seen_pods(looked.pods, looked.nodes)
+    pods = snapshot.seen_pods(looked.pods, looked.nodes)
     for pod in pods:
         if pod.node_lost is not None:
             ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, looked.since) + limits.lost_s)
@@ -46,11 +48,11 @@ def legacy_job(limits: Limits, looked: Looked, now: float, found: Found) -> Plan
 
 def orphans(limits: Limits, looked: Looked, now: float) -> Plan:
     """What is to be done about pods whose ElasticJob is gone."""
-    ours = [pod for pod in observe.seen_pods(looked.pods, looked.nodes) if _of_an_elastic_job(pod)]
+    ours = [pod for pod in snapshot.seen_pods(looked.pods, looked.nodes) if _of_an_elastic_job(pod)]
     return ends.orphans(ours, now, looked.since, limits)
 
 
-def _of_an_elastic_job(pod: observe.Pod) -> bool:
+def _of_an_elastic_job(pod: snapshot.Pod) -> bool:
     """Whether we have made it; pods of Jobs and StatefulSets have the label of their job, too."""
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 

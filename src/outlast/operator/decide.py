@@ -16,14 +16,15 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from outlast import contract
-from outlast.controller import ends, failures, looks, made, memory, progress
-from outlast.controller.looks import Look
-from outlast.controller.observe import Pod, Seen
-from outlast.controller.plan import Deletion, Document, Plan
 from outlast.errors import InvalidJob
 from outlast.kube import kinds, wire
 from outlast.manifests import gang
 from outlast.manifests.kueue import Priority
+from outlast.operator import desired, job_status, reconcile
+from outlast.operator.plan import Deletion, Document, Plan
+from outlast.operator.reconcile import Look
+from outlast.operator.rules import ends, failures, progress
+from outlast.operator.snapshot import Pod, Seen
 from outlast.rendezvous import world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.world import Call, Standing
@@ -125,10 +126,10 @@ def changed_or_new(look: Look) -> None:
             if no_gang := gang.missing(look.seen.gang, look.seen.found.groups):
                 look.over = True
                 return look.say(State.PENDING, f"no pods can be made: {no_gang}", "NoGang", warning=True)
-            look.setup = made.setup(look.seen)
+            look.setup = desired.setup(look.seen)
             look.know(started=look.now, formed=False, gang="" if look.seen.gang == "none" else look.seen.gang)
         else:
-            look.apply = made.changed(look.seen)
+            look.apply = desired.changed(look.seen)
     except InvalidJob as error:
         look.over = True
         look.say(State.PENDING, f"no pods can be made: {error}", "InvalidJob", warning=True)
@@ -144,7 +145,7 @@ def queued(look: Look) -> None:
     sizes, trains = look.fields.workers.allowed(), kept.world is not None and kept.called is None and kept.closed is None
 
     def make(name: str, count: int, least: int, priority: Priority) -> Document:
-        return made.workload(look.seen, queue.sight.kind, name, count, least, priority)
+        return desired.workload(look.seen, queue.sight.kind, name, count, least, priority)
 
     todo = queue.todo(look.asked, sizes, look.using, trains, make, look.now)
     look.apply, look.statuses = (*look.apply, *todo.apply), todo.statuses
@@ -298,7 +299,7 @@ def _state(look: Look) -> world.State:
         done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
         pod = look.pod(id)
         cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
-        gone = pod is None or pod.uid in look.ends or cut or looks.silent_at(look, told) is None
+        gone = pod is None or pod.uid in look.ends or cut or reconcile.silent_at(look, told) is None
         if done or not gone:
             members[id] = told.member
     called = known.called
@@ -327,7 +328,7 @@ def _formed(look: Look, new: world.World) -> None:
 def _waits(look: Look, state: world.State, reason: str) -> None:
     """Nothing is to be decided; say how it stands, and what pods wait for if that is why."""
     if state.world is not None and state.called is None:
-        heard_again = memory.why(look.memory.conditions, State.RUNNING) == looks.UNHEARD and not looks.missed(look)
+        heard_again = job_status.why(look.memory.conditions, State.RUNNING) == reconcile.UNHEARD and not reconcile.missed(look)
         if look.memory.state is not State.RUNNING or heard_again:
             look.say(State.RUNNING, reason, "Training")
         return
@@ -374,12 +375,12 @@ def resumed(look: Look) -> None:
             look.over = True
             held = look.memory.state if look.memory.state in _HELD else State.SUSPENDED
             return look.say(held, "resumed; the workers that still leave are waited for", "Resuming")
-        look.lived_until(memory.since(look.memory.conditions, _HELD) or look.now)
+        look.lived_until(job_status.since(look.memory.conditions, _HELD) or look.now)
         generation = look.memory.generation
         call = Call(generation + 1, "the run goes on", False, look.now) if look.memory.world else look.memory.called
         call = None if look.elected else call
         look.know(closed=None, world=None, called=call, started=look.now, formed=False)
-        look.setup = made.setup(look.seen)
+        look.setup = desired.setup(look.seen)
 
 
 # ----------------------------------------------------------------------------------------------------------------- its workers
@@ -413,7 +414,7 @@ def missing_workers(look: Look) -> None:
     generation = look.memory.generation + (look.memory.called is None)
     queue = look.seen.queue if look.seen.queue is not None and look.seen.queue.name else None
     room = queue.room(look.using) if queue is not None else {}
-    for pod in made.workers(look.seen, free, generation, _avoided(look)):
+    for pod in desired.workers(look.seen, free, generation, _avoided(look)):
         placed = queue.place(pod, room) if queue is not None else pod
         if placed is None:
             return look.again(look.now + AGAIN_S)

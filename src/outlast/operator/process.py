@@ -20,11 +20,11 @@ from typing import Any
 from outlast import contract, kube, units
 from outlast.clock import BREAK_S, Clock
 from outlast.contract import Env, Pod
-from outlast.controller import deciders
-from outlast.controller.leader import Leadership
-from outlast.controller.observe import Limits
-from outlast.controller.operator import Operator, Settings
 from outlast.errors import ClusterError, OutlastError
+from outlast.operator import reconcilers
+from outlast.operator.leader import Leadership
+from outlast.operator.operator import Operator, Settings
+from outlast.operator.snapshot import Limits
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
     leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
     try:
-        orphans = functools.partial(deciders.orphans, limits)
-        return Operator(cluster, deciders.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster)).run(stop)
+        orphans = functools.partial(reconcilers.orphans, limits)
+        return Operator(cluster, reconcilers.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster)).run(stop)
     finally:
         cluster.close()
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outlast.contract import OPERATOR, Label
-from outlast.controller import memory
-from outlast.controller.plan import Deletion, Document, Note, Plan
-from outlast.controller.together import Each, at_once, in_turn
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
+from outlast.operator import job_status
+from outlast.operator.parallel import Each, at_once, in_turn
+from outlast.operator.plan import Deletion, Document, Note, Plan
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def event(job: Mapping[str, Any], note: Note, now: float) -> Document:
     """The Event of a note."""
     meta = job["metadata"]
     said = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_S))))
-    time = memory.text(now)
+    time = job_status.text(now)
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,

@@ -3,7 +3,7 @@
 The archived controller of torchelastic had them; their documents work here unchanged. A pod's container runs plain `torchrun`.
 Where workers meet is told to it by variables that torchrun reads (`PET_*`), and what the user has set stays. Worker 0 hosts the
 store of torch, and no etcd is needed. A job whose image has Outlast can ask for its etcd (`RENDEZVOUS`): the back ends that torch
-itself has speak v2, which etcd 3.6 has no longer. `controller.legacy` decides about them.
+itself has speak v2, which etcd 3.6 has no longer. `legacy.decide` decides about them.
 
 https://github.com/pytorch/elastic/tree/master/kubernetes
 """

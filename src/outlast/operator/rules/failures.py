@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from outlast import contract
-from outlast.controller import looks, made
-from outlast.controller.looks import Look
-from outlast.controller.memory import Blame
-from outlast.controller.observe import Pod
-from outlast.controller.plan import Document, Note
+from outlast.operator import desired, reconcile
+from outlast.operator.job_status import Blame
+from outlast.operator.plan import Document, Note
+from outlast.operator.reconcile import Look
+from outlast.operator.snapshot import Pod
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
 from outlast.status import Failure, State
@@ -79,7 +79,7 @@ def judge(look: Look, failure: Failure, *, raised: int | None, node: str, everyw
     nodes = {blame.record: blame.node for blame in known.blames}
     blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
     look.know(blames=blames, restarts=known.restarts + counted)
-    look.setup = made.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
+    look.setup = desired.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
     look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
 
 
@@ -97,14 +97,14 @@ def stands_for_all(look: Look, generation: int) -> None:
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in look.memory.silent)
     look.know(judged=max(look.memory.judged, generation), silent=tuple(silent))
     if not generation:
-        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not looks.inside(look, pod)))
+        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not reconcile.inside(look, pod)))
 
 
 def went(look: Look, pod: Pod) -> None:
     """A worker has gone for no failure of its own; with it is explained what the others of its world say."""
     look.expected[pod.uid] = None
     known = look.memory
-    if known.world and looks.inside(look, pod) and known.called is None:
+    if known.world and reconcile.inside(look, pod) and known.called is None:
         look.know(judged=known.world.generation)
 
 

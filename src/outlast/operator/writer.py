@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from outlast import kube
-from outlast.controller.cache import Cache
-from outlast.controller.telemetry import Telemetry
 from outlast.errors import Absent, ClusterError, Conflict
 from outlast.kube.kinds import Kind, kind_of
+from outlast.operator.cache import Cache
+from outlast.operator.metrics import Telemetry
 
 Document = dict[str, Any]
 

@@ -13,13 +13,14 @@ from pydantic_core import from_json
 
 from outlast import contract, spec
 from outlast.contract import LEASE_S, Annotation, Label
-from outlast.controller import memory, queues
-from outlast.controller.memory import Memory
-from outlast.controller.queues import Found
 from outlast.errors import InvalidJob
 from outlast.kube import pods as podwords
 from outlast.kube import wire
 from outlast.manifests import gang, kueue
+from outlast.operator import job_status as memory
+from outlast.operator import queues
+from outlast.operator.job_status import Memory
+from outlast.operator.queues import Found
 from outlast.rendezvous import coordinator
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number

@@ -23,19 +23,19 @@ from outlast import kube
 from outlast.agent import probes
 from outlast.clock import Clock
 from outlast.contract import Label
-from outlast.controller import act, cache
-from outlast.controller.cache import Cache, Key, Looked, Urgency
-from outlast.controller.hands import Deposed, Hands
-from outlast.controller.leader import Leadership
-from outlast.controller.observe import HEARD, answers
-from outlast.controller.plan import Document, Plan
-from outlast.controller.queues import Found, Sight
-from outlast.controller.telemetry import Telemetry
-from outlast.controller.together import Later, Threads
-from outlast.controller.turns import Turns
 from outlast.errors import ClusterError, Forbidden, NotServed, Refused
 from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
 from outlast.manifests import kueue
+from outlast.operator import apply, cache
+from outlast.operator.cache import Cache, Key, Looked, Urgency
+from outlast.operator.leader import Leadership
+from outlast.operator.metrics import Telemetry
+from outlast.operator.parallel import Later, Threads
+from outlast.operator.plan import Document, Plan
+from outlast.operator.queues import Found, Sight
+from outlast.operator.snapshot import HEARD, answers
+from outlast.operator.workqueue import Turns
+from outlast.operator.writer import Deposed, Hands
 
 log = logging.getLogger(__name__)
 
@@ -344,13 +344,13 @@ class Operator:
         has = self._has(key)
         with self._deciding:
             plan = self.deciders[key.kind](looked, now, has)
-        done = act.Done(plan.look_again)
+        done = apply.Done(plan.look_again)
         if plan or plan.notes:
             if plan.status is not None:
                 log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
             written = functools.partial(self.telemetry.changed, old, plan.status or {}, plan.notes, now)
             try:
-                done = act.act(self.hands, looked.job, plan, now, self._each, self._later, written)
+                done = apply.act(self.hands, looked.job, plan, now, self._each, self._later, written)
             except (Forbidden, Refused) as error:
                 self._refused[key] = str(error)
                 if plan.look_again is not None:  # the workers that are there wait no longer because of those that are refused
@@ -366,7 +366,7 @@ class Operator:
             self.turns.later(key, done.look_again)
         self._settle(key, plan, done, now)
 
-    def _settle(self, key: Key, plan: Plan, done: act.Done, now: float) -> None:
+    def _settle(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
         """Look once more after something was done: only a look that finds nothing to do says that a job is settled. One that
         never settles gets its turns ever more slowly, and is named."""
         if not plan:
@@ -391,7 +391,7 @@ class Operator:
             return
         plan = self._orphans(looked, now)
         for deletion in plan.deletes:
-            act.delete(self.hands, deletion, key.namespace)
+            apply.delete(self.hands, deletion, key.namespace)
         if plan.look_again is not None:
             self.turns.later(key, plan.look_again)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outlast import contract
-from outlast.controller import failures, looks
-from outlast.controller.looks import Look
-from outlast.controller.memory import Silent
-from outlast.controller.observe import Limits, Pod
-from outlast.controller.plan import Deletion, Note, Plan
+from outlast.operator import reconcile
+from outlast.operator.job_status import Silent
+from outlast.operator.plan import Deletion, Note, Plan
+from outlast.operator.reconcile import Look
+from outlast.operator.rules import failures
+from outlast.operator.snapshot import Limits, Pod
 from outlast.rendezvous import world
 from outlast.rendezvous.world import Standing
 from outlast.status import Failure, State
@@ -41,7 +42,10 @@ def ended_workers(look: Look) -> None:
                 reason = f"worker {pod.index} says that the run is given up"
                 return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, "BackoffLimitExceeded")
             if counted:
-                failure, generation = failures.of_pod(look, pod, end.code, end.sentence, end.time), looks.generation_of(look, pod)
+                failure, generation = (
+                    failures.of_pod(look, pod, end.code, end.sentence, end.time),
+                    reconcile.generation_of(look, pod),
+                )
                 if generation and look.memory.judged >= generation:
                     look.know(failure=failures.kept(look, failure, pod.node))
                 else:
@@ -76,7 +80,7 @@ def lost_workers(look: Look) -> None:
             continue
         gone = pod.node not in look.seen.nodes
         told = look.seen.told.get(pod.index)
-        quiet = looks.heard(look, told) if told and not gone else max(pod.node_lost, pod.born, look.seen.since)
+        quiet = reconcile.heard(look, told) if told and not gone else max(pod.node_lost, pod.born, look.seen.since)
         if (end := look.until(quiet, look.seen.limits.lost_s)) is not None:
             look.again(end)
             continue
@@ -116,26 +120,26 @@ def silent_workers(look: Look) -> None:
         told = look.seen.told.get(pod.index)
         if told is None or told.member.standing is Standing.DONE:
             continue
-        if (end := looks.silent_at(look, told)) is not None:
+        if (end := reconcile.silent_at(look, told)) is not None:
             look.again(min(end, look.now + AGAIN_S) if look.unheard else end)  # to hear them again is no change
             continue
-        generation = looks.generation_of(look, pod)
+        generation = reconcile.generation_of(look, pod)
         if pod.uid not in look.expected and not (generation and look.memory.judged >= generation):
             new.append(Silent(pod.uid, pod.index, pod.node, look.now, generation))
-        look.delete(pod, f"worker {pod.index} has said nothing for {looks.lease_s(look, told):g} s", grace_s=5)
+        look.delete(pod, f"worker {pod.index} has said nothing for {reconcile.lease_s(look, told):g} s", grace_s=5)
     if new:
         look.know(silent=(*look.memory.silent, *new))
 
 
 def unheard_workers(look: Look) -> None:
     """Nobody hears most of the workers, whose nodes are well: they train on, and their kubelets end whoever does not answer."""
-    if looks.missed(look) and look.memory.state is not None:
+    if reconcile.missed(look) and look.memory.state is not None:
         silence_s, held_s = look.seen.limits.silence_s, look.seen.limits.held_s
         reason = (
             f"most of the {len(look.seen.told)} workers have said nothing for {silence_s:g} s though their nodes are well: the "
             f"path from them to the API server is taken for broken, and nobody for dead before {held_s:g} s are over"
         )
-        look.say(look.memory.state, reason, looks.UNHEARD, note=True, warning=True)
+        look.say(look.memory.state, reason, reconcile.UNHEARD, note=True, warning=True)
 
 
 def leaving_nodes(look: Look) -> None:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from outlast import contract
-from outlast.controller.plan import Note
+from outlast.operator.plan import Note
 
 _INTERRUPTIONS = {
     "WorkerInterrupted": "told",

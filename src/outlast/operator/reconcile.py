@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast import spec
-from outlast.controller import made, memory, queues
-from outlast.controller.memory import Account
-from outlast.controller.observe import Pod, Seen, Told
-from outlast.controller.plan import Deletion, Document, Note, Plan
+from outlast.operator import desired, job_status, queues
+from outlast.operator.job_status import Account
+from outlast.operator.plan import Deletion, Document, Note, Plan
+from outlast.operator.snapshot import Pod, Seen, Told
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
 from outlast.status import State
@@ -103,7 +103,7 @@ class Look:
         should = [told for told in should if told.member.standing is not Standing.DONE]
         late = [told for told in should if self.until(heard(self, told), lease_s(self, told) / 2) is None]
         state = self.memory.state
-        held = state is not None and memory.why(self.memory.conditions, state) == UNHEARD
+        held = state is not None and job_status.why(self.memory.conditions, state) == UNHEARD
         return late if held or 2 * len(late) > len(should) else []
 
     @property
@@ -144,9 +144,9 @@ class Look:
         before = self.seen.memory
         reason = _SECONDS_LEFT.sub("", reason)
         created = ("Created", "JobCreated", "the operator has taken it up")
-        conditions = self.memory.conditions or memory.conditioned((), *created, self.seen.generation, self.now)
+        conditions = self.memory.conditions or job_status.conditioned((), *created, self.seen.generation, self.now)
         now_true = created if state is State.PENDING else (str(state), what, reason)
-        conditions = memory.conditioned(conditions, *now_true, self.seen.generation, self.now)
+        conditions = job_status.conditioned(conditions, *now_true, self.seen.generation, self.now)
         self.know(state=state, reason=reason, conditions=conditions)
         if note or before.state is not state:
             self.notes.append(Note("Warning" if warning or state is State.FAILED else "Normal", what, reason))
@@ -190,7 +190,7 @@ class Look:
         account = self.memory.account
         if account.since is not None:
             progress = self.memory.progress
-            seconds, steps = memory.training(account, self.step, self.now, progress.rate)
+            seconds, steps = job_status.training(account, self.step, self.now, progress.rate)
             self.know(account=Account(account.trained_s + seconds, account.executed + steps))
             self.know(progress=dataclasses.replace(progress, rate=None, mark=None))
 
@@ -225,11 +225,11 @@ class Look:
         else:
             workers = self.fields.workers
             sizes, grace = (workers.min, workers.max), self.patience.leave
-            where = made.checkpoints(self.seen.job)
+            where = desired.checkpoints(self.seen.job)
         members = self.memory.world.members if self.memory.world and self.memory.called is None else ()
         there = {pod.index for pod in self.alive}
         inside = [id for id in members if id in there]
-        return memory.write(
+        return job_status.write(
             self.memory,
             job=self.seen.name,
             # Workers of a job that is over end one after another: that is no news, and would be a write for each.

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outlast import contract, spec
-from outlast.controller.observe import Seen
 from outlast.kube.kinds import Kind
-from outlast.manifests import disruption, gang, kueue, labels, names, objects, places, pods, rbac, rendezvous, variables
+from outlast.manifests import disruption, gang, kueue, labels, names, objects, pods, rbac, rendezvous, variables, volumes
 from outlast.manifests.kueue import Priority
 from outlast.manifests.request import Request
 from outlast.manifests.topologies import elasticjob
+from outlast.operator.snapshot import Seen
 
 Document = dict[str, Any]
 
@@ -54,7 +54,7 @@ def workload(seen: Seen, kind: Kind, name: str, count: int, least: int, priority
 def workers(seen: Seen, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
     """The pods of these workers, rather not on these nodes."""
     request = _request(seen)
-    file = places.file(request.job)  # to write YAML takes longer than all else here
+    file = volumes.file(request.job)  # to write YAML takes longer than all else here
     for index in indices:
         pod = pods.pod(request, _worker(seen, request, index), index=index, generation=generation, file=file)
         made = _owned(seen, pod)
@@ -66,7 +66,7 @@ def workers(seen: Seen, indices: Sequence[int], generation: int, avoided: Sequen
 
 def checkpoints(job: spec.Job) -> str:
     """The URL above the job's checkpoints, empty when its output is in no store."""
-    store = places.store(job)
+    store = volumes.store(job)
     return f"{store}/{contract.CHECKPOINTS}" if store else ""
 
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outlast.controller import memory
-from outlast.controller.plan import Deletion
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import kueue
 from outlast.manifests.kueue import Priority
+from outlast.operator import job_status
+from outlast.operator.plan import Deletion
 
 Document = dict[str, Any]
 Make = Callable[[str, int, int, Priority], Document]
@@ -132,7 +132,7 @@ class Share:
         made = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, holds, reason, message in conditions:
             status, before = "True" if holds else "False", made.get(type_, {})
-            since = before["lastTransitionTime"] if before.get("status") == status else memory.text(now)
+            since = before["lastTransitionTime"] if before.get("status") == status else job_status.text(now)
             made[type_] = {
                 "type": type_,
                 "status": status,
