@@ -20,7 +20,7 @@ from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)
 from outlast import cli, spec
-from outlast.backends.local import LocalBackend
+from outlast.local.backend import LocalBackend
 from outlast.status import JobStatus
 from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
 

@@ -10,8 +10,8 @@ import pytest
 
 from outlast import runs, store
 from outlast.agent import ownership
-from outlast.backends import places, stored
 from outlast.errors import AlreadyRunning, Denied, Superseded, Unreachable
+from outlast.local import state_dir, stored
 from outlast.runs import alive
 
 A, B = "team-a/cifar10", "team-b/cifar10"
@@ -222,7 +222,7 @@ def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_c
 def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_else(place: store.Store) -> None:
     runs.claim(place, runs.Run("r", "job", 1.0, state="Running", owner="us"))
     alive.beat(place, "r", "host:/elsewhere")
-    ours = places.Run("r", 1.0, "job.yaml", "out", "code", place.url, 1, "us")
+    ours = state_dir.Run("r", 1.0, "job.yaml", "out", "code", place.url, 1, "us")
 
     def refuse(text: str) -> None:
         alive.beat(place, "r", "host:/elsewhere")

@@ -14,8 +14,10 @@ import pytest
 
 import apiserver
 from outlast import kube, manifests, spec
-from outlast.backends import Backend, kubernetes, local
+from outlast.backends import Backend
+from outlast.cluster import backend as kubernetes
 from outlast.errors import NotFound, OutlastError
+from outlast.local import backend as local
 from outlast.status import JobStatus, State
 
 COMMAND = ["sh", "-c", "trap 'exit 75' TERM; echo here is $OUTLAST_WORKER; while :; do sleep 0.1; done"]

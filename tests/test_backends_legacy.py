@@ -13,7 +13,7 @@ import pytest
 
 import apiserver
 from outlast import cli, kube
-from outlast.backends import kubernetes, podlogs
+from outlast.cluster import backend, logs
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.legacy import pods
 from outlast.status import State
@@ -28,7 +28,7 @@ class Team:
 
     def __init__(self, api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
         self.api, self.cluster = api, cluster
-        self.place = kubernetes.KubernetesBackend(cluster)
+        self.place = backend.KubernetesBackend(cluster)
         self.job = a_job(worker={"template": {"spec": {"containers": [*CONTAINERS]}}})
         self.job["status"] = {"state": "Running", "restarts": 3, "startTime": "2027-01-15T08:00:05Z"}
         api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
@@ -129,8 +129,8 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
     team: Team, monkeypatch: pytest.MonkeyPatch, status: Document
 ) -> None:
     """A pod may be told to run for ever: its node is lost, or nobody is there to delete it."""
-    monkeypatch.setattr(podlogs, "_QUIET_S", 0.3)
-    monkeypatch.setattr(podlogs, "_LOOK_S", 0.05)
+    monkeypatch.setattr(logs, "_QUIET_S", 0.3)
+    monkeypatch.setattr(logs, "_LOOK_S", 0.05)
     team.api.prescribe("cifar-worker-1/log.*follow=true", *[forever] * 50)
     ended = {**team.job, "status": status}
     lines = team.place.logs("cifar", follow=True)

@@ -20,8 +20,9 @@ import pytest
 
 import apiserver
 from outlast import chaos, cli, kube
-from outlast.backends import harm, inpod, kubernetes, local
+from outlast.cluster import backend, fault_in_pod, fault_injection
 from outlast.errors import Forbidden, NotFound, OutlastError, Refused
+from outlast.local import backend as local
 from outlast.status import JobStatus, State, WorkerStatus
 
 Document = dict[str, Any]
@@ -72,11 +73,11 @@ def test_a_rank_that_reports_to_its_agent_is_harmed(tmp_path: Path) -> None:
             record = json.dumps({"rank": 2 + local_rank, "pid": process.pid})
             (tmp_path / f"progress-{local_rank}.json").write_text(record.ljust(512))
         (tmp_path / "progress-2.json").write_text(json.dumps({"rank": 4, "pid": 2**22 + 1}))  # of one that is gone
-        said = harm.strike(pod, a_pod(), "stop", random.Random(0))
+        said = fault_injection.strike(pod, a_pod(), "stop", random.Random(0))
         assert said == f"stopped rank 3 on worker 1 (pid {two.pid} in pod train-1)"
         assert (one.status(), two.status()) == (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED)
         two.resume()
-        harm.strike(pod, a_pod(), "kill-process", random.Random(0))
+        fault_injection.strike(pod, a_pod(), "kill-process", random.Random(0))
         assert two.status() == psutil.STATUS_ZOMBIE
 
 
@@ -84,7 +85,7 @@ def test_a_slow_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(chaos, "SLOW", (3, 0.02, 0.01))
     with a_process() as process:
         (tmp_path / "progress-0.json").write_text(json.dumps({"rank": 7, "pid": process.pid}))
-        said = harm.strike(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))
+        said = fault_injection.strike(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))
         assert said == f"slowed down rank 7 on worker 1 (pid {process.pid} in pod train-1)"
         deadline = time.monotonic() + 10
         while process.status() == psutil.STATUS_STOPPED:
@@ -103,17 +104,17 @@ def test_ranks_of_plain_torchrun_are_known_by_their_variables(tmp_path: Path) ->
         (tmp_path / str(pid) / "environ").write_bytes(b"".join(f"{k}={v}\0".encode() for k, v in environ.items()))
     (tmp_path / "30").mkdir()
     (tmp_path / "self").mkdir()
-    assert inpod.launched(str(tmp_path)) == {2: 8, 3: 9}
+    assert fault_in_pod.launched(str(tmp_path)) == {2: 8, 3: 9}
 
 
 def test_what_cannot_be_harmed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sh").symlink_to("/bin/sh")
     pod = Pod({"PATH": str(tmp_path)})
     with pytest.raises(OutlastError, match="stop failed in pod train-1: it has no Python"):
-        harm.strike(pod, a_pod(), "stop", random.Random(0))
+        fault_injection.strike(pod, a_pod(), "stop", random.Random(0))
     monkeypatch.setattr(pod, "exec_", lambda *_, **__: kube.Ended(3, b"", b""))
     with pytest.raises(NotFound, match="worker 1 has no training process now; wait until it trains"):
-        harm.strike(pod, a_pod(), "kill-process", random.Random(0))
+        fault_injection.strike(pod, a_pod(), "kill-process", random.Random(0))
 
 
 def test_on_this_machine_a_worker_that_cannot_be_harmed_is_named() -> None:
@@ -135,7 +136,7 @@ def test_on_this_machine_a_worker_that_cannot_be_harmed_is_named() -> None:
 
 # Requests
 
-Team = tuple[apiserver.ApiServer, kubernetes.KubernetesBackend]
+Team = tuple[apiserver.ApiServer, backend.KubernetesBackend]
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
         api.put({"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec})
         for index in range(2):
             api.put(a_pod(f"train-{index}", index))
-        yield api, kubernetes.KubernetesBackend(cluster)
+        yield api, backend.KubernetesBackend(cluster)
         cluster.close()
 
 
@@ -210,7 +211,7 @@ def test_a_schedule_is_carried_out_on_pods(
     team: Team, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, place = team
-    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.02)
+    monkeypatch.setattr(backend.KubernetesBackend, "look_s", 0.02)
     schedule = tmp_path / "chaos.yaml"
     schedule.write_text("- {at: 1s, do: kill-worker, worker: 1}\n- {step: 40, do: term, worker: 0}\n")
 

@@ -21,10 +21,11 @@ from rich.console import Console
 
 import fake
 from outlast import chaos, cli
-from outlast.backends import Backend, LogLine, local
-from outlast.backends.places import Run
+from outlast.backends import Backend, LogLine
 from outlast.cli import live, run, show, view
 from outlast.errors import NotFound, OutlastError, Unanswered
+from outlast.local import backend as local
+from outlast.local.state_dir import Run
 from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, State, WorkerStatus
 
 JOB = """\

@@ -21,7 +21,8 @@ import yaml
 
 import namespaces
 from namespaces import Document, Namespace, kind
-from outlast import etcdlogin, kube
+from outlast import kube
+from outlast.cluster import etcd_users
 from outlast.manifests import install
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -69,8 +70,8 @@ class Etcd:
         self.endpoint = f"{install.ETCD}.{namespace.name}:2379"
         now = datetime.datetime.now(datetime.UTC)
         with contextlib.closing(kube.connect(None, namespace.name)) as cluster:
-            self.access = etcdlogin.access(cluster, namespace.name, wanted.members, now)
-            self.user, login = etcdlogin.login(cluster, self.access, namespace.name, now)
+            self.access = etcd_users.access(cluster, namespace.name, wanted.members, now)
+            self.user, login = etcd_users.login(cluster, self.access, namespace.name, now)
         namespace.apply([*self.access.documents, login, *an_etcd(namespace.name, wanted)])
 
     def wait(self) -> None:
@@ -85,9 +86,9 @@ class Etcd:
         name = self.namespace.name
         with (
             contextlib.closing(kube.connect(None, name)) as cluster,
-            etcdlogin.as_root(cluster, name, self.access, now) as client,
+            etcd_users.as_root(cluster, name, self.access, now) as client,
         ):
-            assert etcdlogin.admit(client, self.access.root, [self.user])
+            assert etcd_users.admit(client, self.access.root, [self.user])
 
     def ctl(self, *words: str) -> str:
         """As root, with the members' certificate."""

@@ -14,7 +14,8 @@ import pytest
 
 import etcds
 from fake_cluster import Document, FakeCluster
-from outlast import certificates, etcd, etcdlogin, kube, manifests, spec
+from outlast import etcd, kube, manifests, spec
+from outlast.cluster import certificates, etcd_users
 from outlast.contract import Env, Pod
 from outlast.doctor import cluster as doctor
 from outlast.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
@@ -195,8 +196,8 @@ def test_uninstalling_takes_the_secrets_too(cluster: Installed, capsys) -> None:
 def test_certificates_are_renewed_at_half_their_time_by_an_authority_that_is_known() -> None:
     cluster = FakeCluster({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
 
-    def installed(years: float) -> etcdlogin.Access:
-        found = etcdlogin.access(cluster, SYSTEM, 3, NOW + datetime.timedelta(days=365 * years))  # type: ignore[arg-type]
+    def installed(years: float) -> etcd_users.Access:
+        found = etcd_users.access(cluster, SYSTEM, 3, NOW + datetime.timedelta(days=365 * years))  # type: ignore[arg-type]
         for document in found.documents:
             cluster.apply(document)
         return found

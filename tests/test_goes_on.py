@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from outlast import contract, runs, spec
-from outlast.backends import goes_on
-from outlast.backends.goes_on import GoesOn
-from outlast.backends.places import Run
 from outlast.errors import OutlastError
+from outlast.local import resumption
+from outlast.local.resumption import GoesOn
+from outlast.local.state_dir import Run
 from outlast.prepare import code
 from outlast.report import goodput
 from outlast.report.timeline import Bucket
@@ -74,7 +74,7 @@ def a_job(**fields: object) -> spec.Job:
     ],
 )
 def test_what_has_changed_in_a_job_is_named(old: dict[str, object], new: dict[str, object], said: list[str]) -> None:
-    assert list(goes_on.changes(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
+    assert list(resumption.changes(a_job(**old), a_job(**new))) == [f"changed since: {each}" for each in said]
 
 
 # On this machine

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from outlast import store
 from outlast.agent import ownership, upload
-from outlast.backends import stored
 from outlast.errors import StoreError, Unreachable
+from outlast.local import stored
 from outlast.report import goodput
 from outlast.sync import growing, sync
 

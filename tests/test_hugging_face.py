@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outlast.backends.local import LocalBackend
 from outlast.chance import CHANCE
+from outlast.local.backend import LocalBackend
 from outlast.status import State
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "hugging-face.md"

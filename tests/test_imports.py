@@ -20,7 +20,7 @@ def loaded(program: str) -> set[str]:
 
 def test_help_loads_next_to_nothing() -> None:
     program = "from outlast import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
-    heavy = {"pydantic", "yaml", "rich", "psutil", "asyncio", "outlast.spec", "outlast.status", "outlast.backends.local"}
+    heavy = {"pydantic", "yaml", "rich", "psutil", "asyncio", "outlast.spec", "outlast.status", "outlast.local.backend"}
     assert not loaded(program) & (TORCH | heavy)
 
 
@@ -41,7 +41,7 @@ def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
 
 @pytest.mark.parametrize("process", ["backends.launcher", "runtime.agent"])
 def test_what_runs_beside_the_training_is_light(process: str) -> None:
-    assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.backends.local"})
+    assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.local.backend"})
 
 
 def test_training_knows_nothing_of_who_runs_it() -> None:

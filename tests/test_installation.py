@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from fake_cluster import Document, FakeCluster
-from outlast import cli, installation, kube
+from outlast import cli, kube
+from outlast.cluster import installation
 from outlast.errors import ClusterError, OutlastError
 from outlast.kube import kinds
 from outlast.manifests import install

@@ -23,8 +23,8 @@ import pytest
 import apiserver
 import ports
 from outlast import errors, kube
-from outlast.backends.kubernetes import KubernetesBackend
 from outlast.cli import inside
+from outlast.cluster.backend import KubernetesBackend
 from outlast.kube import error_mapping, kubeconfig
 from outlast.kube.error_mapping import Asked
 from outlast.rendezvous.transports import kubernetes as rendezvous

@@ -13,12 +13,12 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import checkpoints, contract, spec
-from outlast.backends import workers
-from outlast.backends.launcher import Launcher
-from outlast.backends.local import LocalBackend
-from outlast.backends.places import Places
-from outlast.backends.workers import Ended, Worker
 from outlast.errors import OutlastError
+from outlast.local import workers
+from outlast.local.backend import LocalBackend
+from outlast.local.launcher import Launcher
+from outlast.local.state_dir import Places
+from outlast.local.workers import Ended, Worker
 from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.transports.sockets import Called
@@ -275,7 +275,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     launcher.staff.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.staff, "said", lambda _: of_worker)
     record = SimpleNamespace(phase="started", generation=2, step=0, steps=None)
-    monkeypatch.setattr("outlast.backends.launcher.progress.read", lambda *_: record)
+    monkeypatch.setattr("outlast.local.launcher.progress.read", lambda *_: record)
     launcher._read_progress()
     launcher.status.step, launcher.status.steps, launcher.status.told = 9, 100, "log"
     launcher._read_progress()

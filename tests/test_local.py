@@ -23,10 +23,10 @@ from pathlib import Path
 import pytest
 
 from outlast import chaos, checkpoints, cli, contract, files, locks, spec
-from outlast.backends import local
-from outlast.backends.local import LocalBackend
-from outlast.backends.places import Places, Wanted
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
+from outlast.local import backend
+from outlast.local.backend import LocalBackend
+from outlast.local.state_dir import Places, Wanted
 from outlast.shipping import tree
 from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
@@ -130,7 +130,7 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
 
     here.submit()
     here.leave(State.SUCCEEDED)
-    monkeypatch.setattr(local, "_DYING_S", 0.0)
+    monkeypatch.setattr(backend, "_DYING_S", 0.0)
     with open(here.output / contract.OWNER, "a") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         code, said = outlast(here, "forget", "job", "--output", "--yes")
@@ -163,7 +163,7 @@ def test_git_ignores_the_state_but_nothing_that_is_not_ours(here: Here) -> None:
 def test_an_output_that_another_state_directory_drives_is_left_alone(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_DYING_S", 0.0)
+    monkeypatch.setattr(backend, "_DYING_S", 0.0)
     output = tmp_path / "shared"
     (output / "job").mkdir(parents=True)
     (output / "job" / contract.OWNER).write_text("/home/ann/.outlast/jobs/job")
@@ -393,7 +393,7 @@ def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> N
     assert (before.run, before.started) == (run, 1.0)
     assert here.places.taken_up() > time.time() - 60
     assert Wanted.read(here.places) == Wanted(2)
-    assert here.started[-1][1:] == ["-m", "outlast.backends.launcher", str(here.places.state)]
+    assert here.started[-1][1:] == ["-m", "outlast.local.launcher", str(here.places.state)]
     assert len(here.started) == 2
 
 
@@ -570,7 +570,7 @@ def test_harm_is_repeated_as_often_as_was_asked_for(here: Here) -> None:
 def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
     for name in ("worker-10.log", "worker-2.log", "worker-2-copy.log", "worker-.log", "worker-x.log"):
         (tmp_path / name).touch()
-    assert sorted(local._logs(tmp_path)) == [2, 10]
+    assert sorted(backend._logs(tmp_path)) == [2, 10]
 
 
 @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])
@@ -578,10 +578,10 @@ def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_log_are_found_by_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
 ) -> None:
-    monkeypatch.setattr(local, "_PIECE", piece)
+    monkeypatch.setattr(backend, "_PIECE", piece)
     (tmp_path / "log").write_bytes(text.encode())
     lines = text.removesuffix("\n").split("\n") if text else []
     for last in (None, 0, 1, 2, 9):
-        tail = local._Tail(tmp_path / "log", last)
+        tail = backend._Tail(tmp_path / "log", last)
         assert list(tail.lines(rest=True)) == (lines if last is None else lines[max(0, len(lines) - last) :])
         tail.close()

@@ -14,7 +14,7 @@ import pytest
 import apiserver
 import test_decide_scale
 from outlast import contract, kube
-from outlast.backends.kubernetes import KubernetesBackend
+from outlast.cluster.backend import KubernetesBackend
 from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 from outlast.operator import reconcilers, snapshot
 from outlast.operator.decide import decide

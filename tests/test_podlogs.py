@@ -13,7 +13,9 @@ import pytest
 
 import apiserver
 from outlast import kube
-from outlast.backends import LogLine, kubernetes, podlogs
+from outlast.backends import LogLine
+from outlast.cluster import backend
+from outlast.cluster import logs as podlogs
 from outlast.contract import Env
 from outlast.errors import Absent, NotFound, Refused, Unanswered
 
@@ -251,7 +253,7 @@ def test_following_a_stateful_set_ends_with_its_workers_although_they_stay_up(co
     api.prescribe("train-0/log.*follow=true", goes_on(at(1, "trains")))
     api.logs["train-0"] = [at(1, "trains"), at(2, "last words")]
     api.metrics["train-0"] = end
-    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
+    lines = backend.KubernetesBackend(cluster).logs("train", follow=True)
     assert texts(list(lines)) == ["trains", "last words"]
 
 
@@ -260,14 +262,14 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
     a_stateful_set(api)
     api.prescribe("train-0/log.*follow=true", goes_on())
     api.metrics["train-0"] = "outlast_done 0\n"
-    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True)
+    lines = backend.KubernetesBackend(cluster).logs("train", follow=True)
     thread = threading.Thread(target=list, args=(lines,), daemon=True)
     thread.start()
     looks = "GET /apis/apps/v1/namespaces/n/statefulsets"
     api.until(lambda: sum(path.startswith(looks) for path in api.asked) >= 5)
     assert sum("/proxy/" in path for path in api.asked) == 1
     assert sum("/batch/v1/namespaces/n/jobs" in path for path in api.asked) <= 3
-    monkeypatch.setattr(kubernetes, "_AGENTS_S", 0)
+    monkeypatch.setattr(backend, "_AGENTS_S", 0)
     api.metrics["train-0"] = "outlast_done 1\n"
     thread.join(20)
     assert not thread.is_alive()
@@ -276,12 +278,12 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
 def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
     monkeypatch.setattr(kube, "_TRIES", 1)
-    monkeypatch.setattr(kubernetes, "_AGENTS_S", 0)
+    monkeypatch.setattr(backend, "_AGENTS_S", 0)
     a_stateful_set(api)
     api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
     api.logs["train-0"] = [at(1, "before"), at(2, "after")]
     said: list[str] = []
-    lines = kubernetes.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)
+    lines = backend.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)
     assert next(iter(lines)).text == "before"
     api.well = False
     api.cut()
@@ -304,7 +306,7 @@ def test_the_first_request_of_following_may_fail(connected: Connected, monkeypat
     monkeypatch.setattr(kube, "_TRIES", 1)
     api.well = False
     with pytest.raises(Unanswered, match="HTTP 503"):
-        list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
+        list(backend.KubernetesBackend(cluster).logs("train", follow=True))
 
 
 def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -> None:
@@ -314,7 +316,7 @@ def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -
     refused = apiserver.status(500, "InternalError", 'Get "https://10.0.0.2:10250/containerLogs": connection refused')
     api.prescribe("train-1/log", refused)
     said: list[str] = []
-    place = kubernetes.KubernetesBackend(cluster)
+    place = backend.KubernetesBackend(cluster)
     assert texts(list(place.logs("train", say=said.append))) == ["here"]
     (sentence,) = said
     assert sentence.startswith(
@@ -328,9 +330,9 @@ def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -
 def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
     monkeypatch.setattr(podlogs, "_LOOK_S", 0.02)
-    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.02)
+    monkeypatch.setattr(backend.KubernetesBackend, "look_s", 0.02)
     with pytest.raises(Absent, match="there is no namespace n in here"):
-        list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True))
+        list(backend.KubernetesBackend(cluster).logs("train", follow=True))
     api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
     said: list[str] = []
     quota = {"conditions": [{"type": "FailedCreate", "status": "True", "message": "exceeded quota"}]}
@@ -344,7 +346,7 @@ def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkey
 
     thread = threading.Thread(target=happens)
     thread.start()
-    assert list(kubernetes.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)) == []
+    assert list(backend.KubernetesBackend(cluster).logs("train", follow=True, say=said.append)) == []
     thread.join()
     assert said == [
         "waiting for train: there is no such job in namespace n yet",
@@ -357,7 +359,7 @@ def test_a_job_that_has_ended_and_whose_pods_are_gone_is_not_followed(connected:
     api, cluster = connected
     job = a_job(COMPLETE)
     api.put(job)
-    place = kubernetes.KubernetesBackend(cluster)
+    place = backend.KubernetesBackend(cluster)
     with pytest.raises(NotFound, match="train has no pods now, and its output is in no store"):
         list(place.logs("train", follow=True))
     store = tmp_path / "runs" / "train"
@@ -374,4 +376,4 @@ def test_a_worker_that_there_is_not_is_named_with_those_that_there_are(connected
     api, cluster = connected
     a_stateful_set(api, replicas=2)
     with pytest.raises(NotFound, match="train has no worker 5; there are 0, 1"):
-        list(kubernetes.KubernetesBackend(cluster).logs("train", worker=5))
+        list(backend.KubernetesBackend(cluster).logs("train", worker=5))

@@ -15,7 +15,7 @@ import pytest
 
 from namespaces import Document, Namespace, a_server, kind
 from outlast import cli, kube
-from outlast.backends.kubernetes import KubernetesBackend
+from outlast.cluster.backend import KubernetesBackend
 from outlast.status import State
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

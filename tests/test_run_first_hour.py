@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outlast.backends.local import LocalBackend
+from outlast.local.backend import LocalBackend
 from outlast.status import State
 
 LOOP = """\

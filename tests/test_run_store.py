@@ -17,9 +17,9 @@ import pytest
 
 from faults import Proxy, denied
 from outlast import checkpoints, cli, contract, store
-from outlast.backends.local import LocalBackend
 from outlast.cli import show
 from outlast.errors import OutlastError
+from outlast.local.backend import LocalBackend
 from outlast.status import JobStatus, State
 from outlast.sync import growing
 from servers import Place

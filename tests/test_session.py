@@ -19,8 +19,8 @@ from torch import nn
 
 import worlds
 from outlast import checkpoints, contract, ledger
-from outlast.backends.places import logged
 from outlast.errors import OutlastError
+from outlast.local.state_dir import logged
 from outlast.training import Batch, Stream, checkpoint, metrics, session
 from outlast.workerfiles import progress
 from worlds import Training, world

@@ -13,8 +13,9 @@ import pytest
 import apiserver
 from outlast import kube, runs, store
 from outlast.agent import ownership
-from outlast.backends import kubernetes, stored
+from outlast.cluster import backend
 from outlast.errors import Superseded
+from outlast.local import stored
 from outlast.status import JobStatus, State
 
 JOB = """\
@@ -178,7 +179,7 @@ def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
     (before,) = the(api, "statefulsets.apps")
     said = [State.FAILED, State.SUCCEEDED]
     told = lambda _, name: JobStatus(name=name, run="", state=said[0])  # noqa: E731  # as its agents say, who are not here
-    monkeypatch.setattr(kubernetes.KubernetesBackend, "status", told)
+    monkeypatch.setattr(backend.KubernetesBackend, "status", told)
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert out.splitlines()[0].startswith("StatefulSet train has failed; its run goes on from its newest checkpoint")
     assert "StatefulSet train changed" in out
@@ -374,7 +375,7 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
 ) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
     monkeypatch.setattr(kube, "_TRIES", 1)
-    monkeypatch.setattr(kubernetes.KubernetesBackend, "look_s", 0.01)
+    monkeypatch.setattr(backend.KubernetesBackend, "look_s", 0.01)
 
     def suspended(_: object) -> bool:
         api.documents["statefulsets.apps", "default", "train"]["spec"]["replicas"] = 0

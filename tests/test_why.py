@@ -16,12 +16,12 @@ import fake
 import situations
 from fake_cluster import FakeCluster
 from outlast import cli, diagnosis, kube
-from outlast.backends import local
-from outlast.backends.places import Run
 from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage
 from outlast.diagnosis import seen as sight
 from outlast.errors import Forbidden, NotFound
 from outlast.kube import kinds
+from outlast.local import backend as local
+from outlast.local.state_dir import Run
 from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]

@@ -16,7 +16,7 @@ from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backends.local import LocalBackend
+    from outlast.local.backend import LocalBackend
     from outlast.status import JobStatus
 
 
@@ -49,7 +49,7 @@ def forget(
       outlast forget --older-than 7d --yes
       outlast forget cifar10 -n team-a
     """
-    from outlast.backends import local
+    from outlast.local import backend
 
     age = _age(older_than)
     if bool(names) == (all_finished or age is not None):
@@ -66,7 +66,7 @@ def forget(
     if not chosen:
         print("no job has ended" if age is None else f"no job has ended longer than {older_than} ago")
         return
-    here = place if isinstance(place, local.LocalBackend) else None
+    here = place if isinstance(place, backend.LocalBackend) else None
     if here is None and output:
         raise OutlastError("--output is for jobs of this machine; remove what a job left in a store or a volume there")
     lines = {name: _kept(here, name, output) if here else f"{name}, and what was made for it" for name in chosen}

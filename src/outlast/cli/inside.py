@@ -17,7 +17,7 @@ from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
-    from outlast.backends.kubernetes import KubernetesBackend
+    from outlast.cluster.backend import KubernetesBackend
 
 TENSORBOARD = 6006
 

@@ -78,7 +78,8 @@ def install(
       outlast install --etcd --etcd-storage gp3 --context production
       outlast install --etcd --etcd-members 1 --etcd-storage none
     """
-    from outlast import etcdlogin, installation, kube
+    from outlast import kube
+    from outlast.cluster import etcd_users, installation
     from outlast.manifests import install
 
     installation.check_namespace(namespace)
@@ -95,9 +96,9 @@ def install(
         secrets = []
         if etcd:
             now = datetime.datetime.now(datetime.UTC)
-            access = etcdlogin.access(cluster, namespace, wished.members, now)
-            admitted = sorted({*etcdlogin.admitted(cluster), *(etcd_for or ())})
-            logins = [etcdlogin.login(cluster, access, each, now) for each in admitted]
+            access = etcd_users.access(cluster, namespace, wished.members, now)
+            admitted = sorted({*etcd_users.admitted(cluster), *(etcd_for or ())})
+            logins = [etcd_users.login(cluster, access, each, now) for each in admitted]
             secrets = [*access.documents, *(secret for _, secret in logins)]
         wanted = installation.documents(
             namespace=namespace, image=image or install.IMAGE, etcd=wished if etcd else None, secrets=secrets
@@ -119,8 +120,8 @@ def install(
                 continue
             _wait(cluster, workload, begun, timeout)
             if workload["kind"] == "StatefulSet":  # whoever may use it can only be told to one that runs
-                with etcdlogin.as_root(cluster, namespace, access, now) as client:
-                    changed = etcdlogin.admit(client, access.root, [user for user, _ in logins])
+                with etcd_users.as_root(cluster, namespace, access, now) as client:
+                    changed = etcd_users.admit(client, access.root, [user for user, _ in logins])
                 for_whom = f"jobs of {', '.join(admitted)}" if admitted else "no job yet; say --etcd-for NAMESPACE"
                 print(f"etcd has {'changed' if changed else 'the'} users: it is for {for_whom}")
     finally:
@@ -129,7 +130,8 @@ def install(
 
 def _wait(cluster: kube.Cluster, workload: dict[str, Any], begun: float, timeout: float) -> None:
     """Wait until etcd or the operator runs, and say so. Raises typer.Exit when it does not in time, once it is said why."""
-    from outlast import diagnosis, installation
+    from outlast import diagnosis
+    from outlast.cluster import installation
 
     name = _RUNS[workload["kind"]]
     if causes := installation.wait(cluster, workload, timeout_s=max(1.0, begun + timeout - time.monotonic())):
@@ -156,7 +158,8 @@ def uninstall(
       outlast uninstall
       outlast uninstall --crds --yes
     """
-    from outlast import installation, kube
+    from outlast import kube
+    from outlast.cluster import installation
 
     installation.check_namespace(namespace)
     cluster = kube.connect(context, namespace)

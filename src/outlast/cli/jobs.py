@@ -147,7 +147,7 @@ def logs(
     except re.error as error:
         raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
     if url := which.in_store(name):
-        from outlast.backends import stored
+        from outlast.local import stored
 
         if follow or since:
             raise OutlastError(

@@ -61,7 +61,7 @@ def _ledger(
     """The job's name, its run, its ledger, whether it goes on, and the goodput that an operator has written."""
     if url := which.in_store(name):
         from outlast import runs, store
-        from outlast.backends import stored
+        from outlast.local import stored
 
         place = store.open_(url)
         if (record := runs.read(place)) is None:

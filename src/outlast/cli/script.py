@@ -174,7 +174,7 @@ def command(file: str, args: Sequence[str], *, module: bool, workers: int | None
 
 def gpus() -> int:
     """How many GPUs this machine shows."""
-    from outlast.backends import workers
+    from outlast.local import workers
 
     return len(workers.gpus())
 

@@ -19,7 +19,7 @@ from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
 from outlast.spec import unused
 
 if TYPE_CHECKING:
-    from outlast.backends.kubernetes import KubernetesBackend
+    from outlast.cluster.backend import KubernetesBackend
     from outlast.kube import Cluster, Document
     from outlast.spec import Job
 
@@ -108,9 +108,9 @@ def documents(
 
 def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
     """The cluster, and how jobs are made there."""
-    from outlast.backends import kubernetes
+    from outlast.cluster import backend
 
-    if isinstance(ctx.obj, kubernetes.KubernetesBackend):
+    if isinstance(ctx.obj, backend.KubernetesBackend):
         cluster = ctx.obj.cluster
     else:
         cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
@@ -119,7 +119,7 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
         own = run is not None  # else it is only compared with what is there
         return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh, put=own, say=own)
 
-    place = kubernetes.KubernetesBackend(cluster, documents=made)
+    place = backend.KubernetesBackend(cluster, documents=made)
     if not cluster.has_namespace():
         raise Absent(
             f"there is no namespace {cluster.namespace} in {cluster.context}; "

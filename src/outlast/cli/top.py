@@ -17,7 +17,7 @@ from outlast.errors import Forbidden, NotServed, Unanswered
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
-    from outlast.backends.kubernetes import KubernetesBackend
+    from outlast.cluster.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5
 """Over which time the CPU of this machine's processes is measured."""

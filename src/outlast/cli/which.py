@@ -22,7 +22,7 @@ from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
-    from outlast.backends.kubernetes import KubernetesBackend
+    from outlast.cluster.backend import KubernetesBackend
     from outlast.status import JobStatus
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
@@ -68,7 +68,7 @@ def place(ctx: typer.Context, name: str | None, namespace: str | None, context: 
 def cluster(ctx: typer.Context, namespace: str | None = None, context: str | None = None) -> KubernetesBackend:
     """The jobs of a cluster; its connections are closed when the command ends. Raises NoCluster."""
     from outlast import kube
-    from outlast.backends import kubernetes
+    from outlast.cluster import backend as kubernetes
 
     found = kube.connect(context, checked(namespace))
     ctx.call_on_close(found.close)
@@ -84,11 +84,11 @@ def checked(namespace: str | None) -> str | None:
 
 def in_cluster(where: Backend) -> KubernetesBackend | None:
     """The backend, if it is a cluster's."""
-    from outlast.backends import local
+    from outlast.local import backend as local
 
     if isinstance(where, local.LocalBackend):
         return None
-    from outlast.backends import kubernetes
+    from outlast.cluster import backend as kubernetes
 
     return where if isinstance(where, kubernetes.KubernetesBackend) else None
 

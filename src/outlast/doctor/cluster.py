@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
-from outlast import contract, installation, manifests, spec
+from outlast import contract, manifests, spec
+from outlast.cluster import installation
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
 from outlast.diagnosis import refused
 from outlast.diagnosis import seen as sight

@@ -1,6 +1,6 @@
 """What a worker's pod says of the worker: its index, what it waits for, how it ended.
 
-Pure: pods are documents as the API server has them. `backends.observed` makes a job's status of it. The sentences are those that
+Pure: pods are documents as the API server has them. `cluster.job_status` makes a job's status of it. The sentences are those that
 users see in `status`, `logs` and `list`.
 """
 

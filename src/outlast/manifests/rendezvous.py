@@ -13,7 +13,7 @@ from outlast.contract import Env, Pod
 from outlast.manifests.request import Request, wrong
 
 LOGIN = "outlast-etcd"
-"""The Secret of a namespace with what its jobs need for the etcd of the same name, see `outlast.etcdlogin`."""
+"""The Secret of a namespace with what its jobs need for the etcd of the same name, see `outlast.cluster.etcd_users`."""
 _SCHEMES = {
     "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
     "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},

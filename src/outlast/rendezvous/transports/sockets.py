@@ -11,7 +11,7 @@ closed connection is a death at once; a silent one is a death after `SILENCE_S`.
 A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a peer sends
 costs that peer its connection at most. Of several processes of one index the one that came last is the member.
 
-Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `backends.launcher` and `rendezvous.worker0` (the
+Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
 server, asyncio).
 """
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from outlast import certificates, etcd
-from outlast.certificates import Pair
+from outlast import etcd
+from outlast.cluster import certificates
+from outlast.cluster.certificates import Pair
 from outlast.errors import Absent, ClusterError, EtcdRefused, OutlastError
 from outlast.kube import kinds
 from outlast.manifests import install

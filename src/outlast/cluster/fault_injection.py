@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from outlast import chaos, kube
-from outlast.backends import inpod
+from outlast.cluster import fault_in_pod
 from outlast.errors import NotFound, OutlastError
 from outlast.kube import pods
 
@@ -36,7 +36,7 @@ def strike(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.R
             return f"evicted {worker}: pod {name}"
     turns, stopped_s, running_s = chaos.SLOW
     arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
-    program = Path(inpod.__file__).read_bytes()
+    program = Path(fault_in_pod.__file__).read_bytes()
     command = ["sh", "-c", _START, "sh", *arguments]
     ended = cluster.exec_(name, command, namespace=namespace, container=pods.name(pod), stdin=program)
     if ended.code == _NOBODY:

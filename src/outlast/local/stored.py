@@ -17,9 +17,9 @@ from pathlib import Path
 from outlast import checkpoints, contract, ledger, runs, store
 from outlast.agent import upload
 from outlast.backends import LogLine
-from outlast.backends.places import Run
 from outlast.checkpoints import register, remote
 from outlast.errors import NotFound, OutlastError
+from outlast.local.state_dir import Run
 from outlast.runs import alive
 from outlast.status import State
 from outlast.sync import growing, sync, tree

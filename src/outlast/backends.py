@@ -1,7 +1,7 @@
 """Where jobs run: one Protocol of few verbs, and the lookup that finds its implementation.
 
-The command line and `outlast.chaos` know only this Protocol. `outlast.backends.local` runs workers as child processes of this
-machine, `outlast.backends.kubernetes` as pods of a cluster. A backend says what went wrong as an `OutlastError`: `NotFound` for a
+The command line and `outlast.chaos` know only this Protocol. `outlast.local.backend` runs workers as child processes of this
+machine, `outlast.cluster.backend` as pods of a cluster. A backend says what went wrong as an `OutlastError`: `NotFound` for a
 name it does not know, `AlreadyRunning` for a run that is on its way.
 """
 
@@ -126,6 +126,6 @@ def state_directory() -> Path:
 
 def find(state: Path | None = None) -> Backend:
     """The backend of this machine, with its state in `state` (default: `state_directory()`)."""
-    from outlast.backends import local
+    from outlast.local import backend
 
-    return local.LocalBackend(state or state_directory())
+    return backend.LocalBackend(state or state_directory())

@@ -1,6 +1,6 @@
 """Jobs on this machine: submits them to a launcher of their own, reads what it writes, writes what the user wants.
 
-    <state>/jobs/<name>/      see `backends.places`
+    <state>/jobs/<name>/      see `local.state_dir`
     <output>/<name>/          checkpoints, logs, ledger; what finished runs left is kept in `previous/<time>/`
 
 The command line is the only caller. Nothing here waits for the launcher: wishes are files, so they survive it.
@@ -25,10 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from outlast import chaos, checkpoints, contract, files, ledger, locks, runs, spec
-from outlast.backends import LogLine, goes_on, stored
-from outlast.backends.places import Places, Run, Wanted, logged
+from outlast.backends import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.launch import daemon
+from outlast.local import resumption, stored
+from outlast.local.state_dir import Places, Run, Wanted, logged
 from outlast.prepare import code, prepare, python_env
 from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus
@@ -119,12 +120,12 @@ class LocalBackend:
             placed, source, output / contract.WORK, places.state, (self._state, output), submitted
         )
         placed = _frozen(placed, places.state)
-        how = goes_on.look(output, run_id, place, unfinished, elsewhere) if earlier else None
+        how = resumption.look(output, run_id, place, unfinished, elsewhere) if earlier else None
         if how:
             old = places.job if before else output / "job.yaml"
             kept = (before.store or before.output) if before else ""
             to = _store(placed) or str(_output(placed, self._state))
-            self.notices = [how.sentence, *goes_on.since(old, placed, changed, kept, to), *self.notices]
+            self.notices = [how.sentence, *resumption.since(old, placed, changed, kept, to), *self.notices]
         self.notices += [*filter(None, [displaced]), *_shell(places, run_id, placed)]
         files.replace(places.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
@@ -176,11 +177,11 @@ class LocalBackend:
             time.sleep(0.02)
 
     def _launch(self, places: Places) -> None:
-        self._start([sys.executable, "-m", "outlast.backends.launcher", str(places.state)], places.log)
+        self._start([sys.executable, "-m", "outlast.local.launcher", str(places.state)], places.log)
 
     def _strike(self, name: str, schedule: Path) -> None:
         """Carry out a chaos schedule beside the run, in a process of its own."""
-        argv = [sys.executable, "-m", "outlast.backends.local", str(self._state), name, str(schedule.absolute())]
+        argv = [sys.executable, "-m", "outlast.local.backend", str(self._state), name, str(schedule.absolute())]
         self._start(argv, self._places(name).log)
 
     # Looking
@@ -318,7 +319,7 @@ class LocalBackend:
             generation = stored.take_over(place, Path(run.output), new, before=run)
             run = dataclasses.replace(run, generation=generation, owner=owner)
         self._wish(places, end="")
-        how = goes_on.look(Path(run.output), run.run, stored.reach(run.store) if run.store else None, status)
+        how = resumption.look(Path(run.output), run.run, stored.reach(run.store) if run.store else None, status)
         self.notices = [how.sentence, *_shell(places, run.run, spec.load(places.job))]
         _show_pending(places, status, how.short, status.replicas)
         run.write(places)
@@ -577,13 +578,13 @@ def _slow(pid: int) -> None:
 
 def _shell(places: Places, run: str, job: spec.Job) -> list[str]:
     """Remember the shell that takes up a run; what the training had from the last one and will miss."""
-    now = goes_on.marks(os.environ, run)
+    now = resumption.marks(os.environ, run)
     try:
         was = dict(json.loads(places.shell.read_bytes()))
     except (OSError, ValueError, TypeError):  # a new run, or one of an earlier version
         was = {}
     files.replace(places.shell, json.dumps(now))
-    return list(goes_on.shell(was, now, job.spec.env))
+    return list(resumption.shell(was, now, job.spec.env))
 
 
 def _new_run_id() -> str:

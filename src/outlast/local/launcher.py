@@ -1,7 +1,7 @@
 """The launcher: decides for one job on this machine. It starts workers, listens to them, forms worlds, judges failures, keeps
 the status.
 
-    python -m outlast.backends.launcher STATE_DIR
+    python -m outlast.local.launcher STATE_DIR
 
 One launcher a job (it holds a lock). It may be killed at any moment: workers train on, start a new launcher when they miss it,
 and the new one adopts them. What must survive is in `launcher.json`, written before anything that depends on it; what the user
@@ -29,11 +29,11 @@ from outlast import checkpoints, contract, files, locks, spec
 from outlast import ledger as ledgers
 from outlast.agent import uploader
 from outlast.agent.lifecycle import Phase
-from outlast.backends.places import Places, Run, Wanted
-from outlast.backends.workers import Ended, Staff, Worker
 from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.launch import titles
+from outlast.local.state_dir import Places, Run, Wanted
+from outlast.local.workers import Ended, Staff, Worker
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.coordinator import Decider, Terms, after, cause_first
 from outlast.rendezvous.transports import sockets
@@ -135,7 +135,7 @@ class Launcher(Decider):
             self.claim = locks.shared(self.output / contract.OWNER)
         if self.store:
             from outlast import store
-            from outlast.backends import stored
+            from outlast.local import stored
             from outlast.runs import alive
 
             home, owner = stored.home(self.places.state), self.record.owner
@@ -414,7 +414,7 @@ class Launcher(Decider):
     def _hand_in(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
         """Push what nobody has pushed: the end of the ledger, and what a killed worker left. Whoever is done but for this is
         to be started again."""
-        from outlast.backends import stored
+        from outlast.local import stored
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._show()

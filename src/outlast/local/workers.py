@@ -20,9 +20,9 @@ from typing import Any
 
 from outlast import contract, spec
 from outlast.agent.agent import processes_per_worker
-from outlast.backends.places import Places
 from outlast.clock import Seen
 from outlast.errors import OutlastError
+from outlast.local.state_dir import Places
 from outlast.rendezvous.transports import sockets
 from outlast.spec import references
 
@@ -243,7 +243,7 @@ class Staff:
             contract.Env.SHARED: str(self._places.state),
             **({contract.Env.STORE: self._store, contract.Env.OWNER: self._owner} if self._store else {}),
             contract.Env.PROBE_PORT: str(base + index if base else 0),
-            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.backends.launcher", str(self._places.state)]),
+            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.local.launcher", str(self._places.state)]),
         }
         return {**environ, **references.values(fields.env, environ)}
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast import etcdlogin
+from outlast.cluster import etcd_users
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
 from outlast.kube import kinds
@@ -75,7 +75,7 @@ def documents(
     etcd: install.Etcd | None = None,
     secrets: Sequence[Document] = (),
 ) -> list[Document]:
-    """All that is to be there, in the order in which it can be made; `secrets` are those of etcd, see `etcdlogin.access`."""
+    """All that is to be there, in the order in which it can be made; `secrets` are those of etcd, see `etcd_users.access`."""
     files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd())
     for each in secrets:
         if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
@@ -316,8 +316,8 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     _check_alone(cluster, namespace)
     secrets: list[Document] = []
     with contextlib.suppress(Forbidden):  # those in the namespace go with it
-        secrets += [_secret(rendezvous.LOGIN, each) for each in etcdlogin.admitted(cluster)]
-        secrets += [_secret(name, namespace) for name in (etcdlogin.AUTHORITY, etcdlogin.ROOT, install.ETCD_TLS)]
+        secrets += [_secret(rendezvous.LOGIN, each) for each in etcd_users.admitted(cluster)]
+        secrets += [_secret(name, namespace) for name in (etcd_users.AUTHORITY, etcd_users.ROOT, install.ETCD_TLS)]
     made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets)
     wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
     named = [definition(kind.resource) for kind in _JOBS]

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING
 
 from outlast import chaos as schedules
 from outlast import kube, patience
-from outlast.backends import LogLine, harm, observed, podlogs, stored
+from outlast.backends import LogLine
 from outlast.chance import CHANCE
+from outlast.cluster import fault_injection, job_status
+from outlast.cluster import logs as podlogs
 from outlast.contract import Label, Pod
 from outlast.errors import (
     Absent,
@@ -37,6 +39,7 @@ from outlast.errors import (
 )
 from outlast.kube import pods
 from outlast.legacy import pods as legacy
+from outlast.local import stored
 from outlast.manifests import evaluation, objects
 from outlast.status import JobStatus, State
 
@@ -101,16 +104,16 @@ class KubernetesBackend:
         for workload in self._workloads():
             found.setdefault(_name(workload), []).append(workload)
         workers = self.cluster.list_(kube.POD, labels=f"{Label.JOB},{_WORKERS}") if found else []
-        statuses = [observed.status(self._seen(name, each, workers, ask=False)) for name, each in found.items()]
+        statuses = [job_status.status(self._seen(name, each, workers, ask=False)) for name, each in found.items()]
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
         """Where a job stands."""
-        return observed.status(self._seen(name, self._known(name), self._pods(name), ask=True))
+        return job_status.status(self._seen(name, self._known(name), self._pods(name), ask=True))
 
     def output(self, name: str) -> str:
         """Where its output is."""
-        return observed.status(self._seen(name, self._known(name), (), ask=False)).output
+        return job_status.status(self._seen(name, self._known(name), (), ask=False)).output
 
     def events(self, name: str) -> Events:
         """The ledger of the run, as far as it is in the store."""
@@ -118,7 +121,7 @@ class KubernetesBackend:
         if not place:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast import store
-        from outlast.backends import stored
+        from outlast.local import stored
 
         return stored.events(store.open_(place))
 
@@ -171,7 +174,7 @@ class KubernetesBackend:
         every = patience.while_away(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
-        if follow and (began or observed.over(known[0]) is None):
+        if follow and (began or job_status.over(known[0]) is None):
             labels, course = f"{Label.JOB}={name},{_WORKERS}", _Course(self, name)
             yield from podlogs.follow(
                 self.cluster,
@@ -186,7 +189,7 @@ class KubernetesBackend:
             )
         elif began:
             yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
-        elif url := observed.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
+        elif url := job_status.status(self._seen(name, known, (), ask=False)).output if self._store(name) else "":
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
         elif found:
@@ -238,7 +241,7 @@ class KubernetesBackend:
             wanted["metadata"].setdefault("annotations", {})[FILE] = run
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         if take_over:
-            from outlast.backends import stored
+            from outlast.local import stored
 
             yield stored.release(url)
         workloads = [each["metadata"] for each in self._all(job.metadata.name)]
@@ -292,10 +295,10 @@ class KubernetesBackend:
 
     def _ended(self, workload: Document) -> State | None:
         """The state in which a workload has ended; of a StatefulSet only its agents know."""
-        if kube.kind_of(workload) is kube.STATEFUL_SET and not observed.suspended(workload):
+        if kube.kind_of(workload) is kube.STATEFUL_SET and not job_status.suspended(workload):
             state = self.status(_name(workload)).state
             return state if state.final else None
-        return observed.over(workload)
+        return job_status.over(workload)
 
     def _same(self, there: Document, wanted: Document, ended: State | None) -> bool:
         """Whether a workload was made of the very file of which another is to be. An ElasticJob that has not ended is changed."""
@@ -317,7 +320,7 @@ class KubernetesBackend:
         title = there["metadata"]["name"]
         if ended is not None:
             return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
-        if observed.suspended(there) and not observed.suspended(wanted):
+        if job_status.suspended(there) and not job_status.suspended(wanted):
             self._suspended(there, kube.kind_of(there), title, False)
             return f"{there['kind']} {title} is resumed"
         return f"{there['kind']} {title} runs this very file already"
@@ -367,7 +370,7 @@ class KubernetesBackend:
                 done.append(f"{old['kind']} {title} is ended first")
             elif ended is State.FAILED and not number:
                 done.append(f"{old['kind']} {title} has failed; its run {self._onward(name)}; --fresh starts anew")
-            if (fresh or (same and observed.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
+            if (fresh or (same and job_status.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
                 self._delete(kind, old, grace_s=None)
                 self._gone(kind, old)
         for document in documents:
@@ -394,8 +397,8 @@ class KubernetesBackend:
         elif kind is kube.LEGACY_JOB:
             self._wish(kind, title, None, replicas)
         elif kind is kube.STATEFUL_SET:
-            if observed.suspended(workload):
-                self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: str(replicas)}}})
+            if job_status.suspended(workload):
+                self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
             else:
                 self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
         elif kind is kube.VOLCANO_JOB:
@@ -413,7 +416,7 @@ class KubernetesBackend:
     def resume(self, name: str) -> None:
         """Go on with a suspended job."""
         workload, kind, title = self._active(name)
-        if not observed.suspended(workload):
+        if not job_status.suspended(workload):
             raise OutlastError(
                 f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
             )
@@ -429,8 +432,8 @@ class KubernetesBackend:
         if kind not in (kube.STATEFUL_SET, kube.LEGACY_JOB):
             self.cluster.patch(kind, title, {"spec": {"suspend": value}})
             return
-        annotation = (workload["metadata"].get("annotations") or {}).get(observed.WISHED)
-        if value and not observed.suspended(workload):
+        annotation = (workload["metadata"].get("annotations") or {}).get(job_status.WISHED)
+        if value and not job_status.suspended(workload):
             now = legacy.sizes(workload)[1] if kind is kube.LEGACY_JOB else workload["spec"].get("replicas", 1)
             self._wish(kind, title, str(now), 0)
         elif not value:
@@ -440,7 +443,7 @@ class KubernetesBackend:
     def _wish(self, kind: kube.Kind, title: str, before: str | None, replicas: int) -> None:
         """Set how many pods a workload has that knows no suspension, and how many it had."""
         spec = {"replicaSpecs": {"Worker": {"replicas": replicas}}} if kind is kube.LEGACY_JOB else {"replicas": replicas}
-        self.cluster.patch(kind, title, {"metadata": {"annotations": {observed.WISHED: before}}, "spec": spec})
+        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: before}}, "spec": spec})
 
     def cancel(self, name: str) -> None:
         """End the job for good: its workload, its configuration and its Service go, its claims and its output stay."""
@@ -458,11 +461,11 @@ class KubernetesBackend:
         """Do harm to a worker's pod; `harm` says how."""
         schedules.check(action)
         if worker is not None:
-            return harm.strike(self.cluster, self.pod(name, worker), action, rng)
+            return fault_injection.strike(self.cluster, self.pod(name, worker), action, rng)
         running = [pod for pod in self.pods(name) if pods.running(pod) and not pods.leaves(pod)]
         if not running:
             raise NotFound(f"{name} has no running worker; wait until it runs")
-        return harm.strike(self.cluster, rng.choice(running), action, rng)
+        return fault_injection.strike(self.cluster, rng.choice(running), action, rng)
 
     def evaluate(
         self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda line: print(line.text, flush=True)
@@ -470,7 +473,7 @@ class KubernetesBackend:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
         known = self._known(name)
         workload = known[0]
-        if observed.archived(workload):
+        if job_status.archived(workload):
             raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
         if not self._store(name) and not _claimed(workload):
             raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
@@ -480,7 +483,7 @@ class KubernetesBackend:
         print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
 
         def over() -> bool:
-            return observed.over(self.cluster.get(kube.JOB, title)) is not None
+            return job_status.over(self.cluster.get(kube.JOB, title)) is not None
 
         def say(sentence: str) -> None:
             print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
@@ -566,7 +569,7 @@ class KubernetesBackend:
     def _active(self, name: str) -> tuple[Document, kube.Kind, str]:
         """The workload that stands for a job that has not ended."""
         workload = self._known(name)[0]
-        if (state := observed.over(workload)) is not None:
+        if (state := job_status.over(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
             raise OutlastError(f"{name} has ended ({state}); outlast submit FILE {more}")
         return workload, kube.kind_of(workload), workload["metadata"]["name"]
@@ -574,26 +577,26 @@ class KubernetesBackend:
     def _pods(self, name: str) -> List[Document]:
         return self.cluster.list_(kube.POD, labels=f"{Label.JOB}={name},{_WORKERS}")
 
-    def _seen(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> observed.Seen:
+    def _seen(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> job_status.Seen:
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
-        older = [each["metadata"]["name"] for each in workloads if each is not current and observed.over(each) is None]
+        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and _of(pod, current)]
-        told, unknown = self._told(own) if ask and not observed.archived(current) else ({}, "")
+        told, unknown = self._told(own) if ask and not job_status.archived(current) else ({}, "")
         processes, allowed = 1, None
-        if observed.archived(current):
+        if job_status.archived(current):
             low, _, high = legacy.sizes(current)
             processes, allowed = legacy.processes(current), (low, high)
         elif (ask or current["kind"] == "ElasticJob") and (job := self._job(current)):
             processes, allowed = job.spec.processes(), _sizes(job)
-        return observed.Seen(name, current, own, told, allowed, processes, older, unknown, time.time())
+        return job_status.Seen(name, current, own, told, allowed, processes, older, unknown, time.time())
 
-    def _told(self, found: Sequence[Document]) -> tuple[Mapping[str, observed.Metrics], str]:
+    def _told(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
         """What agents say of themselves, and why some cannot be asked."""
         names = [pod["metadata"]["name"] for pod in found if pods.running(pod)]
 
-        def ask(name: str) -> observed.Metrics | ClusterError:
+        def ask(name: str) -> job_status.Metrics | ClusterError:
             try:
-                return observed.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
+                return job_status.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
             except ClusterError as error:
                 return error
 
@@ -621,14 +624,14 @@ class KubernetesBackend:
             return None
 
     def _allowed(self, workload: Document) -> tuple[int, int] | None:
-        if observed.archived(workload):
+        if job_status.archived(workload):
             low, _, high = legacy.sizes(workload)
             return low, high
         job = self._job(workload)
         return _sizes(job) if job else None
 
     def _store(self, name: str) -> str:
-        found = observed.status(self._seen(name, self._known(name), (), ask=False)).store
+        found = job_status.status(self._seen(name, self._known(name), (), ask=False)).store
         return found.url if found else ""
 
     def _ours(self, name: str, document: Document) -> None:
@@ -711,10 +714,10 @@ class _Course:
     def over(self) -> bool:
         """Whether there is nothing more to come, unless somebody takes the job up again."""
         workloads = self._backend._all(self._name, self._kinds) or self._backend._all(self._name)
-        if not workloads or observed.over(workloads[0]) is not None:
+        if not workloads or job_status.over(workloads[0]) is not None:
             return True
         self._workload, self._kinds = workloads[0], [kube.kind_of(workloads[0])]
-        if observed.suspended(workloads[0]):
+        if job_status.suspended(workloads[0]):
             return not any(pods.running(pod) for pod in self._backend._pods(self._name))
         if self._kinds != [kube.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
             return False
@@ -725,7 +728,7 @@ class _Course:
 
     def why(self) -> str:
         """Why it has no pods, as far as its workload says."""
-        return observed.status(self._backend._seen(self._name, [self._workload], (), ask=False)).reason
+        return job_status.status(self._backend._seen(self._name, [self._workload], (), ask=False)).reason
 
 
 def _workload(documents: Sequence[Document]) -> Document:

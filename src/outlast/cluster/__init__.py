@@ -1,0 +1,1 @@
+"""Jobs on Kubernetes, seen from outside: the backend behind `outlast submit`."""

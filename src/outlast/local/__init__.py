@@ -1,0 +1,1 @@
+"""Jobs on this machine: the backend behind `outlast run`."""
