@@ -2,7 +2,7 @@
 
 import socket
 
-from outlast.chance import CHANCE
+from outlast.jitter import CHANCE
 
 _BELOW = 32768
 """Where Linux begins to give ports to outgoing connections: none of those is in the way of a server below it."""

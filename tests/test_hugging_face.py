@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.chance import CHANCE
+from outlast.jitter import CHANCE
 from outlast.local.backend import LocalBackend
 from outlast.status import State
 

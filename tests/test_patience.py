@@ -12,7 +12,7 @@ import pytest
 
 from outlast import store
 from outlast.errors import Denied, Stopped, StoreError, Unreachable
-from outlast.patience import give_up, interruptibly, patiently
+from outlast.retry import give_up, interruptibly, patiently
 
 
 def attempts(*takes_s: float, wrong: type[StoreError] = Unreachable) -> tuple[Callable[[], int], list[float]]:

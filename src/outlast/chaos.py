@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import patience, units
+from outlast import retry, units
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
     from outlast.status import State
 
     try:
-        status = patience.while_away(lambda: backend.status(name), say, every_s=_pause_s(backend))
+        status = retry.while_away(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
         return None
     over = status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or status.run != run

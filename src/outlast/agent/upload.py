@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from outlast import checkpoints, contract, runs, store
-from outlast.chance import CHANCE
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
+from outlast.jitter import CHANCE
 from outlast.launch import rank0_files, titles
 from outlast.prepare import workdir
 from outlast.runs import alive

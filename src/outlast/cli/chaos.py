@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from outlast import chaos as harm
-from outlast.chance import CHANCE
 from outlast.cli import terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.jitter import CHANCE
 
 
 def _completed(incomplete: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import patience, units
+from outlast import retry, units
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
@@ -110,7 +110,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
             return
         old = new
         time.sleep(place.look_s)
-        new = patience.while_away(lambda: place.status(name), _say, every_s=place.look_s)
+        new = retry.while_away(lambda: place.status(name), _say, every_s=place.look_s)
 
 
 def logs(

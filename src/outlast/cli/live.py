@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outlast import patience, units
+from outlast import retry, units
 from outlast.cli import show, terminal, view
 from outlast.status import JobStatus, State
 
@@ -152,4 +152,4 @@ def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
             if view.ended(status):
                 return
             time.sleep(every_s)
-            status = patience.while_away(look, say, every_s=every_s)
+            status = retry.while_away(look, say, every_s=every_s)

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import chaos as schedules
-from outlast import kube, patience
+from outlast import kube, retry
 from outlast.backends import LogLine
-from outlast.chance import CHANCE
 from outlast.cluster import fault_injection, job_status
 from outlast.cluster import logs as podlogs
 from outlast.contract import Label, Pod
@@ -37,6 +36,7 @@ from outlast.errors import (
     OutlastError,
     Unanswered,
 )
+from outlast.jitter import CHANCE
 from outlast.kube import pods
 from outlast.legacy import pods as legacy
 from outlast.local import stored
@@ -167,11 +167,11 @@ class KubernetesBackend:
                 if not self.cluster.has_namespace():
                     raise self.nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                while not (known := patience.while_away(lambda: self._all(name), say, every_s=self.look_s)):
+                while not (known := retry.while_away(lambda: self._all(name), say, every_s=self.look_s)):
                     time.sleep(self.look_s)
         else:
             known = self._known(name)
-        every = patience.while_away(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
+        every = retry.while_away(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
         if follow and (began or job_status.over(known[0]) is None):

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import quote
 
-from outlast.chance import CHANCE
 from outlast.errors import Absent, ClusterError, Forbidden, NoCluster, NotServed, Refused, Unanswered, Unauthorized
+from outlast.jitter import CHANCE
 from outlast.kube import error_mapping, kubeconfig, wire
 from outlast.kube.error_mapping import Asked
 from outlast.kube.kinds import *  # noqa: F403  # `kube.POD`: callers name kinds by this module

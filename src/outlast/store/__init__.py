@@ -24,7 +24,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast import patience
+from outlast import retry
 from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
 from outlast.store import error_mapping, multipart, s3, urls
 from outlast.store.urls import normalised
@@ -65,7 +65,7 @@ class _Root:
     slow_raw: Any = None
     """The same, for large bodies over slow lines."""
     access: s3.Access | None = None
-    patience_s: float = patience.DEFAULT_S
+    patience_s: float = retry.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
     """Whether large bodies have been seen to take long while the store answers."""
@@ -426,7 +426,7 @@ class Store:
 
     def _do(self, verb: str, key: str, attempt: Callable[[], T], *, once: bool = False) -> T:
         seconds = 0 if once else self._root.patience_s
-        return patience.patiently(attempt, partial(self._mistake, verb, key), seconds)
+        return retry.patiently(attempt, partial(self._mistake, verb, key), seconds)
 
     def _multipart(self, key: str, stop: threading.Event | None = None) -> multipart.Upload:
         def do(verb: str, attempt: Callable[[], Any]) -> Any:
@@ -487,7 +487,7 @@ def open_(url: str, *, patience_s: float | None = None) -> Store:
     url = normalised(url)
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
-    patience_s = patience.from_environment() if patience_s is None else patience_s
+    patience_s = retry.from_environment() if patience_s is None else patience_s
     try:
         from obstore import store as obstores
     except ImportError as error:

@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract
-from outlast.chance import CHANCE
 from outlast.clock import Clock
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
+from outlast.jitter import CHANCE
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import Store

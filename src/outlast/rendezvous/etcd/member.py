@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract
-from outlast.chance import CHANCE
 from outlast.clock import Clock
 from outlast.errors import Superseded
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
+from outlast.jitter import CHANCE
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Standing, World

@@ -16,8 +16,8 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
-from outlast.chance import CHANCE
 from outlast.errors import Stopped, StoreError, Unanswered, Unreachable
+from outlast.jitter import CHANCE
 
 T = TypeVar("T")
 
