@@ -123,8 +123,8 @@ def test_what_is_written_is_read_again() -> None:
     assert schema.Record.loads(record.dumps()) == record
     call = world.Call(2, "r", True, 1.0, (3,))
     said = schema.Said(
-        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1, ((1.0, 2, None),),
-        {"worker": 1, "code": 1, "reason": "it failed"},
+        "t", "b", "c", "2:4", record.world, ("t", "u"), call, 2.0, sockets.Closed("a", 0), "why", 1, (2,), 1, 1,
+        ((1.0, 2, None),), {"worker": 1, "code": 1, "reason": "it failed"},
     )  # fmt: skip
     assert schema.Said.loads(said.dumps()) == said
     assert schema.Leader.loads(schema.Leader("t", "h", 3, "w").dumps()) == schema.Leader("t", "h", 3, "w")

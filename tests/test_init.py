@@ -15,7 +15,7 @@ import pytest
 BEFORE = """
 import ctypes, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-from outlast.runtime import init
+from outlast.agent import init
 init.split()
 """
 ORPHANS = 20

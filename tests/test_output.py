@@ -52,7 +52,7 @@ def test_a_line_that_never_comes_is_not_waited_for(tmp_path: Path, lines: tuple[
 LATE = """
 import sys, threading
 from pathlib import Path
-from outlast.runtime import output
+from outlast.workerfiles import output
 
 log, path = output.Output(), Path(sys.argv[1])
 output._TAIL_S = 60

@@ -241,7 +241,7 @@ def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
 TAKE = """
 import sys
 from pathlib import Path
-from outlast.runtime import cache
+from outlast.prepare import cache
 say = lambda text: print(text, flush=True)
 cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).take()
 print("done")
@@ -425,7 +425,7 @@ def test_a_bad_archive_leaves_nothing_and_a_good_one_replaces_it(worker: Worker,
 PLACE = """
 import sys, threading
 from pathlib import Path
-from outlast.runtime import code
+from outlast.prepare import code
 print("begins", flush=True)
 code.place(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), runs="0.py", say=lambda text: None, stop=threading.Event())
 print("done")

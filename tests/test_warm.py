@@ -13,7 +13,7 @@ from outlast.launch import warm
 
 LEAVES = """
 import atexit, sys, threading, time
-from outlast.runtime import warm
+from outlast.launch import warm
 
 class Last:
     def __del__(self):
@@ -40,7 +40,7 @@ def test_who_leaves_in_the_middle_loses_nothing_that_was_written_and_ends_before
 CALLED = """
 import os
 from pathlib import Path
-from outlast.runtime import titles
+from outlast.launch import titles
 if {without}:
     import sys
     sys.modules["setproctitle"] = None

@@ -174,7 +174,8 @@ class Annotation:
     PROGRESS = f"{GROUP}/progress"
     """Of a member's Lease: `{generation, step, steps, committed, time}` as JSON; `steps` may be null."""
     DECIDED = f"{GROUP}/decided"
-    """Of a member's Lease where agents decide by an etcd: `{revision, said}` as JSON, the last `rendezvous.etcd.schema.Said` heard."""
+    """Of a member's Lease where agents decide by an etcd: `{revision, said}` as JSON, the last `rendezvous.etcd.schema.Said`
+    heard."""
     JOB_FILE = f"{GROUP}/job-file"
     """Of a pod that the operator makes: the job file as pods read it."""
 
@@ -241,7 +242,8 @@ WORKER = "worker.json"
 WORLD = "world.json"
 """The world this worker is in, written by the rendezvous handler."""
 END = "end.json"
-"""`{reason, code}`: how the run has ended, as the operator said, for the agent to record; written by `rendezvous.transports.kubernetes`."""
+"""`{reason, code}`: how the run has ended, as the operator said, for the agent to record; written by
+`rendezvous.transports.kubernetes`."""
 NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the decider calls the world
 together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""

@@ -1,7 +1,8 @@
 """The training processes of one worker as its agent sees them: which of them live, and for how long each has been silent.
 
 A process is known by its pid *and* the time of its start, which it writes down itself: a number alone may be anybody's tomorrow,
-and whoever hangs is killed. Silence is judged by when the agent saw its progress or its pulse change (`workerfiles.progress`), by a
+and whoever hangs is killed. Silence is judged by when the agent saw its progress or its pulse change (`workerfiles.progress`),
+by a
 clock that stands still when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a
 process silent.
 """

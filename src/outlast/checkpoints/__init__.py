@@ -1,7 +1,7 @@
 """Checkpoints on disk: which exist, which one is valid, who may add one and which ones go.
 
 The training library writes them, the command line lists them, agents wait for them and bring them to a store and back
-(`outlast.remote`). Nothing here knows torch. In `checkpoints/` lie
+(`outlast.checkpoints.remote`). Nothing here knows torch. In `checkpoints/` lie
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died

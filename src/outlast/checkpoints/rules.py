@@ -1,6 +1,7 @@
 """Which checkpoints in a store count, may be added and may go: rules about plain values.
 
-A `Latest` is what a run's register says (`outlast.checkpoints.register`): which generation owns the run, and which checkpoints are
+A `Latest` is what a run's register says (`outlast.checkpoints.register`): which generation owns the run, and which checkpoints
+are
 committed. Its parts lie in directories that are named after their content, so no two writers ever write different things to one
 name; what is here decides only which of those directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 

@@ -152,7 +152,7 @@ def source() -> str:
 
     What Kubernetes would take for a variable, `$(...)`, is not in it.
     """
-    return resources.files("outlast.runtime").joinpath("inspection.py").read_text()
+    return resources.files("outlast.doctor").joinpath("inspection.py").read_text()
 
 
 def answers(lines: Sequence[str]) -> list[Check]:

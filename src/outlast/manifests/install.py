@@ -124,7 +124,8 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
 def etcd(into: str = OPERATOR_NAMESPACE, wanted: Etcd = Etcd()) -> list[Document]:
     """An etcd for `rendezvous: {backend: etcd}`, and for any torchrun.
 
-    Whoever connects shows a certificate of its authority; the Secrets, and users with passwords, come from `outlast.cluster.etcd_users`.
+    Whoever connects shows a certificate of its authority; the Secrets, and users with passwords, come from
+    `outlast.cluster.etcd_users`.
     Members tell others their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod.
     What they know is on claims, which go when the StatefulSet does: it is about runs that train now, and those tell it again.
     """

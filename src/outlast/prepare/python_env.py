@@ -53,7 +53,7 @@ found = {"version": list(sys.version_info[:3])}
 try:
     import torch
     found["torch"] = str(torch.__version__)
-    from outlast.runtime import warm
+    from outlast.launch import warm
     warm.preload()
 except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)

@@ -1,7 +1,8 @@
 """Who decides for one run: hears its members, publishes calls and worlds, judges failures and says when it is over.
 
 The decisions are `world.decide` and `restarts.judge`; this is what every decider does about them, whoever it is: the launcher of
-one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected (`rendezvous.etcd.election`).
+one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected
+(`rendezvous.etcd.election`).
 What differs between those is the abstract methods. May die at any moment: what must survive is kept by `remember`, before anybody
 is told.
 """

@@ -3,7 +3,8 @@
 The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
 the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
 
-Only who knows the run's key is heard (`rendezvous.transports.seal`), and nothing that one member says ends it: what cannot be read costs its
+Only who knows the run's key is heard (`rendezvous.transports.seal`), and nothing that one member says ends it: what cannot be
+read costs its
 sender the connection, and a decision that fails is tried again while training goes on.
 """
 

@@ -604,7 +604,8 @@ class Spec(Checked):
             if first.setdefault(key, place) != place:
                 yield (
                     place,
-                    f"{validation.name(place)} is {to}, as {validation.name(first[key])} is; choose another place for one of them",
+                    f"{validation.name(place)} is {to}, as {validation.name(first[key])} is; "
+                    "choose another place for one of them",
                 )
         for i, data in enumerate(self.data):
             for j, other in enumerate(self.data):

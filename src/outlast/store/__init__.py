@@ -3,7 +3,8 @@
     store = open_("s3://bucket/runs/digits")          a place in a store; keys are relative to it
     store.put("logs/worker-0.log", Path(...))
 
-Everybody who reads or writes a store goes through here: `sync.sync`, `remote`, `prepare.prepare`, the command line. What goes
+Everybody who reads or writes a store goes through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line.
+What goes
 wrong is said as a `StoreError`, which knows whether trying again later can help; what may pass by itself has been tried again for
 about OUTLAST_STORE_TIMEOUT seconds (default 60) before it is said. Calls block and let go of the interpreter; they may be made
 from many threads, and in the main thread a signal ends them. obstore is loaded when a store is opened. Not for use across a fork.

@@ -5,7 +5,7 @@
 
 Small files are sent and received whole, large ones by parts. What arrives is written beside its place, compared with the size
 (and checksum) that is expected, and renamed. Threads and the limit of memory are those of `crew`. `sync` does this for trees,
-`remote` for checkpoints, `fetch` and `code` for data.
+`checkpoints` for checkpoints, `fetch` and `code` for data.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     <prefix>/<run>/decided/leader      Leader: who decides                         under the decider's short lease
     <prefix>/<run>/decided/said        Said: all that it has decided               under the decider's long lease
 
-Written by `rendezvous.transports.etcd` (members) and `rendezvous.etcd.election` (who decides); docs/decisions/0014. No time of a clock is in it
+Written by `rendezvous.transports.etcd` (members) and `rendezvous.etcd.election` (who decides); docs/decisions/0014. No time of
+a clock is in it
 that another machine would compare with its own.
 """
 

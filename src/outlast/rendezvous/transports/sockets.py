@@ -8,7 +8,8 @@ closed connection is a death at once; a silent one is a death after `SILENCE_S`.
     member -> decider   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     decider -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a peer sends
+A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a
+peer sends
 costs that peer its connection at most. Of several processes of one index the one that came last is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
