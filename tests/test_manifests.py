@@ -991,7 +991,7 @@ EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.yaml")) if spec.
 @every_topology
 def test_an_example_for_kubernetes_renders(file: Path, topology: str) -> None:
     job = spec.load(file)
-    files = dict.fromkeys(manifests.places.files(job.spec), "")
+    files = dict.fromkeys(manifests.volumes.files(job.spec), "")
     for document in manifests.render(job, topology, files=files):
         if "." not in document["apiVersion"] or "k8s.io" in document["apiVersion"]:
             schemas.validate(document, MINORS[-1], strict=True)

@@ -14,7 +14,6 @@ import typer
 from outlast.cli import which
 from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
 from outlast.errors import InvalidJob, OutlastError
-from outlast.spec import unused
 
 if TYPE_CHECKING:
     from outlast.shipping import Parcel
@@ -54,6 +53,7 @@ def render(
     from outlast import manifests
     from outlast.cli import run
     from outlast.shipping.parcel import APPLIED, SMALL
+    from outlast.spec import unused
 
     job = run.load(file, name=name, set_=set_ or ())
     room = SMALL if server_side else APPLIED

@@ -16,7 +16,6 @@ from outlast.cli import script, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import FileOrScript, SetOption, TitleOption
 from outlast.errors import InvalidJob, NotFound, OutlastError
-from outlast.spec import unused
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
@@ -77,6 +76,8 @@ def run(
     if fresh and before is not None and not before.state.final:
         _end(place, name)
         before = None
+    from outlast.spec import unused
+
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(wanted), *unused.here(wanted)):
         print(f"outlast | {name}: {sentence}", file=sys.stderr)
 

@@ -16,7 +16,6 @@ from outlast.cli import script, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
-from outlast.spec import unused
 
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
@@ -57,6 +56,7 @@ def submit(
     """
     from outlast import manifests
     from outlast.cli import run
+    from outlast.spec import unused
 
     job = run.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if script.named(file, module=module) and not job.spec.image:

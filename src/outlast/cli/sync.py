@@ -19,7 +19,6 @@ from outlast import units
 from outlast.cli import show, transfers
 from outlast.cli.show import Output, OutputOption
 from outlast.errors import NotFound, OutlastError, StoreError
-from outlast.store import urls
 
 if TYPE_CHECKING:
     from outlast.store import Store
@@ -103,6 +102,8 @@ def sides(source: str, target: str) -> tuple[bool, Path, str]:
 
 def _local(side: str) -> Path:
     """The directory; raises StoreError for a URL with a slash too few."""
+    from outlast.store import urls
+
     if re.match(rf"({'|'.join(urls.PLACES)}):", side) and not side.startswith("file://") and not os.path.exists(side):
         urls.normalised(side)
     return Path(side.removeprefix("file://"))

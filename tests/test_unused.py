@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fake
+import outlast
 from outlast import cli, spec
 from outlast.spec import unused
 
@@ -23,8 +24,9 @@ SAID = "tracking has no effect yet: metrics go to metrics.jsonl in the output, a
 
 
 def test_every_field_is_read_by_something_or_said_to_be_in_vain() -> None:
-    source = Path(spec.__file__).parent
-    others = [path.read_text() for path in source.rglob("*.py") if path.name not in ("spec.py", "cel.py", "crd.py", "unread.py")]
+    source = Path(outlast.__file__).parent
+    describe = ("cel.py", "crd.py")  # they translate the model
+    others = [path.read_text() for path in source.rglob("*.py") if path.parent.name != "spec" and path.name not in describe]
     text = "\n".join(others)
     names = {field: info.alias or field for field, info in spec.Spec.model_fields.items()}
     mute = [field for field, alias in names.items() if not re.search(rf"\.{field}\b|\"{alias}\"", text)]
