@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from outlast import checkpoints, runs, store
-from outlast.agent import ownership, probes, upload
+from outlast import checkpoints, probes, runs, store
+from outlast.agent import ownership, upload
 from outlast.agent.ownership import Ended
 from outlast.errors import Superseded
 from outlast.sync import growing

@@ -26,8 +26,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, files
-from outlast.agent import init, lifecycle, probes, ranks, uploader
+from outlast import contract, files, probes
+from outlast.agent import init, lifecycle, ranks, uploader
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.doctor import inspection

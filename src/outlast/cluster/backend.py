@@ -37,8 +37,7 @@ from outlast.errors import (
     Unanswered,
 )
 from outlast.jitter import CHANCE
-from outlast.kube import pods
-from outlast.legacy import pods as legacy
+from outlast.kube import dropins, pods
 from outlast.local import stored
 from outlast.manifests import evaluation, objects
 from outlast.status import JobStatus, State
@@ -434,7 +433,8 @@ class KubernetesBackend:
             return
         annotation = (workload["metadata"].get("annotations") or {}).get(job_status.WISHED)
         if value and not job_status.suspended(workload):
-            now = legacy.sizes(workload)[1] if kind is kube.LEGACY_JOB else workload["spec"].get("replicas", 1)
+            drop_in = dropins.of(workload)
+            now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
             self._wish(kind, title, str(now), 0)
         elif not value:
             before = int(annotation or (self._allowed(workload) or (1, 1))[1])
@@ -583,9 +583,9 @@ class KubernetesBackend:
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and _of(pod, current)]
         told, unknown = self._told(own) if ask and not job_status.archived(current) else ({}, "")
         processes, allowed = 1, None
-        if job_status.archived(current):
-            low, _, high = legacy.sizes(current)
-            processes, allowed = legacy.processes(current), (low, high)
+        if (drop_in := dropins.of(current)) is not None:
+            low, _, high = drop_in.sizes(current)
+            processes, allowed = drop_in.processes(current), (low, high)
         elif (ask or current["kind"] == "ElasticJob") and (job := self._job(current)):
             processes, allowed = job.spec.processes(), _sizes(job)
         return job_status.Seen(name, current, own, told, allowed, processes, older, unknown, time.time())
@@ -624,8 +624,8 @@ class KubernetesBackend:
             return None
 
     def _allowed(self, workload: Document) -> tuple[int, int] | None:
-        if job_status.archived(workload):
-            low, _, high = legacy.sizes(workload)
+        if (drop_in := dropins.of(workload)) is not None:
+            low, _, high = drop_in.sizes(workload)
             return low, high
         job = self._job(workload)
         return _sizes(job) if job else None

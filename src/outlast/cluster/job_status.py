@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.contract import Env, Label
-from outlast.kube import pods, wire
+from outlast.kube import dropins, pods, wire
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.legacy import pods as legacy
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
@@ -131,10 +130,10 @@ def _newest(found: Sequence[Document]) -> dict[int, Document]:
 
 def _wanted(workload: Document) -> int:
     spec = workload.get("spec") or {}
+    if (drop_in := dropins.of(workload)) is not None:
+        annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
+        return drop_in.sizes(workload)[1] or int(annotation or 0)
     match workload.get("kind"):
-        case "ElasticJob" if archived(workload):
-            annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
-            return legacy.sizes(workload)[1] or int(annotation or 0)
         case "ElasticJob":
             workers = spec.get("workers") or {}
             return int(workers.get("replicas", 1))
@@ -152,8 +151,8 @@ def suspended(workload: Document) -> bool:
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
-    if archived(workload):
-        return legacy.sizes(workload)[1] == 0
+    if (drop_in := dropins.of(workload)) is not None:
+        return drop_in.sizes(workload)[1] == 0
     if workload.get("kind") == "ElasticJob" and _wanted(workload) == 0:
         return True
     return bool(spec.get("suspend")) or _volcano(workload) in ("Aborted", "Aborting")
@@ -161,8 +160,8 @@ def suspended(workload: Document) -> bool:
 
 def over(workload: Document) -> State | None:
     """The state in which a workload has ended; None while it has not."""
-    if archived(workload):
-        return State(end) if (end := legacy.end(workload)) else None
+    if (drop_in := dropins.of(workload)) is not None:
+        return State(end) if (end := drop_in.end(workload)) else None
     written = str((workload.get("status") or {}).get("state") or "")
     if workload.get("kind") == "ElasticJob":
         return State(written) if written in {str(s) for s in State if s.final} else None

@@ -14,14 +14,14 @@ from datetime import datetime
 from typing import Any
 
 from outlast.contract import Label, Pod
+from outlast.kube import dropins
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.legacy import pods as legacy
 from outlast.manifests.request import Document
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 _VOLCANO_INDEX = "volcano.sh/task-index"
 _STATEFULSET_INDEX = "apps.kubernetes.io/pod-index"
-CONTAINERS = (Pod.CONTAINER, legacy.CONTAINER)
+CONTAINERS = (Pod.CONTAINER, *(each.container for each in dropins.DROP_INS))
 """What the container with the worker is called, if a pod has several."""
 
 
@@ -108,14 +108,14 @@ class Seen:
 
     def wanted(self) -> int:
         """How many workers there are to be, as far as the workload says."""
+        if (drop_in := dropins.of(self.workload)) is not None:
+            return drop_in.sizes(self.workload)[1]
         spec = self.workload.get("spec", {})
         match self.kind:
             case "Job" if "tasks" in spec:
                 return sum(task.get("replicas", 1) for task in spec["tasks"])
             case "Job":
                 return int(spec.get("parallelism", 1))
-            case "ElasticJob" if self.archived:
-                return legacy.sizes(self.workload)[1]
             case "ElasticJob":
                 return int(spec.get("workers", {}).get("replicas", 1))
         return int(spec.get("replicas", 1))

@@ -9,7 +9,7 @@ from outlast import units
 from outlast.diagnosis import containers
 from outlast.diagnosis import seen as sight
 from outlast.diagnosis.seen import Cause, Seen
-from outlast.legacy import pods as legacy
+from outlast.kube import dropins
 from outlast.manifests.request import Document
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
@@ -141,8 +141,8 @@ def others(seen: Seen, _: float) -> Iterator[Cause]:
     ready = [pod for pod in seen.pods if sight.condition(pod, "Ready")]
     running = [pod for pod in seen.pods if sight.phase(pod) == "Running"]
     wanted = seen.wanted()
-    if seen.archived:
-        least = legacy.sizes(seen.workload)[0]
+    if (drop_in := dropins.of(seen.workload)) is not None:
+        least = drop_in.sizes(seen.workload)[0]
     else:
         least = seen.workload.get("spec", {}).get("workers", {}).get("min", wanted) if seen.kind == "ElasticJob" else wanted
     if running and not ready and len(running) < least:

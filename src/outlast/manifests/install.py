@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
-from outlast.legacy import pods as legacy
+from outlast.kube import dropins
 from outlast.manifests import crd, pods, rbac, volumes
 from outlast.manifests.request import Document
 
@@ -58,7 +58,7 @@ def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = 
     """The documents by the file that holds them, below `deploy/`; `into` is the operator's namespace."""
     base = {
         "namespace.yaml": [namespace(into)],
-        "crd.yaml": [crd.definition(), legacy.definition()],
+        "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
         "rbac.yaml": rbac.operator(_meta(OPERATOR), into) + rbac.users(),
         "operator.yaml": [operator(into, image)],
     }

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from outlast import kube
-from outlast.agent import probes
+from outlast import kube, probes
 from outlast.clock import Clock
 from outlast.contract import Label
 from outlast.errors import ClusterError, Forbidden, NotServed, Refused

@@ -1,0 +1,33 @@
+"""What the rest of Outlast uses of the drop-in for `elastic.pytorch.org`; see `kube.dropins`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from outlast.kube import wire
+from outlast.legacy import decide as legacy
+from outlast.legacy.pods import definition, end, processes, sizes
+from outlast.operator import snapshot
+from outlast.operator.cache import Looked
+from outlast.operator.plan import Plan
+from outlast.operator.queues import Found
+from outlast.operator.snapshot import Limits
+
+__all__ = ["definition", "end", "processes", "reconcile", "sizes"]
+
+
+def reconcile(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
+    """The plan for one ElasticJob of `elastic.pytorch.org`."""
+    assert looked.job is not None, "reconcilers are only called for jobs that exist"
+    if broken := looked.job.get(wire.UNREADABLE):
+        return legacy.unreadable(looked.job, looked.pods, str(broken), now)
+    ends: dict[str, float] = {}
+    pods = snapshot.seen_pods(looked.pods, looked.nodes)
+    for pod in pods:
+        if pod.node_lost is not None:
+            ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, looked.since) + limits.lost_s)
+    lost = {node for node, end in ends.items() if end <= now}
+    leaving = {pod.node: pod.node_leaves for pod in pods if pod.node_leaves}
+    plan = legacy.decide(looked.job, looked.pods, now, lost=lost, leaving=leaving)
+    later = [end for end in ends.values() if end > now]
+    return dataclasses.replace(plan, look_again=min([*later, plan.look_again or float("inf")])) if later else plan

@@ -1,0 +1,38 @@
+"""The drop-in for elastic.pytorch.org is one folder: without it, and without its line in `kube.dropins`, the rest works."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import outlast
+
+REST = """
+import importlib, pkgutil, outlast
+from outlast.manifests import install
+from outlast.operator import reconcilers
+from outlast.operator.snapshot import Limits
+
+for name in ("cli", "cluster", "diagnosis", "doctor", "kube", "manifests", "operator"):
+    package = importlib.import_module(f"outlast.{name}")
+    for module in pkgutil.walk_packages(package.__path__, f"outlast.{name}."):
+        importlib.import_module(module.name)
+print(outlast.__file__)
+print(*[document["spec"]["group"] for document in install.files()["crd.yaml"]])
+print(*[kind.group for kind in reconcilers.of(Limits())])
+"""
+
+
+def test_the_folder_of_the_drop_in_can_be_deleted(tmp_path: Path) -> None:
+    package = tmp_path / "outlast"
+    shutil.copytree(Path(outlast.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "legacy"))
+    registry = package / "kube" / "dropins.py"
+    text, registered = re.subn(r'^    DropIn\(.*"outlast\.legacy.*\n', "", registry.read_text(), flags=re.MULTILINE)
+    assert registered == 1
+    registry.write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", REST], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(package / "__init__.py"), "outlast.dev", "outlast.dev"]
