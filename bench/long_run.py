@@ -43,11 +43,11 @@ READERS = {
         text.plain(found); print(f"goodput {found.goodput:.5f}, {found.steps_kept} steps kept")""",
     "report, from the store": """
         import outlast.cli
-        from outlast.backends import stored
+        from outlast.runs import output as stored
         from outlast.report import goodput
         print(f"goodput {goodput.buckets(stored.events(place), None).goodput:.5f}")""",
     "logs, from the store": """
-        from outlast.backends import stored
+        from outlast.runs import output as stored
         print(sum(1 for _ in stored.logs(place.url)), "lines")""",
     "agent (fetches what its disk has lost)": """
         import shutil

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from outlast import store
 from outlast.agent import ownership, upload
 from outlast.errors import StoreError, Unreachable
-from outlast.local import stored
 from outlast.report import goodput
+from outlast.runs import output as stored
 from outlast.sync import growing, sync
 
 GO = threading.Event()

@@ -25,7 +25,9 @@ def test_help_loads_next_to_nothing() -> None:
 
 
 def test_a_command_loads_what_it_needs_and_no_torch() -> None:
-    assert not loaded("from outlast import backends\nbackends.find().list()") & (TORCH | PEOPLE | STORES)
+    assert not loaded(
+        'from outlast.local.backend import LocalBackend\nfrom pathlib import Path\nLocalBackend(Path("x")).list()'
+    ) & (TORCH | PEOPLE | STORES)
 
 
 def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:

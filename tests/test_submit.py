@@ -15,7 +15,7 @@ from outlast import kube, runs, store
 from outlast.agent import ownership
 from outlast.cluster import backend
 from outlast.errors import Superseded
-from outlast.local import stored
+from outlast.runs import output as stored
 from outlast.status import JobStatus, State
 
 JOB = """\

@@ -8,7 +8,6 @@ name it does not know, `AlreadyRunning` for a run that is on its way.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from outlast.ledger import Event
     from outlast.spec import Job
     from outlast.status import JobStatus
-
-STATE_DIR = "OUTLAST_STATE_DIR"
-"""Environment variable that says where the state of this machine's jobs is kept. Default: `.outlast` in the working directory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,15 +113,3 @@ class Backend(Protocol):
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` and `args` in one process, in the foreground; return its exit code."""
-
-
-def state_directory() -> Path:
-    """Where the state of this machine's jobs is kept."""
-    return Path(os.environ.get(STATE_DIR) or ".outlast").absolute()
-
-
-def find(state: Path | None = None) -> Backend:
-    """The backend of this machine, with its state in `state` (default: `state_directory()`)."""
-    from outlast.local import backend
-
-    return backend.LocalBackend(state or state_directory())

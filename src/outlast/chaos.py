@@ -195,14 +195,11 @@ def _pause_s(backend: Backend) -> float:
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
     """Where the run stands; None when it has ended or left, or the name has gone to another one: that is not ours to harm."""
-    from outlast.status import State
-
     try:
         status = retry.while_away(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
         return None
-    over = status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or status.run != run
-    return None if over else status
+    return status if status.state.active and status.run == run else None
 
 
 def _attempt(backend: Backend, name: str, action: str, worker: int | None, rng: random.Random) -> str:

@@ -37,6 +37,11 @@ class State(enum.StrEnum):
         return self in (State.SUCCEEDED, State.FAILED, State.CANCELLED)
 
     @property
+    def active(self) -> bool:
+        """Whether something drives the job: it has not ended, and is neither suspended nor interrupted."""
+        return not self.final and self not in (State.SUSPENDED, State.INTERRUPTED)
+
+    @property
     def trains(self) -> bool:
         """Whether steps are being done, so that there is a rate."""
         return self in (State.RUNNING, State.RESIZING)

@@ -86,8 +86,6 @@ def status(
 
 def _watch(place: Backend, name: str, output: Output) -> None:
     """On a terminal the page, again and again; otherwise a line, or a document, for every change."""
-    from outlast.cli import view
-
     if output is Output.TABLE and sys.stdout.isatty():
         from outlast.cli import live
 
@@ -106,7 +104,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
                 print("---")
                 show.data(new.model_dump(mode="json"), output)
             sys.stdout.flush()
-        if view.ended(new):
+        if not new.state.active:
             return
         old = new
         time.sleep(place.look_s)
@@ -147,13 +145,13 @@ def logs(
     except re.error as error:
         raise OutlastError(f"--grep {grep!r} is not a regular expression: {error}") from error
     if url := which.in_store(name):
-        from outlast.local import stored
+        from outlast.runs import output
 
         if follow or since:
             raise OutlastError(
                 f"{url} has no times and cannot be followed; give the name of the job, in the directory that it runs in"
             )
-        lines = stored.logs(url, worker=worker, tail=tail)
+        lines = output.logs(url, worker=worker, tail=tail)
     else:
         since_s = _since(since)
         place = which.place(ctx, name, namespace, context)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast import retry, units
-from outlast.cli import show, terminal, view
+from outlast.cli import show, terminal
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
 
         while True:
             live.update(Text(show.page(status, time.time())), refresh=True)
-            if view.ended(status):
+            if not status.state.active:
                 return
             time.sleep(every_s)
             status = retry.while_away(look, say, every_s=every_s)

@@ -61,20 +61,18 @@ def _ledger(
     """The job's name, its run, its ledger, whether it goes on, and the goodput that an operator has written."""
     if url := which.in_store(name):
         from outlast import runs, store
-        from outlast.local import stored
+        from outlast.runs import output
 
         place = store.open_(url)
         if (record := runs.read(place)) is None:
             raise NotFound(f"there is no job in {place.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
-        return record.job, record.run, stored.events(place), not record.ended, None
-    from outlast.cli import view
-
+        return record.job, record.run, output.events(place), not record.ended, None
     backend = which.place(ctx, name, namespace, context)
     name = which.job(backend, name)
     status, events = backend.status(name), backend.events(name)
     if which.in_cluster(backend) is None:
         return name, status.run, events, status.launcher is not None, None
-    return name, status.run, events, not view.ended(status), status.goodput
+    return name, status.run, events, status.state.active, status.goodput
 
 
 def evaluate(

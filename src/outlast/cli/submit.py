@@ -178,7 +178,7 @@ def _follow(place: KubernetesBackend, name: str, options: str) -> int:
             _say(str(error))
         status = retry.while_away(lambda: place.status(name), _say, every_s=place.look_s)
         deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
-        while not view.ended(status) and time.monotonic() < deadline:
+        while status.state.active and time.monotonic() < deadline:
             time.sleep(0.5)
             status = retry.while_away(lambda: place.status(name), _say, every_s=place.look_s)
     except KeyboardInterrupt:

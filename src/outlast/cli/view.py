@@ -114,7 +114,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
             shown.say(sentence)
         shown.update(new)
         status = new
-        over = ended(status)
+        over = not status.state.active
         if not obeyed and not status.state.final and (over or time.monotonic() - ensured > _ENSURE_S):
             ensured = time.monotonic()
             if place.ensure(name):
@@ -142,14 +142,9 @@ def _kill(place: Backend, name: str) -> JobStatus:
     with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
         place.kill(name)
     deadline = time.monotonic() + _KILL_S
-    while not ended(status := place.status(name)) and time.monotonic() < deadline:
+    while (status := place.status(name)).state.active and time.monotonic() < deadline:
         time.sleep(_LOOK_S / 4)
     return status
-
-
-def ended(status: JobStatus) -> bool:
-    """Whether there is nothing more to see, unless somebody takes the job up again."""
-    return status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED)
 
 
 def exit_code(status: JobStatus) -> int:

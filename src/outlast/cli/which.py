@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from outlast import backends
 from outlast.cli import show
 from outlast.errors import NotFound, OutlastError
 
@@ -46,17 +45,28 @@ ContextOption = Annotated[
 ]
 
 
+STATE_DIR = "OUTLAST_STATE_DIR"
+"""Environment variable: the state directory of this machine's jobs. Default: `.outlast` in the working directory."""
+
+
+def this_machine() -> Backend:
+    """The backend that runs jobs on this machine."""
+    from outlast.local.backend import LocalBackend
+
+    return LocalBackend(Path(os.environ.get(STATE_DIR) or ".outlast").absolute())
+
+
 def backend(ctx: typer.Context) -> Backend:
     """The backend given to `main`, or the one of this machine."""
     given: Backend | None = ctx.obj
-    return given if given is not None else backends.find()
+    return given if given is not None else this_machine()
 
 
 def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
     """Where the job of this name is, or where the only one is."""
     if ctx.obj is not None or namespace or context:
         return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
-    here = backends.find()
+    here = this_machine()
     known = {status.name for status in here.list()}
     if name in known or (name is None and known):
         return here
@@ -100,7 +110,7 @@ def suffix(namespace: str | None, context: str | None) -> str:
 
 def names(incomplete: str) -> list[str]:
     """For the shell's completion."""
-    return [status.name for status in backends.find().list() if status.name.startswith(incomplete)]
+    return [status.name for status in this_machine().list() if status.name.startswith(incomplete)]
 
 
 NameArgument = Annotated[

@@ -38,8 +38,8 @@ from outlast.errors import (
 )
 from outlast.jitter import CHANCE
 from outlast.kube import dropins, pods
-from outlast.local import stored
 from outlast.manifests import evaluation, objects
+from outlast.runs import output as stored
 from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -75,6 +75,15 @@ def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Docum
 
     del source
     return manifests.render(job, "elasticjob", run=run, fresh=fresh)
+
+
+def _released(url: str) -> str:
+    """Take the run in a store from its present owner, and say so."""
+    from outlast import store
+    from outlast.runs import alive
+
+    owner = alive.release(store.open_(url))
+    return f"took the run in {url} from {owner}" if owner else f"nobody has an unfinished run in {url}"
 
 
 def new_run(job: Job) -> str:
@@ -120,7 +129,6 @@ class KubernetesBackend:
         if not place:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast import store
-        from outlast.local import stored
 
         return stored.events(store.open_(place))
 
@@ -240,9 +248,7 @@ class KubernetesBackend:
             wanted["metadata"].setdefault("annotations", {})[FILE] = run
         yield from self.make_room(job.metadata.name, documents, fresh=fresh)
         if take_over:
-            from outlast.local import stored
-
-            yield stored.release(url)
+            yield _released(url)
         workloads = [each["metadata"] for each in self._all(job.metadata.name)]
         alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
         beside: List[Document] = []

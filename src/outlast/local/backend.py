@@ -31,6 +31,7 @@ from outlast.launch import daemon
 from outlast.local import resumption, stored
 from outlast.local.state_dir import Places, Run, Wanted, logged
 from outlast.prepare import code, prepare, python_env
+from outlast.runs import output as stored_output
 from outlast.spec import references
 from outlast.status import JobStatus, State, WorkerStatus
 
@@ -156,7 +157,7 @@ class LocalBackend:
         """Start a launcher if the job is unfinished and has none, nor one that still starts."""
         places = self._known(name)
         status = self._read(places)
-        if status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or places.launched():
+        if not status.state.active or places.launched():
             return False
         if status.launcher is None and _starting(places):
             return False
@@ -181,7 +182,7 @@ class LocalBackend:
 
     def _strike(self, name: str, schedule: Path) -> None:
         """Carry out a chaos schedule beside the run, in a process of its own."""
-        argv = [sys.executable, "-m", "outlast.local.backend", str(self._state), name, str(schedule.absolute())]
+        argv = [sys.executable, "-m", "outlast.local.fault_schedule", str(self._state), name, str(schedule.absolute())]
         self._start(argv, self._places(name).log)
 
     # Looking
@@ -203,7 +204,7 @@ class LocalBackend:
         """Where a job stands now."""
         places = self._known(name)
         status = self._read(places)
-        if status.state.final or status.state in (State.SUSPENDED, State.INTERRUPTED) or places.launched():
+        if not status.state.active or places.launched():
             return status
         if any(worker.pid and places.owns(worker.index, worker.pid) for worker in status.workers):
             reason = "the launcher is gone; its workers train on and will start it again"
@@ -242,7 +243,7 @@ class LocalBackend:
         run = Run.read(self._known(name))
         directory = Path(run.output) / contract.LOGS
         if run.store and not directory.is_dir() and self._over(name):
-            yield from stored.logs(run.store, worker=worker, tail=tail)
+            yield from stored_output.logs(run.store, worker=worker, tail=tail)
             return
         files: dict[int, _Tail] = {}
         while True:
@@ -265,8 +266,7 @@ class LocalBackend:
             file.close()
 
     def _over(self, name: str) -> bool:
-        state = self.status(name).state
-        return state.final or state in (State.SUSPENDED, State.INTERRUPTED)
+        return not self.status(name).state.active
 
     # Wishes
 
@@ -785,14 +785,3 @@ def _copied(job: spec.Job, path: Path, into: Path, not_code: Sequence[Path], sub
 
 def _written(path: Path) -> float:
     return path.stat().st_mtime
-
-
-def _play(state: Path, name: str, schedule: Path) -> None:
-    backend = LocalBackend(state)
-    strikes = chaos.load(schedule)
-    for sentence in chaos.play(backend, name, strikes, chaos.seed(strikes)):
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)
-
-
-if __name__ == "__main__":
-    _play(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""A job's output in a store, as this machine's backend needs it: whose it is, what lies there, and the logs that are left.
+"""Taking over a run whose output is in a store: who owns the run, who trains it now, and what to fetch.
 
 `LocalBackend` asks before a run starts, the launcher when it ends. Everything here may raise `StoreError`.
 """
@@ -9,16 +9,13 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
-from outlast import checkpoints, contract, ledger, runs, store
+from outlast import checkpoints, contract, runs, store
 from outlast.agent import upload
-from outlast.backends import LogLine
 from outlast.checkpoints import register, remote
-from outlast.errors import NotFound, OutlastError
+from outlast.errors import OutlastError
 from outlast.local.state_dir import Run
 from outlast.runs import alive
 from outlast.status import State
@@ -74,12 +71,6 @@ def ours(run: Run) -> bool:
     if record is None:
         return Path(run.output).is_dir()
     return record.run == run.run and not record.succeeded
-
-
-def release(url: str) -> str:
-    """Take the run in a store from whoever trains it; what there is to say of that."""
-    whose = alive.release(store.open_(url))
-    return f"took the run in {url} from {whose}" if whose else f"nobody has an unfinished run in {url}"
 
 
 def home(state: Path) -> str:
@@ -138,26 +129,3 @@ def end(run: Run, state: State, reason: str, code: int | None) -> str:
     except OutlastError as problem:
         return str(problem)
     return ""
-
-
-def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Iterator[LogLine]:
-    """The log lines of all workers, or of one, as they are in a store."""
-    place = store.open_(url)
-    found: dict[int, str] = {}
-    for path in growing.files(place):
-        index = path.removeprefix(f"{contract.LOGS}/worker-").removesuffix(".log")
-        if index.isdecimal() and path == f"{contract.LOGS}/{contract.worker_log(int(index))}" and worker in (None, int(index)):
-            found[int(index)] = path
-    if not found and runs.read(place) is None:
-        raise NotFound(f"{url} holds no job; give <output>/<name of the job>")
-    for number, key in sorted(found.items()):
-        with ThreadPoolExecutor(growing.AHEAD) as pool:
-            lines = ledger.lines(growing.pieces(place, key, pool)) if tail is None else growing.tail(place, key, tail)
-            yield from (LogLine(number, line.decode(errors="replace")) for line in lines)
-
-
-def events(place: store.Store) -> ledger.Events:
-    """The ledger as it is in a store."""
-    found = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
-    pool = ThreadPoolExecutor(growing.AHEAD)
-    return ledger.Events(partial(growing.pieces, place, path, pool) for path in found)
