@@ -23,8 +23,7 @@ from typing import Any
 import yaml
 
 from outlast import contract, manifests, spec
-from outlast.diagnosis import Seen
-from outlast.diagnosis import seen as sight
+from outlast.diagnosis.snapshot import Snapshot, event_time
 
 HERE = Path(__file__).parent / "recorded"
 RECORDED_IMAGE = "docker.io/library/outlast:test"
@@ -187,10 +186,10 @@ def recorded(name: str) -> Document:
     return dict(json.loads((HERE / f"{name}.json").read_text()))
 
 
-def seen(name: str) -> Seen:
+def seen(name: str) -> Snapshot:
     """What a cluster had to show, as rules see it."""
     found = recorded(name)
-    return Seen(
+    return Snapshot(
         name="train",
         namespace="team",
         workload=found["jobs"][0],
@@ -207,9 +206,9 @@ def seen(name: str) -> Seen:
     )
 
 
-def noted(it: Seen) -> float:
+def noted(it: Snapshot) -> float:
     """When it was recorded, at about: the time of its last event."""
-    return datetime.fromisoformat(max(filter(None, map(sight.when, it.events)))).timestamp()
+    return datetime.fromisoformat(max(filter(None, map(event_time, it.events)))).timestamp()
 
 
 # On a cluster

@@ -147,3 +147,12 @@ def test_times_are_shown_in_at_most_two_units() -> None:
 @given(st.floats(0, 1e9))
 def test_a_time_never_shows_sixty_seconds_or_minutes(seconds: float) -> None:
     assert not re.search(r"(^|\D)60[sm]", units.human_seconds(seconds))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("500m", 0.5), ("16Gi", 16 * 2**30), ("1e3", 1e3), ("12345678n", 0.012345678), ("-1k", -1e3)]
+)
+def test_a_quantity_of_the_api_server_is_a_number(text: str, number: float) -> None:
+    assert units.quantity(text) == number
+    with pytest.raises(ValueError, match="is not a quantity"):
+        units.quantity(f"{text} apples")

@@ -16,10 +16,10 @@ import fake
 import situations
 from fake_cluster import FakeCluster
 from outlast import cli, diagnosis, kube
-from outlast.diagnosis import Cause, Seen, containers, evidence, here, machines, refused, scheduling, storage
-from outlast.diagnosis import seen as sight
+from outlast.diagnosis import Cause, Snapshot, admission, containers, gather, local_job, nodes, scheduling, storage
 from outlast.errors import Forbidden, NotFound
 from outlast.kube import kinds
+from outlast.kube import pods as kube_pods
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
 from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
@@ -118,7 +118,7 @@ FIRST = {
 }
 
 
-def causes(seen: Seen) -> list[Cause]:
+def causes(seen: Snapshot) -> list[Cause]:
     return diagnosis.causes(seen, NOW)
 
 
@@ -153,7 +153,7 @@ def test_what_may_not_be_read_costs_evidence_and_no_more(name: str) -> None:
     """Someone with the role `view`: no nodes, storage classes and Secrets."""
     it = situations.seen(name)
     blind = dict.fromkeys(("nodes", "storageclasses.storage.k8s.io", "secrets"), "you may not list them")
-    seen = Seen(**{**vars(it), "nodes": (), "classes": (), "secrets": frozenset(), "unseen": blind})
+    seen = Snapshot(**{**vars(it), "nodes": (), "classes": (), "secrets": frozenset(), "unseen": blind})
     rule = causes(seen)[0].rule
     assert rule == {"claim-wrong-class": "claim-failed"}.get(name, FIRST[name][0])
 
@@ -166,11 +166,11 @@ def test_the_evidence_of_a_missing_gpu_is_what_nodes_have() -> None:
     nodes = copy.deepcopy(seen.nodes)
     for node in nodes:
         node["status"]["allocatable"]["amd.com/gpu"] = "8"
-    (cause,) = causes(Seen(**{**vars(seen), "nodes": nodes}))
+    (cause,) = causes(Snapshot(**{**vars(seen), "nodes": nodes}))
     assert cause.remedy.startswith("nodes have amd.com/gpu: set resources.accelerator; or ")
     for node in nodes:
         node["status"]["allocatable"]["nvidia.com/gpu"] = "8"
-    (cause,) = causes(Seen(**{**vars(seen), "nodes": nodes}))
+    (cause,) = causes(Snapshot(**{**vars(seen), "nodes": nodes}))
     assert cause.what == "workers 0 and 1 find no node with room: each asks for 2 nvidia.com/gpu, and others use it"
 
 
@@ -222,10 +222,10 @@ def a_job(replicas: int = 1, **status: Any) -> Document:
     return {"kind": "Job", "metadata": {"name": "train", "labels": {}}, "spec": {"parallelism": replicas}, "status": status}
 
 
-def refusing(message: str, **more: Any) -> Seen:
+def refusing(message: str, **more: Any) -> Snapshot:
     """A pod that the scheduler says this of."""
     pod = a_pod()
-    return Seen("train", workload=a_job(), pods=(pod,), events=(an_event(pod, "FailedScheduling", message),), **more)
+    return Snapshot("train", workload=a_job(), pods=(pod,), events=(an_event(pod, "FailedScheduling", message),), **more)
 
 
 # The scheduler
@@ -316,7 +316,7 @@ def test_what_a_runtime_says_of_an_image_has_a_meaning(message: str) -> None:
         an_event(pod, "Failed", f'Failed to pull image "team/train:v404": {message}'),
         an_event(pod, "Failed", "Error: ErrImagePull"),
     )
-    (cause,) = containers.images(Seen("train", pods=(pod,), events=events), NOW)
+    (cause,) = containers.images(Snapshot("train", pods=(pod,), events=events), NOW)
     assert cause.what == f"worker 0 waits for the image team/train:v404, which {PULLS[message]}"
     assert message in cause.evidence[0]
 
@@ -324,7 +324,7 @@ def test_what_a_runtime_says_of_an_image_has_a_meaning(message: str) -> None:
 def test_a_tag_is_no_status_of_a_server() -> None:
     waits = {"waiting": {"reason": "ErrImagePull", "message": 'pulling "registry.local/team/train:403": connection refused'}}
     pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "image": "registry.local/team/train:403", "state": waits}])
-    (cause,) = containers.images(Seen("train", pods=(pod,)), NOW)
+    (cause,) = containers.images(Snapshot("train", pods=(pod,)), NOW)
     assert cause.what.endswith("its registry does not answer the nodes")
 
 
@@ -342,7 +342,7 @@ def test_a_container_that_cannot_be_started_says_why(reason: str, message: str, 
     pod = a_pod(
         node="node-a", containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": reason, "message": message}}}]
     )
-    (cause,) = containers.starts(Seen("train", pods=(pod,)), NOW)
+    (cause,) = containers.starts(Snapshot("train", pods=(pod,)), NOW)
     assert (cause.rule, cause.evidence) == (rule, (f"{reason}: {message}",))
 
 
@@ -356,7 +356,7 @@ def ended(code: int, reason: str = "Error", **more: Any) -> Document:
 
 @pytest.mark.parametrize("code", [0, 75, 143])
 def test_who_left_as_asked_is_no_cause(code: int) -> None:
-    assert list(containers.ends(Seen("train", workload=a_job(), pods=(ended(code),)), NOW)) == []
+    assert list(containers.ends(Snapshot("train", workload=a_job(), pods=(ended(code),)), NOW)) == []
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_who_left_as_asked_is_no_cause(code: int) -> None:
     ],
 )
 def test_how_a_worker_was_killed_is_said(code: int, what: str) -> None:
-    (cause,) = containers.ends(Seen("train", workload=a_job(), pods=(ended(code),)), NOW)
+    (cause,) = containers.ends(Snapshot("train", workload=a_job(), pods=(ended(code),)), NOW)
     assert (cause.rule, cause.what) == ("failing-script", f"worker 0 ended with {what}")
 
 
@@ -382,7 +382,7 @@ def test_the_first_traceback_names_what_failed() -> None:
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
         "outlast | worker 0: rank 1 on worker 0 failed with exit code 1 (exit 1)",
     ]
-    seen = Seen("train", workload=a_job(), pods=(ended(1),), logs={"train-0": log})
+    seen = Snapshot("train", workload=a_job(), pods=(ended(1),), logs={"train-0": log})
     (cause,) = containers.ends(seen, NOW)
     assert cause.what == (
         "worker 0 ended with exit code 1: rank 1 on worker 0 failed with exit code 1: RuntimeError: shape mismatch"
@@ -393,7 +393,7 @@ def test_a_container_that_ran_out_of_memory_and_was_started_again_is_told() -> N
     last = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
     status = {"name": "worker", "state": {"running": {}}, "lastState": last}
     pod = a_pod(phase="Running", node="node-a", containerStatuses=[status])
-    (cause,) = containers.ends(Seen("train", workload={**a_job(), "kind": "StatefulSet"}, pods=(pod,)), NOW)
+    (cause,) = containers.ends(Snapshot("train", workload={**a_job(), "kind": "StatefulSet"}, pods=(pod,)), NOW)
     assert (cause.what, cause.remedy) == (
         "worker 0 was killed for lack of memory: the node's memory was used up",
         "set resources.memory, so that the pod is put where there is room",
@@ -404,7 +404,7 @@ def test_a_failure_that_a_worker_has_recovered_from_is_no_cause() -> None:
     ready = [{"type": "Ready", "status": "True"}]
     after = a_pod("train-0b", phase="Running", node="node-a", conditions=ready)
     after["metadata"]["creationTimestamp"] = "2026-11-21T16:05:00Z"
-    seen = Seen("train", workload=a_job(), pods=(ended(1), after), nodes=(a_node(),))
+    seen = Snapshot("train", workload=a_job(), pods=(ended(1), after), nodes=(a_node(),))
     assert [cause.rule for cause in causes(seen)] == ["training"]
 
 
@@ -414,7 +414,7 @@ def test_a_liveness_probe_that_killed_is_told() -> None:
         an_event(pod, "Unhealthy", "Liveness probe failed: timeout"),
         an_event(pod, "Killing", "Container worker failed liveness probe, will be restarted"),
     )
-    (cause,) = containers.probing(Seen("train", pods=(pod,), events=events), NOW)
+    (cause,) = containers.probing(Snapshot("train", pods=(pod,), events=events), NOW)
     assert cause.what == "worker 0 was killed, not having answered any more"
 
 
@@ -466,7 +466,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("message", REFUSALS)
 def test_what_admission_says_has_a_meaning(message: str) -> None:
-    cause = refused.refusal(Seen("train", "team"), f"Error creating: {message}")
+    cause = admission.refusal(Snapshot("train", "team"), f"Error creating: {message}")
     said = cause.what.replace("Error creating: ", "")
     assert (cause.rule, said) == REFUSALS[message]
     assert cause.remedy
@@ -480,13 +480,15 @@ def test_what_admission_says_has_a_meaning(message: str) -> None:
     ],
 )
 def test_a_limit_of_cores_that_the_namespace_wants_is_a_field(message: str) -> None:
-    assert "resources.cpuLimit" in refused.refusal(Seen("train", "team"), message).remedy
+    assert "resources.cpuLimit" in admission.refusal(Snapshot("train", "team"), message).remedy
 
 
 def test_pods_that_could_not_be_made_at_first_and_are_there_now_are_no_cause() -> None:
     job = a_job()
-    seen = Seen("train", workload=job, pods=(a_pod(phase="Running"),), events=(an_event(job, "FailedCreate", "exceeded quota"),))
-    assert list(refused.creations(seen, NOW)) == []
+    seen = Snapshot(
+        "train", workload=job, pods=(a_pod(phase="Running"),), events=(an_event(job, "FailedCreate", "exceeded quota"),)
+    )
+    assert list(admission.creations(seen, NOW)) == []
 
 
 def test_what_another_job_is_refused_is_none_of_ours() -> None:
@@ -494,7 +496,8 @@ def test_what_another_job_is_refused_is_none_of_ours() -> None:
     ours, other = a_job(), {**a_job(), "metadata": {"name": "other"}}
     refused_to = {each["metadata"]["name"]: (an_event(each, "FailedCreate", said),) for each in (ours, other)}
     found = {
-        name: list(refused.creations(Seen("train", workload=ours, events=events), NOW)) for name, events in refused_to.items()
+        name: list(admission.creations(Snapshot("train", workload=ours, events=events), NOW))
+        for name, events in refused_to.items()
     }
     assert [cause.rule for cause in found["train"]] == ["quota"]
     assert found["other"] == []
@@ -516,7 +519,7 @@ def waiting_for(claim: Document, storage_class: Document, *events: tuple[str, st
     pod = a_pod()
     pod["spec"]["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]
     told = tuple(an_event(claim, *event) for event in events)
-    (cause,) = storage.claims(Seen("train", pods=(pod,), claims=(claim,), classes=(storage_class,), events=told), NOW)
+    (cause,) = storage.claims(Snapshot("train", pods=(pod,), claims=(claim,), classes=(storage_class,), events=told), NOW)
     return cause
 
 
@@ -541,13 +544,13 @@ def test_a_claim_that_waits_for_its_provisioner_is_told() -> None:
 def test_a_key_that_a_secret_has_not_is_named() -> None:
     waits = {"waiting": {"reason": "CreateContainerConfigError", "message": "couldn't find key TOKEN in Secret team/hf"}}
     pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "state": waits}])
-    (cause,) = causes(Seen("train", "team", workload=a_job(), pods=(pod,), nodes=(a_node(),)))
+    (cause,) = causes(Snapshot("train", "team", workload=a_job(), pods=(pod,), nodes=(a_node(),)))
     assert cause.what == "worker 0 waits for the key TOKEN of the Secret hf, which has none"
 
 
 def test_a_volume_that_another_node_holds_is_told() -> None:
     pod = a_pod(node="node-a")
-    seen = Seen(
+    seen = Snapshot(
         "train", workload=a_job(), pods=(pod,), events=(an_event(pod, "FailedAttachVolume", "Multi-Attach error for volume"),)
     )
     assert next(storage.mounts(seen, NOW)).what == "worker 0 waits on node-a: another node still has the volume"
@@ -558,7 +561,7 @@ def test_a_volume_that_another_node_holds_is_told() -> None:
 
 def test_a_node_that_is_lost_is_named_with_how_long_it_does_not_answer() -> None:
     node = a_node(ready="Unknown", taints=("node.kubernetes.io/unreachable",))
-    seen = Seen("train", workload=a_job(), pods=(a_pod(phase="Running", node="node-a"),), nodes=(node,))
+    seen = Snapshot("train", workload=a_job(), pods=(a_pod(phase="Running", node="node-a"),), nodes=(node,))
     first = causes(seen)[0]
     assert first == Cause(
         "node-lost",
@@ -576,19 +579,19 @@ def test_who_may_not_see_nodes_is_told_of_a_lost_one_by_its_pods() -> None:
     conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
     silent = a_pod("train-1", phase="Running", node="node-b", index=1, conditions=conditions)
     pods = (a_pod(phase="Running", node="node-a"), silent)
-    (cause,) = causes(Seen("train", workload=a_job(2), pods=pods, unseen={"nodes": "you may not list nodes"}))
+    (cause,) = causes(Snapshot("train", workload=a_job(2), pods=pods, unseen={"nodes": "you may not list nodes"}))
     assert (cause.rule, cause.what) == ("node-lost", "worker 1 is on node node-b, which does not answer")
 
 
 def test_who_may_not_see_nodes_is_told_nothing_of_their_labels() -> None:
     seen = situations.seen("node-selector")
-    (cause,) = causes(Seen(**{**vars(seen), "nodes": (), "unseen": {"nodes": "you may not list nodes"}}))
+    (cause,) = causes(Snapshot(**{**vars(seen), "nodes": (), "unseen": {"nodes": "you may not list nodes"}}))
     assert not [each for each in cause.evidence if "no node has this label" in each]
 
 
 def test_a_node_that_no_longer_exists_is_told() -> None:
-    seen = Seen("train", "team", workload=a_job(), pods=(a_pod(phase="Running", node="node-b"),), nodes=(a_node(),))
-    cause = next(machines.lost(seen, NOW))
+    seen = Snapshot("train", "team", workload=a_job(), pods=(a_pod(phase="Running", node="node-b"),), nodes=(a_node(),))
+    cause = next(nodes.lost(seen, NOW))
     assert (cause.what, cause.remedy) == (
         "worker 0 is on node node-b, which no longer exists",
         "kubectl delete pod train-0 --force -n team: then others are made",
@@ -610,24 +613,24 @@ def test_a_node_that_no_longer_exists_is_told() -> None:
 def test_who_lost_the_machine_is_told_how(reason: str, message: str, rule: str, what: str) -> None:
     target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
     gone = a_pod(phase="Failed", node="node-a", conditions=[target])
-    seen = Seen("train", workload=a_job(), pods=(gone,))
-    (cause,) = machines.taken(seen, NOW)
+    seen = Snapshot("train", workload=a_job(), pods=(gone,))
+    (cause,) = nodes.taken(seen, NOW)
     assert cause.rule == rule
     assert what in cause.what
     after = a_pod("train-0b", phase="Running", node="node-a")
     after["metadata"]["creationTimestamp"] = "2026-11-21T16:05:00Z"
-    assert list(machines.taken(Seen("train", pods=(gone, after)), NOW)) == []
+    assert list(nodes.taken(Snapshot("train", pods=(gone, after)), NOW)) == []
 
 
 # Queues and gangs
 
 
-def in_queue(**status: Any) -> Seen:
+def in_queue(**status: Any) -> Snapshot:
     job = a_job()
     job["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "research"}
     job["spec"]["suspend"] = True
     workload = {"kind": "Workload", "metadata": {"name": "w"}, "spec": {"queueName": "research"}, "status": status}
-    return Seen("train", workload=job, queued=(workload,), queues=({"metadata": {"name": "team-a"}},))
+    return Snapshot("train", workload=job, queued=(workload,), queues=({"metadata": {"name": "team-a"}},))
 
 
 def refusal(message: str) -> Document:
@@ -674,7 +677,7 @@ def test_a_job_that_waits_for_an_admission_check_names_it() -> None:
 
 def test_a_queue_without_kueue_is_told() -> None:
     seen = in_queue()
-    (cause,) = causes(Seen(**{**vars(seen), "queued": ()}))
+    (cause,) = causes(Snapshot(**{**vars(seen), "queued": ()}))
     assert cause.what == "it is to wait in queue research, and Kueue has made no workload of it"
 
 
@@ -695,14 +698,14 @@ def test_a_gang_that_does_not_fit_is_told_after_what_keeps_it() -> None:
 
 
 def test_a_gang_that_volcanos_queue_has_not_let_in_waits_for_the_queue() -> None:
-    seen = Seen("train", workload=a_job(4), groups=(a_group("scheduling.volcano.sh/v1beta1", "Pending"),))
+    seen = Snapshot("train", workload=a_job(4), groups=(a_group("scheduling.volcano.sh/v1beta1", "Pending"),))
     assert causes(seen)[0].what == "queue research of Volcano has not let it in"
 
 
 def test_a_scheduler_that_is_not_there_is_named() -> None:
     pod = a_pod()
     pod["spec"]["schedulerName"] = "volcano"
-    (cause,) = causes(Seen("train", workload=a_job(), pods=(pod,)))
+    (cause,) = causes(Snapshot("train", workload=a_job(), pods=(pod,)))
     assert (cause.rule, cause.what) == ("scheduler", "worker 0 waits for the scheduler volcano, which says nothing")
 
 
@@ -712,14 +715,16 @@ def test_a_scheduler_that_is_not_there_is_named() -> None:
 def test_a_job_that_trains_has_nothing_wrong() -> None:
     ready = [{"type": "Ready", "status": "True"}]
     pods = tuple(a_pod(f"train-{i}", phase="Running", node="node-a", index=i, conditions=ready) for i in range(2))
-    (cause,) = causes(Seen("train", workload=a_job(2), pods=pods, nodes=(a_node(),)))
+    (cause,) = causes(Snapshot("train", workload=a_job(2), pods=pods, nodes=(a_node(),)))
     assert cause == Cause("training", "nothing is wrong: 2 of 2 workers run", wrong=False)
 
 
 def test_a_worker_that_pulls_its_image_is_on_its_way() -> None:
     creating = [{"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}]
     pod = a_pod(node="node-a", containerStatuses=creating, startTime="2027-01-15T07:58:20Z")
-    seen = Seen("train", workload=a_job(), pods=(pod,), nodes=(a_node(),), events=(an_event(pod, "Pulling", "Pulling image"),))
+    seen = Snapshot(
+        "train", workload=a_job(), pods=(pod,), nodes=(a_node(),), events=(an_event(pod, "Pulling", "Pulling image"),)
+    )
     (cause,) = causes(seen)
     assert (cause.what, cause.wrong) == ("worker 0 pulls its image on node-a for 1m40s", False)
 
@@ -732,7 +737,7 @@ def test_a_statefulset_whose_workers_all_said_that_they_are_done_is_finished() -
 
     def first(*logs: list[str]) -> Cause:
         named = {f"train-{i}": log for i, log in enumerate(logs)}
-        return causes(Seen("train", workload=workload, pods=pods, logs=named, nodes=(a_node(),)))[0]
+        return causes(Snapshot("train", workload=workload, pods=pods, logs=named, nodes=(a_node(),)))[0]
 
     assert first(done, done).rule == "finished"
     assert first(done, ["step 8"]).rule == "starting"
@@ -740,22 +745,12 @@ def test_a_statefulset_whose_workers_all_said_that_they_are_done_is_finished() -
 
 
 def test_an_elasticjob_that_nobody_takes_up_asks_for_the_operator() -> None:
-    (cause,) = causes(Seen("train", workload={"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}}))
+    (cause,) = causes(Snapshot("train", workload={"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}}))
     assert cause.rule == "operator"
 
 
 def test_nothing_seen_is_an_absent_job() -> None:
-    assert [cause.rule for cause in causes(Seen("train"))] == ["absent"]
-
-
-@pytest.mark.parametrize(("text", "number"), [("500m", 0.5), ("16Gi", 16 * 2**30), ("2", 2), ("1e3", 1000), ("1.5k", 1500)])
-def test_quantities_are_numbers(text: str, number: float) -> None:
-    assert sight.quantity(text) == number
-
-
-def test_a_quantity_that_is_none_is_a_mistake() -> None:
-    with pytest.raises(ValueError, match="'16 apples' is no quantity"):
-        sight.quantity("16 apples")
+    assert [cause.rule for cause in causes(Snapshot("train"))] == ["absent"]
 
 
 # Here
@@ -770,7 +765,7 @@ def a_status(state: State, **fields: Any) -> JobStatus:
 def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
     failure = Failure(worker=1, rank=1, code=1, reason="rank 1 on worker 1 failed", traceback="Traceback:\nKeyError: 'x'", step=8)
     status = a_status(State.FAILED, reason="restart 3 of 2", failure=failure, exit_code=1)
-    (cause,) = here.causes(status, [], NOW)
+    (cause,) = local_job.causes(status, [], NOW)
     assert (cause.rule, cause.what, cause.evidence) == (
         "failing-script",
         "it has failed: restart 3 of 2",
@@ -795,7 +790,7 @@ def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
     ids=lambda value: str(value.state) if isinstance(value, JobStatus) else "",
 )
 def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bool) -> None:
-    (cause,) = here.causes(status, [], NOW)
+    (cause,) = local_job.causes(status, [], NOW)
     assert (cause.rule, cause.wrong) == (rule, wrong)
 
 
@@ -809,24 +804,24 @@ def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp
     (tmp_path / "job.yaml").write_text("")
     assert machine._read(places).file == str(tmp_path / "job.yaml")
     for state in (State.FAILED, State.CANCELLED):
-        (cause,) = here.causes(a_status(state, file=str(tmp_path / "job.yaml")), [], NOW)
+        (cause,) = local_job.causes(a_status(state, file=str(tmp_path / "job.yaml")), [], NOW)
         assert cause.remedy.endswith(f"outlast run {tmp_path}/job.yaml")
-        (cause,) = here.causes(a_status(state), [], NOW)
+        (cause,) = local_job.causes(a_status(state), [], NOW)
         assert cause.remedy.endswith("outlast run FILE (its job file)")
 
 
 def test_a_job_here_that_starts_for_long_is_wrong() -> None:
     worker = WorkerStatus(index=0, state="fetching")
     status = a_status(State.PENDING, reason="starting", workers=[worker])
-    (cause,) = here.causes(status, [{"t": NOW - 300, "kind": "launcher"}], NOW)
+    (cause,) = local_job.causes(status, [{"t": NOW - 300, "kind": "launcher"}], NOW)
     assert (cause.what, cause.wrong, cause.evidence) == ("it starts since 5m00s: starting", True, ("worker 0 is fetching",))
-    assert not here.causes(status, [{"t": NOW - 3, "kind": "launcher"}], NOW)[0].wrong
+    assert not local_job.causes(status, [{"t": NOW - 3, "kind": "launcher"}], NOW)[0].wrong
 
 
 def test_a_hang_names_the_file_with_its_stacks() -> None:
     failure = Failure(worker=0, rank=0, code=137, reason="rank 0 on worker 0 hung: no progress for 60 s")
     status = a_status(State.FAILED, reason="restart 1 of 0", failure=failure)
-    (cause,) = here.causes(status, [{"t": NOW, "kind": "hang", "stacks": "/out/stacks.txt"}], NOW)
+    (cause,) = local_job.causes(status, [{"t": NOW, "kind": "hang", "stacks": "/out/stacks.txt"}], NOW)
     assert cause.rule == "hang"
     assert "/out/stacks.txt" in cause.remedy
 
@@ -849,7 +844,7 @@ def a_run_that_goes_on(**fields: Any) -> JobStatus:
 
 def test_a_run_that_hangs_again_and_again_at_one_step_is_not_well() -> None:
     stacks = {"kind": "hang", "t": NOW, "stacks": "/out/stacks.txt"}
-    (cause,) = here.causes(a_run_that_goes_on(), [*failures(4, 5, 5, 5), stacks], NOW)
+    (cause,) = local_job.causes(a_run_that_goes_on(), [*failures(4, 5, 5, 5), stacks], NOW)
     assert (cause.rule, cause.wrong, cause.evidence) == ("failing", True, (HUNG,))
     said = "it has hung 3 times in a row at step 5 (4 failures without a new checkpoint)"
     assert cause.what == f"2 of 2 workers train, at step 5 of 24, but {said}"
@@ -870,14 +865,14 @@ def test_a_run_that_hangs_again_and_again_at_one_step_is_not_well() -> None:
 def test_a_run_that_fails_without_progress_is_not_well_and_one_that_gets_on_is(
     status: JobStatus, events: list[dict[str, Any]], said: str
 ) -> None:
-    (cause,) = here.causes(status, events, NOW)
+    (cause,) = local_job.causes(status, events, NOW)
     assert cause.wrong is bool(said)
     assert said in cause.what
 
 
 def test_a_run_that_stands_still_says_where() -> None:
     worker = WorkerStatus(index=0, state="training", reason="stands still: rank 0 is in lock.acquire() (train.py:9)")
-    (cause,) = here.causes(a_run_that_goes_on(workers=[worker], restarts=0, failure=None), [], NOW)
+    (cause,) = local_job.causes(a_run_that_goes_on(workers=[worker], restarts=0, failure=None), [], NOW)
     assert (cause.rule, cause.wrong) == ("still", True)
     assert cause.what == "2 of 2 workers train, at step 5 of 24, and it stands still: rank 0 is in lock.acquire() (train.py:9)"
 
@@ -896,7 +891,7 @@ def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:
 
     def found(**better: Any) -> list[Cause]:
         workload = {**job, "status": {**status, **better}}
-        return [cause for cause in causes(Seen("train", workload=workload, pods=(pod,))) if cause.rule == "failing"]
+        return [cause for cause in causes(Snapshot("train", workload=workload, pods=(pod,))) if cause.rule == "failing"]
 
     (cause,) = found()
     assert (cause.what, cause.wrong) == ("it trains at step 5, but it has hung 2 times in a row at step 5", True)
@@ -907,7 +902,7 @@ def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:
 
 def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> None:
     there = StoreStatus(url="s3://b/runs/digits", since=NOW - 120, error="the store is not well (HTTP 503)", backlog=2**20)
-    found = here.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)
+    found = local_job.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)
     assert [cause.rule for cause in found] == ["store", "warning", "training"]
     assert found[0].what == "its output cannot be pushed to s3://b/runs/digits since 2m00s, 1.0 MiB of checkpoints wait"
     assert found[-1].what.startswith("2 of 2 workers train")
@@ -973,32 +968,32 @@ def a_cluster(name: str, **options: Any) -> FakeCluster:
 
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_what_is_read_of_a_cluster_gives_the_same_cause(name: str) -> None:
-    found = causes(evidence.see(a_cluster(name), "train"))  # type: ignore[arg-type]
+    found = causes(gather.job(a_cluster(name), "train"))  # type: ignore[arg-type]
     assert (found[0].rule, found[0].what) == FIRST[name]
 
 
 def test_what_is_forbidden_is_named_and_the_rest_is_told() -> None:
-    seen = evidence.see(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
+    seen = gather.job(a_cluster("gpu", forbidden=(kinds.NODE, kinds.EVENT)), "train")  # type: ignore[arg-type]
     assert seen.unseen == {"nodes": "you may not list nodes", "events": "you may not list events"}
     assert causes(seen)[0].rule == "unschedulable-gpu"
 
 
 def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
     cluster = a_cluster("gpu", forbidden=(kinds.ELASTIC_JOB, kinds.VOLCANO_JOB, kinds.WORKLOAD))
-    assert evidence.see(cluster, "train").unseen == {}  # type: ignore[arg-type]
+    assert gather.job(cluster, "train").unseen == {}  # type: ignore[arg-type]
 
 
 def test_a_namespace_that_was_not_admitted_to_the_etcd_is_told_by_which_command_it_is() -> None:
     waits = {"reason": "CreateContainerConfigError", "message": 'secret "outlast-etcd" not found'}
     pod = a_pod(node="node-a", containerStatuses=[{"name": "worker", "state": {"waiting": waits}}])
-    (cause,) = storage.references(Seen("train", "team-a", pods=(pod,)), NOW)
+    (cause,) = storage.references(Snapshot("train", "team-a", pods=(pod,)), NOW)
     assert cause.remedy == "admit the namespace to that etcd: outlast install --etcd --etcd-for team-a"
 
 
 def test_secrets_are_listed_only_while_pods_wait_for_something() -> None:
-    assert evidence.see(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
+    assert gather.job(a_cluster("gpu"), "train").secrets == frozenset()  # type: ignore[arg-type]
     forbidden = a_cluster("secret-missing", forbidden=(kinds.SECRET,))
-    assert causes(evidence.see(forbidden, "train"))[0].rule == "secret-missing"  # type: ignore[arg-type]
+    assert causes(gather.job(forbidden, "train"))[0].rule == "secret-missing"  # type: ignore[arg-type]
 
 
 def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
@@ -1007,19 +1002,21 @@ def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
         meta = {**old["metadata"], "name": f"{old['metadata']['name']}-new", "creationTimestamp": "2030-01-01T00:00:00Z"}
         del meta["uid"]
         cluster.put({**old, "metadata": {**meta, "labels": {**meta["labels"], "outlast.dev/run": "new"}}})
-    seen = evidence.see(cluster, "train")  # type: ignore[arg-type]
-    assert sight.name(seen.workload).endswith("-new")
-    assert sorted(map(sight.name, seen.pods)) == sorted(name for name in map(sight.name, seen.pods) if name.endswith("-new"))
+    seen = gather.job(cluster, "train")  # type: ignore[arg-type]
+    assert kube_pods.name(seen.workload).endswith("-new")
+    assert sorted(map(kube_pods.name, seen.pods)) == sorted(
+        name for name in map(kube_pods.name, seen.pods) if name.endswith("-new")
+    )
     assert len(seen.pods) == 2
 
 
 def test_a_job_that_is_not_in_the_cluster_is_told() -> None:
     with pytest.raises(NotFound, match="there is no job other in namespace team; `outlast list` shows those there are"):
-        evidence.see(a_cluster("gpu"), "other")  # type: ignore[arg-type]
+        gather.job(a_cluster("gpu"), "other")  # type: ignore[arg-type]
     with pytest.raises(NotFound, match="there is no namespace nowhere; correct --namespace"):
-        evidence.see(FakeCluster(namespace="nowhere"), "other")  # type: ignore[arg-type]
+        gather.job(FakeCluster(namespace="nowhere"), "other")  # type: ignore[arg-type]
     with pytest.raises(Forbidden, match="you may not list pods"):
-        evidence.see(FakeCluster(a_namespace(), forbidden=(kinds.POD,)), "other")  # type: ignore[arg-type]
+        gather.job(FakeCluster(a_namespace(), forbidden=(kinds.POD,)), "other")  # type: ignore[arg-type]
 
 
 def a_namespace() -> Document:

@@ -16,7 +16,7 @@ import pytest
 
 import situations
 from outlast import cli, diagnosis, kube
-from outlast.diagnosis import Cause, evidence
+from outlast.diagnosis import Cause, gather
 from outlast.errors import NotFound
 
 pytestmark = pytest.mark.cluster
@@ -34,7 +34,7 @@ def namespace(request: pytest.FixtureRequest) -> Iterator[str]:
 def causes(namespace: str) -> list[Cause]:
     cluster = kube.connect(namespace=namespace)
     try:
-        return diagnosis.causes(evidence.see(cluster, "train"), time.time())
+        return diagnosis.causes(gather.job(cluster, "train"), time.time())
     finally:
         cluster.close()
 

@@ -56,6 +56,14 @@ def duration_text(value: timedelta) -> str:
     return text + f"{_seconds(left)}s" if left or not text else text
 
 
+def quantity(value: str | int | float) -> float:
+    """A quantity as the API server writes it: as in a job file, and also negative or in parts such as `12345678n`."""
+    text = str(value).strip()
+    sign, text = (-1, text[1:]) if text.startswith("-") else (1, text)
+    small = {"n": Decimal("1e-9"), "u": Decimal("1e-6")}.get(text[-1:])
+    return sign * float(_quantity(text, "16Gi") if small is None else _quantity(text[:-1], "16Gi") * small)
+
+
 def memory(value: str | int | float) -> int:
     """`16Gi`, `2G` or a bare number of bytes, in bytes; a part of a byte is rounded up, as Kubernetes does."""
     return math.ceil(_quantity(value, "16Gi"))

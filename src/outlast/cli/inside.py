@@ -53,7 +53,7 @@ def exec_(
         ended = place.cluster.exec_(
             pod["metadata"]["name"],
             command,
-            container=pods.name(pod),
+            container=pods.container_name(pod),
             stdin=sys.stdin.buffer if sys.stdin is not None else None,
             stdout=_writer(1),
             stderr=_writer(2),

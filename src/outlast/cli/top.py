@@ -114,8 +114,8 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
     workers = []
     for pod in found:
         asked = [each.get("resources") or {} for each in pod["spec"]["containers"]]
-        wanted = {key: sum(amount((each.get("requests") or {}).get(key)) for each in asked) for key in ("cpu", "memory")}
-        limit = sum(amount((each.get("limits") or {}).get("memory")) for each in asked)
+        wanted = {key: pods.requested(pod, key) for key in ("cpu", "memory")}
+        limit = sum(units.quantity((each.get("limits") or {}).get("memory", 0)) for each in asked)
         used = usage.get(pod["metadata"]["name"])
         workers.append(
             {
@@ -141,8 +141,10 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
         rows.append(
             {
                 "node": node,
-                "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{amount(has.get('cpu')):g}"),
-                "memory": _of(units.human_bytes(used["memory"]) if used else None, units.human_bytes(amount(has.get("memory")))),
+                "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{units.quantity(has.get('cpu', 0)):g}"),
+                "memory": _of(
+                    units.human_bytes(used["memory"]) if used else None, units.human_bytes(units.quantity(has.get("memory", 0)))
+                ),
                 "accelerators": _devices([has]),
             }
         )
@@ -163,18 +165,10 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
     found = {}
     for item in items:
         parts = [each["usage"] for each in item["containers"]] if "containers" in item else [item["usage"]]
-        found[item["metadata"]["name"]] = {key: sum(amount(part.get(key)) for part in parts) for key in ("cpu", "memory")}
+        found[item["metadata"]["name"]] = {
+            key: sum(units.quantity(part.get(key, 0)) for part in parts) for key in ("cpu", "memory")
+        }
     return found
-
-
-def amount(text: str | None) -> float:
-    """Cores, bytes or devices of a quantity as Kubernetes writes it: `250m`, `12345678n`, `2Gi`."""
-    if not text:
-        return 0.0
-    scales = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "": 1.0}
-    scales |= {f"{letter}i": 1024.0**power for power, letter in enumerate("KMGTP", start=1)}
-    number = text.rstrip("nukmKMGTPi")
-    return float(number) * scales[text[len(number) :]]
 
 
 def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -183,8 +177,8 @@ def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
     counts: dict[str, int] = {}
     for has in found:
-        for resource, quantity in has.items():
-            if resources.device(resource) and (count := round(amount(str(quantity)))):
+        for resource, amount in has.items():
+            if resources.device(resource) and (count := round(units.quantity(amount))):
                 counts[resource] = counts.get(resource, 0) + count
     return counts
 

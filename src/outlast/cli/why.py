@@ -48,11 +48,11 @@ def _asked(
 ) -> tuple[list[Cause], dict[str, str]]:
     """The causes, and what could not be looked at."""
     from outlast import diagnosis
-    from outlast.diagnosis import evidence, here
+    from outlast.diagnosis import gather, local_job
 
     place = which.place(ctx, name, namespace, context)
     found = which.job(place, name)
     if (there := which.in_cluster(place)) is None:
-        return here.causes(place.status(found), place.events(found), time.time()), {}
-    seen = evidence.see(there.cluster, found)
+        return local_job.causes(place.status(found), place.events(found), time.time()), {}
+    seen = gather.job(there.cluster, found)
     return diagnosis.causes(seen, time.time()), dict(seen.unseen)

@@ -38,7 +38,7 @@ def strike(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.R
     arguments = [action, f"{rng.random():.6f}", str(turns), str(stopped_s), str(running_s)]
     program = Path(fault_in_pod.__file__).read_bytes()
     command = ["sh", "-c", _START, "sh", *arguments]
-    ended = cluster.exec_(name, command, namespace=namespace, container=pods.name(pod), stdin=program)
+    ended = cluster.exec_(name, command, namespace=namespace, container=pods.container_name(pod), stdin=program)
     if ended.code == _NOBODY:
         raise NotFound(f"{worker} has no training process now; wait until it trains")
     if ended.code:

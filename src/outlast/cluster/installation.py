@@ -281,10 +281,10 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
     if await_(cluster, kind, name, runs, timeout_s=timeout_s, namespace=namespace):
         return []
     from outlast import diagnosis
-    from outlast.diagnosis import evidence
+    from outlast.diagnosis import gather
 
     selected = ",".join(f"{key}={value}" for key, value in workload["spec"]["selector"]["matchLabels"].items())
-    seen = evidence.around(cluster, name, namespace, labels=selected, kind=kind)
+    seen = gather.workload(cluster, name, namespace, labels=selected, kind=kind)
     return [cause for cause in diagnosis.causes(seen, time.time()) if cause.rule != "absent"]
 
 

@@ -266,7 +266,7 @@ def _failure(found: Sequence[Document]) -> Failure | None:
 
 def _again(pod: Document) -> int:
     """Starts of a container that are not told by its last end."""
-    return max(0, int(pods.container(pod).get("restartCount", 0)) - 1)
+    return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
 def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> WorkerStatus:
@@ -289,7 +289,7 @@ def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> W
     return WorkerStatus(
         index=index,
         state=state,
-        restarts=restarts + int(pods.container(pod).get("restartCount", 0)),
+        restarts=restarts + int(pods.container_status(pod).get("restartCount", 0)),
         pod=pod["metadata"]["name"],
         node=pod["spec"].get("nodeName", ""),
         step=round(said["step"]) if said and "step" in said else None,

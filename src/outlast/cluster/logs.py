@@ -69,13 +69,13 @@ def _past(
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
     """Times and lines of a pod: of its container as it was before it was last started again, too."""
     meta, index = pod["metadata"], pods.index(pod)
-    before = tail is None and int(pods.container(pod).get("restartCount", 0)) > 0
+    before = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if before else (False,):
         with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
             for line in cluster.logs(
                 meta["name"],
                 namespace=meta["namespace"],
-                container=pods.name(pod),
+                container=pods.container_name(pod),
                 tail=tail,
                 since_s=since_s,
                 previous=previous,
@@ -216,8 +216,8 @@ class _Reader:
         self._tail, self._since_s = tail, since_s
         self._finished = kube.Stop()
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
-        self._uid, self._container, self._index = pod["metadata"]["uid"], pods.name(pod), pods.index(pod)
-        self._starts = int(pods.container(pod).get("restartCount", 0))
+        self._uid, self._container, self._index = pod["metadata"]["uid"], pods.container_name(pod), pods.index(pod)
+        self._starts = int(pods.container_status(pod).get("restartCount", 0))
         """Which of the container's starts is read."""
         self._heard = time.monotonic()
         self._last, self._same = "", 0
@@ -234,7 +234,7 @@ class _Reader:
                 return
             if (pod := self._look()) is None:
                 return
-            starts = int(pods.container(pod).get("restartCount", 0))
+            starts = int(pods.container_status(pod).get("restartCount", 0))
             if starts == self._starts + 1:
                 self._lines(previous=True)  # what came after the connection was lost
             self._starts = starts

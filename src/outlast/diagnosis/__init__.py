@@ -1,12 +1,12 @@
-"""Why a job gets nowhere: from what is seen of it to causes, each with its evidence and a remedy.
+"""Why a job does not train: from a snapshot of it to causes, each with its evidence and a remedy.
 
-    evidence.see(cluster, name) -> Seen      reads documents from a cluster
-    causes(seen, now)           -> [Cause]   decides; pure
-    here.causes(status, events, now)         the same for a job of this machine
+    gather.job(cluster, name) -> Snapshot      reads documents from a cluster
+    causes(snapshot, now)           -> [Cause]   decides; pure
+    local_job.causes(status, events, now)         the same for a job of this machine
     text(causes, about)                      what `outlast why` prints
 
-A rule is a function from `Seen` to causes; `RULES` is their order: first what ended the job, then what keeps workers from being
-made, then from a node, from starting, from training. Several rules may have something to say.
+A rule is a function from a `Snapshot` to causes; `RULES` is their order: first what ended the job, then what keeps workers from
+being made, from getting a node, from starting, from training. Several rules may find a cause.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 
-from outlast.diagnosis import containers, machines, refused, scheduling, storage, waiting
-from outlast.diagnosis.seen import Cause, Seen, phase, together
+from outlast.diagnosis import admission, containers, job, nodes, scheduling, storage
+from outlast.diagnosis.cause import Cause, joined
+from outlast.diagnosis.snapshot import Snapshot
+from outlast.kube import pods as kube_pods
 
-__all__ = ["RULES", "Cause", "Seen", "causes", "text"]
+__all__ = ["RULES", "Cause", "Snapshot", "causes", "text"]
 
-RULES: tuple[Callable[[Seen, float], Iterator[Cause]], ...] = (
-    waiting.given_up,
-    waiting.absent,
-    waiting.wishes,
-    waiting.queues,
+RULES: tuple[Callable[[Snapshot, float], Iterator[Cause]], ...] = (
+    job.given_up,
+    job.absent,
+    job.wishes,
+    job.queues,
     containers.ends,
-    machines.lost,
-    machines.taken,
-    refused.creations,
+    nodes.lost,
+    nodes.taken,
+    admission.creations,
     storage.claims,
     storage.references,
     scheduling.unschedulable,
@@ -35,42 +37,45 @@ RULES: tuple[Callable[[Seen, float], Iterator[Cause]], ...] = (
     containers.images,
     containers.starts,
     containers.probing,
-    waiting.gangs,
-    waiting.failing,
-    waiting.beginning,
-    waiting.others,
+    job.gangs,
+    job.failing,
+    job.beginning,
+    job.others,
 )
 _FOLLOWS = ("failed", "gang", "others")
 """Rules that tell what follows from other causes: these come first, if there are any."""
 _WIDTH = 110
 
 
-def causes(seen: Seen, now: float) -> list[Cause]:
+def causes(snapshot: Snapshot, now: float) -> list[Cause]:
     """What keeps a job on a cluster from training, most important first; when it trains, that."""
-    if done := waiting.finished(seen):
+    if done := job.finished(snapshot):
         return [done]
-    found = [cause for rule in RULES for cause in rule(seen, now)]
+    found = [cause for rule in RULES for cause in rule(snapshot, now)]
     found.sort(key=lambda cause: cause.rule in _FOLLOWS)
     if any(cause.rule == "suspended" for cause in found):
         found = [cause for cause in found if cause.rule in ("suspended", "deleted")]  # what went before is why, or over
     if any(cause.wrong for cause in found):
         found = [cause for cause in found if cause.wrong or cause.rule not in ("starting",)]
-    return found or [_well(seen)]
+    return found or [_well(snapshot)]
 
 
-def _well(seen: Seen) -> Cause:
-    if not seen.workload and not seen.pods:
+def _well(snapshot: Snapshot) -> Cause:
+    if not snapshot.workload and not snapshot.pods:
         return Cause(
-            "absent", f"there is no job {seen.name} in namespace {seen.namespace}", (), "`outlast list` shows those there are"
+            "absent",
+            f"there is no job {snapshot.name} in namespace {snapshot.namespace}",
+            (),
+            "`outlast list` shows those there are",
         )
-    running = [pod for pod in seen.pods if phase(pod) == "Running"]
+    running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     if not running:
         return Cause("starting", "no worker has a pod yet, and nobody says why", (), "look again in a few seconds", wrong=False)
-    return Cause("training", f"nothing is wrong: {len(running)} of {seen.wanted()} workers run", wrong=False)
+    return Cause("training", f"nothing is wrong: {len(running)} of {snapshot.wanted()} workers run", wrong=False)
 
 
 def text(causes: Iterable[Cause], *, unseen: Iterable[str] = ()) -> str:
-    """One paragraph a cause: the sentence, what was seen, and the remedy."""
+    """One paragraph a cause: the sentence, its evidence and its remedy."""
     paragraphs = []
     for cause in causes:
         lines = _wrapped(cause.what[:1].upper() + cause.what[1:], "", "")
@@ -82,7 +87,7 @@ def text(causes: Iterable[Cause], *, unseen: Iterable[str] = ()) -> str:
         if cause.remedy:
             lines += _wrapped(cause.remedy, "  → ", "    ")
         paragraphs.append("\n".join(lines))
-    if blind := together(unseen):
+    if blind := joined(unseen):
         paragraphs.append(f"Not looked at, because you may not: {blind}.")
     return "\n\n".join(paragraphs)
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from outlast import contract
-from outlast.diagnosis import seen as sight
-from outlast.diagnosis.seen import Cause, Seen
+from outlast.diagnosis.cause import Cause, grouped, verb, workers_text
+from outlast.diagnosis.snapshot import Snapshot, event_text
+from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 
 # Images
@@ -72,23 +73,23 @@ IMAGES = (
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ErrImageNeverPull", "InvalidImageName", "ImageInspectError")
 
 
-def images(seen: Seen, _: float) -> Iterator[Cause]:
+def images(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Images that cannot be had."""
     found: list[tuple[str, Document]] = []
-    for pod in seen.pods:
-        for status in sight.statuses(pod):
+    for pod in snapshot.pods:
+        for status in kube_pods.statuses(pod):
             waits = status.get("state", {}).get("waiting") or {}
             if waits.get("reason") in _IMAGE:
                 found.append((f"{waits['reason']} {status.get('image', '')}", pod))
-    for key, pods in sight.grouped(found).items():
+    for key, pods in grouped(found).items():
         reason, image = key.split(" ", 1)
-        yield _image(reason, image, pods, _pull_message(seen, pods))
+        yield _image(reason, image, pods, _pull_message(snapshot, pods))
 
 
-def _pull_message(seen: Seen, pods: Sequence[Document]) -> str:
+def _pull_message(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """What the runtime said of the pull: the kubelet repeats it, or not, in several places."""
-    texts = [message for pod in pods for reason, message in sight.stuck(pod) if reason in _IMAGE]
-    texts += [str(event.get("message", "")) for pod in pods for event in reversed(seen.about(pod, "Failed", "InspectFailed"))]
+    texts = [message for pod in pods for reason, message in kube_pods.waiting(pod) if reason in _IMAGE]
+    texts += [str(event.get("message", "")) for pod in pods for event in reversed(snapshot.about(pod, "Failed", "InspectFailed"))]
     telling = [text for text in texts if any(re.search(rule.says, _without_image(text)) for rule in IMAGES)]
     return (telling or texts or [""])[0]
 
@@ -99,7 +100,7 @@ def _without_image(message: str) -> str:
 
 
 def _image(reason: str, image: str, pods: Sequence[Document], message: str) -> Cause:
-    held = f"{sight.whom(pods)} {sight.verb(pods, 'waits', 'wait')} for the image {image}"
+    held = f"{workers_text(pods)} {verb(pods, 'waits', 'wait')} for the image {image}"
     evidence = (f"{reason}: {message}",) if message else (reason,)
     if reason == "InvalidImageName":
         return Cause("image", f"{held}, which is no name of an image", evidence, "correct `image`; names are in lower case")
@@ -115,24 +116,24 @@ def _image(reason: str, image: str, pods: Sequence[Document], message: str) -> C
 # Starting
 
 
-def starts(seen: Seen, _: float) -> Iterator[Cause]:
+def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Containers that cannot be made or started."""
     found: list[tuple[str, Document]] = []
-    for pod in seen.pods:
-        for reason, message in sight.stuck(pod):
+    for pod in snapshot.pods:
+        for reason, message in kube_pods.waiting(pod):
             if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError"):
                 found.append((f"{reason}: {message}", pod))
-        over = sight.ended(pod)
+        over = kube_pods.termination(pod)
         if over and over.get("reason") in ("StartError", "ContainerCannotRun"):
             found.append((f"{over['reason']}: {over.get('message', '')}", pod))
-    for text, pods in sight.grouped((_same(text), pod) for text, pod in found).items():
+    for text, pods in grouped((_same(text), pod) for text, pod in found).items():
         if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
             continue  # `storage.references` tells it
-        whom = f"{sight.whom(pods)} cannot be started"
-        if (named := sight.command_missing(text)) is not None:
+        whom = f"{workers_text(pods)} cannot be started"
+        if (named := kube_pods.command_missing(text)) is not None:
             remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
             if named == "outlast":
-                remedy = sight.WITHOUT_OUTLAST
+                remedy = kube_pods.WITHOUT_OUTLAST
             named = named or "the command"
             yield Cause("command-missing", f"{whom}: there is no {named} in the image {_of(pods)}", (text,), remedy)
         elif "exec format error" in text:
@@ -154,7 +155,7 @@ def _same(text: str) -> str:
 
 
 def _of(pods: Sequence[Document]) -> str:
-    return str(sight.container(pods[0]).get("image", ""))
+    return str(kube_pods.container(pods[0]).get("image", ""))
 
 
 # Ends
@@ -177,44 +178,48 @@ _SIGNALS = {
 }
 
 
-def ends(seen: Seen, _: float) -> Iterator[Cause]:
+def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Workers whose container ended badly: out of memory, misconfigured, failed."""
-    over = [(pod, how) for pod in seen.pods if (how := stayed(seen, pod) or sight.ended(pod)) and _bad(seen, pod, how)]
+    over = [
+        (pod, how)
+        for pod in snapshot.pods
+        if (how := stayed(snapshot, pod) or kube_pods.termination(pod)) and _bad(snapshot, pod, how)
+    ]
     for rule in (_out_of_memory, _misconfigured, _failed):
-        taken = list(rule(seen, over))
+        taken = list(rule(snapshot, over))
         over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
         yield from (cause for cause, _ in taken)
 
 
-def stayed(seen: Seen, pod: Document) -> Document | None:
+def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
     """How a worker ended that stays up and does nothing more, as one of a StatefulSet does: its log says so."""
-    lines = [line for line in seen.logs.get(sight.name(pod), ()) if line.strip()]
+    lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(_STAYS):
         return None
     ends = [found for line in lines if (found := _END.search(line)) and found["code"] != "None"]
     return {"exitCode": int(ends[-1]["code"])} if ends else None
 
 
-def _recovered(seen: Seen, pod: Document) -> bool:
+def _recovered(snapshot: Snapshot, pod: Document) -> bool:
     """Whether this worker is in a world again: the same pod, or one after it."""
     made = str(pod["metadata"].get("creationTimestamp", ""))
     return any(
-        sight.index(other) == sight.index(pod) is not None
+        kube_pods.labelled_index(other) == kube_pods.labelled_index(pod) is not None
         and str(other["metadata"].get("creationTimestamp", "")) >= made
-        and sight.condition(other, "Ready")
-        for other in seen.pods
+        and kube_pods.condition(other, "Ready")
+        for other in snapshot.pods
     )
 
 
-def _bad(seen: Seen, pod: Document, how: Document) -> bool:
+def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
     """Whether this end says anything: not one that was wished, nor a failure to start, nor
     what an eviction did, nor one that is over."""
     code = how.get("exitCode", 0)
     told = code in (0, contract.Exit.INTERRUPTED, 143)
     return (
         not told
-        and not _recovered(seen, pod)
-        and not _killed_by_probe(seen, pod)
+        and not _recovered(snapshot, pod)
+        and not _killed_by_probe(snapshot, pod)
         and how.get("reason") not in ("StartError", "ContainerCannotRun")
         and pod["status"].get("reason") != "Evicted"
     )
@@ -224,11 +229,11 @@ _Found = Iterator[tuple[Cause, list[Document]]]
 _Over = list[tuple[Document, Document]]
 
 
-def _out_of_memory(seen: Seen, over: _Over) -> _Found:
+def _out_of_memory(snapshot: Snapshot, over: _Over) -> _Found:
     pods = [pod for pod, how in over if how.get("reason") == "OOMKilled"]
     if not pods:
         return
-    limit = sight.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
+    limit = kube_pods.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
     had = f"it may use {limit}" if limit else "the node's memory was used up"
     remedy = (
         "raise resources.memory, or lower the batch or resources.sharedMemory, which counts as memory"
@@ -238,29 +243,29 @@ def _out_of_memory(seen: Seen, over: _Over) -> _Found:
     yield (
         Cause(
             "out-of-memory",
-            f"{sight.whom(pods)} {sight.verb(pods, 'was', 'were')} killed for lack of memory: {had}",
-            _said(seen, pods),
+            f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed for lack of memory: {had}",
+            _said(snapshot, pods),
             remedy,
         ),
         pods,
     )
 
 
-def _misconfigured(seen: Seen, over: _Over) -> _Found:
+def _misconfigured(snapshot: Snapshot, over: _Over) -> _Found:
     pods = [pod for pod, how in over if how.get("exitCode") == contract.Exit.MISCONFIGURED]
     if not pods:
         return
-    reason = _reason(seen, pods) or "the configuration is wrong"
-    what = f"{sight.whom(pods)} ended with exit code 78: {reason}; starting again would not help"
-    yield Cause("configuration", what, _said(seen, pods), "correct the job file as the log says and submit it again"), pods
+    reason = _reason(snapshot, pods) or "the configuration is wrong"
+    what = f"{workers_text(pods)} ended with exit code 78: {reason}; starting again would not help"
+    yield Cause("configuration", what, _said(snapshot, pods), "correct the job file as the log says and submit it again"), pods
 
 
-def _failed(seen: Seen, over: _Over) -> _Found:
-    for code, pods in sight.grouped((str(how.get("exitCode")), pod) for pod, how in over).items():
+def _failed(snapshot: Snapshot, over: _Over) -> _Found:
+    for code, pods in grouped((str(how.get("exitCode")), pod) for pod, how in over).items():
         number = int(code)
         signal = f" ({_SIGNALS[number]})" if number in _SIGNALS else ""
-        reason = ": ".join(filter(None, (_reason(seen, pods), _exception(seen, pods))))
-        what = f"{sight.whom(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
+        reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
+        what = f"{workers_text(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
         if number == contract.Exit.GIVEN_UP:
             remedy = "mend what the workers failed of, or raise restarts.limit, and submit it again"
         elif number == 137:
@@ -268,61 +273,59 @@ def _failed(seen: Seen, over: _Over) -> _Found:
         elif number in (132, 134, 135, 136, 139):
             remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
         else:
-            remedy = f"correct the script: `outlast logs {seen.name}` shows all; `outlast run` tries it on this machine"
-        yield Cause("failing-script", what, _said(seen, pods), remedy), pods
+            remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
+        yield Cause("failing-script", what, _said(snapshot, pods), remedy), pods
 
 
-def _reason(seen: Seen, pods: Sequence[Document]) -> str:
+def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """The sentence of the agent's last line."""
     for pod in pods:
-        for line in reversed(seen.logs.get(sight.name(pod), ())):
+        for line in reversed(snapshot.logs.get(kube_pods.name(pod), ())):
             if found := _END.search(line):
                 return found["reason"]
     return ""
 
 
-def _exception(seen: Seen, pods: Sequence[Document]) -> str:
+def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """The last line of the first traceback: what follows it is usually what others died of because of it."""
     for pod in pods:
         inside = False
-        for line in seen.logs.get(sight.name(pod), ()):
+        for line in snapshot.logs.get(kube_pods.name(pod), ()):
             inside = inside or "Traceback (most recent call last)" in line
             if inside and (found := _RAISED.search(line)):
                 return found[1]
     return ""
 
 
-def _said(seen: Seen, pods: Sequence[Document]) -> tuple[str, ...]:
+def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
     """The last lines of the first log that has any, without empty ones."""
     for pod in pods:
-        lines = [line for line in seen.logs.get(sight.name(pod), ()) if line.strip()]
+        lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
         if lines:
-            return (f"the log of {sight.whom([pod])} ends with:", *(f"    {line}" for line in lines[-_LAST_LINES:]))
+            return (f"the log of {workers_text([pod])} ends with:", *(f"    {line}" for line in lines[-_LAST_LINES:]))
     return ()
 
 
 # Probes
 
 
-def probing(seen: Seen, _: float) -> Iterator[Cause]:
+def probing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Containers that run and do not answer, or were killed for it."""
     found: list[tuple[str, Document]] = []
-    for pod in seen.pods:
-        if killer := _killed_by_probe(seen, pod):
+    for pod in snapshot.pods:
+        if killer := _killed_by_probe(snapshot, pod):
             found.append((f"killed {killer}", pod))
-        elif (asked := _failing(seen, pod)) and _running(pod) and not _started(pod) and (asked[-1].get("count") or 1) > 3:
+        elif (asked := _failing(snapshot, pod)) and _running(pod) and not _started(pod) and (asked[-1].get("count") or 1) > 3:
             found.append(("silent", pod))
-    for key, pods in sight.grouped(found).items():
-        evidence = (sight.said(_failing(seen, pods[-1])[-1]),)
+    for key, pods in grouped(found).items():
+        evidence = (event_text(_failing(snapshot, pods[-1])[-1]),)
         if key == "silent":
             remedy = "wait; if it stays so, the command is not `outlast agent`, or the node has no cores left for it"
-            whom = f"{sight.whom(pods)} {sight.verb(pods, 'runs', 'run')}"
-            yield Cause(
-                "probe", f"{whom}, and {sight.verb(pods, 'does', 'do')} not answer the startup probe yet", evidence, remedy
-            )
+            whom = f"{workers_text(pods)} {verb(pods, 'runs', 'run')}"
+            yield Cause("probe", f"{whom}, and {verb(pods, 'does', 'do')} not answer the startup probe yet", evidence, remedy)
             continue
         at_start = key == "killed Startup"
-        what = f"{sight.whom(pods)} {sight.verb(pods, 'was', 'were')} killed, not having answered"
+        what = f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed, not having answered"
         remedy = (
             "the command must be `outlast agent`; on a busy node give it more cores (resources.cpu)"
             if at_start
@@ -331,30 +334,34 @@ def probing(seen: Seen, _: float) -> Iterator[Cause]:
         yield Cause("probe", f"{what} {'at the start' if at_start else 'any more'}", evidence, remedy)
 
 
-def _failing(seen: Seen, pod: Document) -> list[Document]:
+def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
     """Events of probes that may end a container."""
-    return [each for each in seen.about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))]
+    return [each for each in snapshot.about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))]
 
 
-def _killed_by_probe(seen: Seen, pod: Document) -> str:
+def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     """`Startup` or `Liveness`, when a kubelet ended the container for it; empty otherwise.
 
     It says `failed liveness probe` only of containers that it starts again, of others that it stops them. Who was deleted, or
     evicted, was stopped for that.
     """
-    killing, asked = seen.about(pod, "Killing"), _failing(seen, pod)
+    killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not asked:
         return ""
     if "probe" not in str(killing[-1].get("message")):
-        left = pod["metadata"].get("deletionTimestamp") or pod["status"].get("reason") or sight.condition(pod, "DisruptionTarget")
-        if left or not sight.ended(pod):
+        left = (
+            pod["metadata"].get("deletionTimestamp")
+            or pod["status"].get("reason")
+            or kube_pods.condition(pod, "DisruptionTarget")
+        )
+        if left or not kube_pods.termination(pod):
             return ""
     return str(asked[-1]["message"]).split()[0]
 
 
 def _running(pod: Document) -> bool:
-    return any((status.get("state") or {}).get("running") for status in sight.statuses(pod))
+    return any((status.get("state") or {}).get("running") for status in kube_pods.statuses(pod))
 
 
 def _started(pod: Document) -> bool:
-    return any(status.get("started") for status in sight.statuses(pod) if status.get("name") == contract.Pod.CONTAINER)
+    return any(status.get("started") for status in kube_pods.statuses(pod) if status.get("name") == contract.Pod.CONTAINER)

@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from outlast.diagnosis import seen as sight
-from outlast.diagnosis.seen import Cause, Seen
+from outlast import units
+from outlast.diagnosis.cause import Cause, amount_text, grouped, joined, verb, workers_text
+from outlast.diagnosis.snapshot import Snapshot
+from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 from outlast.manifests.resources import ACCELERATORS
 
@@ -38,15 +40,15 @@ def parts(message: str) -> list[tuple[int, str]]:
     return result
 
 
-def unschedulable(seen: Seen, _: float) -> Iterator[Cause]:
+def unschedulable(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Pods that no node can take."""
-    refused = sight.grouped((message, pod) for pod in seen.waiting() if (message := refusal(seen, pod)))
+    refused = grouped((message, pod) for pod in snapshot.waiting() if (message := refusal(snapshot, pod)))
     for message, pods in refused.items():
         told: list[Cause] = []
         for count, text in parts(message):
             for rule in RULES:
                 if found := re.search(rule.says, text):
-                    cause = rule.cause(Blocked(seen, pods, count, found))
+                    cause = rule.cause(Blocked(snapshot, pods, count, found))
                     told += [cause] if cause else []
                     break
             else:
@@ -61,10 +63,10 @@ def unschedulable(seen: Seen, _: float) -> Iterator[Cause]:
             yield Cause(cause.rule, cause.what, (*cause.evidence, f"FailedScheduling: {message}"), cause.remedy)
 
 
-def refusal(seen: Seen, pod: Document) -> str:
+def refusal(snapshot: Snapshot, pod: Document) -> str:
     """What the scheduler said of a pod last; empty when it said nothing."""
-    events = seen.about(pod, "FailedScheduling", "Unschedulable")
-    held = sight.condition(pod, "PodScheduled", "False") or {}
+    events = snapshot.about(pod, "FailedScheduling", "Unschedulable")
+    held = kube_pods.condition(pod, "PodScheduled", "False") or {}
     message = held.get("message") if held.get("reason") != "SchedulingGated" else ""
     return str(message or (events[-1].get("message", "") if events else "")).strip()
 
@@ -73,7 +75,7 @@ def refusal(seen: Seen, pod: Document) -> str:
 class Blocked:
     """Pods that `count` nodes refuse for the same reason."""
 
-    seen: Seen
+    snapshot: Snapshot
     pods: list[Document]
     count: int
     said: re.Match[str]
@@ -85,25 +87,31 @@ class Blocked:
 
 
 def _whom(pods: Sequence[Document]) -> str:
-    return f"{sight.whom(pods)} {sight.verb(pods, 'finds', 'find')}"
+    return f"{workers_text(pods)} {verb(pods, 'finds', 'find')}"
 
 
 def _resource(it: Blocked) -> Cause:
     resource = it.said["resource"]
-    wanted = max(sight.requested(pod, resource) for pod in it.pods)
-    nodes = [(sight.quantity(node["status"].get("allocatable", {}).get(resource, 0)), sight.name(node)) for node in it.seen.nodes]
+    wanted = max(kube_pods.requested(pod, resource) for pod in it.pods)
+    nodes = [
+        (units.quantity(node["status"].get("allocatable", {}).get(resource, 0)), kube_pods.name(node))
+        for node in it.snapshot.nodes
+    ]
     most = max(nodes, default=(0.0, ""))
-    asks = f"asks for {sight.readable(resource, wanted)} {_noun(resource)}"
-    had = (_offers(it.seen.nodes, resource),)
-    if not it.seen.nodes:
+    asks = f"asks for {amount_text(resource, wanted)} {_noun(resource)}"
+    had = (_offers(it.snapshot.nodes, resource),)
+    if not it.snapshot.nodes:
         remedy = f"{_smaller(resource)}, or ask who runs the cluster which nodes offer it (you may not see them)"
         return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room, or none at all: each {asks}", (), remedy)
     if most[0] == 0:
         return Cause(
-            f"unschedulable-{_short(resource)}", f"{it.whom} no node: none has any {resource}", had, _absent(it.seen, resource)
+            f"unschedulable-{_short(resource)}",
+            f"{it.whom} no node: none has any {resource}",
+            had,
+            _absent(it.snapshot, resource),
         )
     if most[0] < wanted:
-        remedy = f"{_smaller(resource)} to less than {sight.readable(resource, most[0])}, or add larger nodes"
+        remedy = f"{_smaller(resource)} to less than {amount_text(resource, most[0])}, or add larger nodes"
         return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node that is large enough: each {asks}", had, remedy)
     remedy = f"wait until others leave, add nodes, or {_smaller(resource)} or workers.replicas"
     return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room: each {asks}, and others use it", had, remedy)
@@ -130,23 +138,23 @@ def _smaller(resource: str) -> str:
 
 def _offers(nodes: Sequence[Document], resource: str) -> str:
     """`nodes offer: node-a 2 cores, node-b 2 cores`."""
-    amounts = [(sight.name(node), sight.quantity(node["status"].get("allocatable", {}).get(resource, 0))) for node in nodes]
-    each = (f"{name} {sight.readable(resource, amount)} {_noun(resource)}" for name, amount in amounts)
-    return f"nodes offer: {sight.together(each)}"
+    amounts = [(kube_pods.name(node), units.quantity(node["status"].get("allocatable", {}).get(resource, 0))) for node in nodes]
+    each = (f"{name} {amount_text(resource, amount)} {_noun(resource)}" for name, amount in amounts)
+    return f"nodes offer: {joined(each)}"
 
 
-def _absent(seen: Seen, resource: str) -> str:
+def _absent(snapshot: Snapshot, resource: str) -> str:
     others = sorted(
         {
             each
-            for node in seen.nodes
+            for node in snapshot.nodes
             for each, amount in node["status"].get("allocatable", {}).items()
-            if each in ACCELERATORS.values() and sight.quantity(amount)
+            if each in ACCELERATORS.values() and units.quantity(amount)
         }
     )
     if resource not in ACCELERATORS.values():
         return f"add nodes that offer {resource}, or remove it from the template"
-    has = f"nodes have {sight.together(others)}: set resources.accelerator; or " if others else ""
+    has = f"nodes have {joined(others)}: set resources.accelerator; or " if others else ""
     return f"{has}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"
 
 
@@ -154,16 +162,16 @@ def _selector(it: Blocked) -> Cause:
     pod = it.pods[0]["spec"]
     wanted = dict(pod.get("nodeSelector", {}))
     required = pod.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    lines = [f"{key}={value}: {_values(it.seen.nodes, key)}" for key, value in wanted.items()]
+    lines = [f"{key}={value}: {_values(it.snapshot.nodes, key)}" for key, value in wanted.items()]
     for term in required.get("nodeSelectorTerms", []):
         for each in term.get("matchExpressions", []):
             values = " ".join([each["operator"], *each.get("values", [])])
-            lines.append(f"{each['key']} {values}: {_values(it.seen.nodes, each['key'])}")
+            lines.append(f"{each['key']} {values}: {_values(it.snapshot.nodes, each['key'])}")
     where = "nodeSelector" if wanted and not required else "resources.instanceTypes or the template's affinity"
     return Cause(
         "unschedulable-selector",
         f"{it.whom} no node: none has the labels that it is to have",
-        tuple(lines) if "nodes" not in it.seen.unseen else tuple(f"{key}={value}" for key, value in wanted.items()),
+        tuple(lines) if "nodes" not in it.snapshot.unseen else tuple(f"{key}={value}" for key, value in wanted.items()),
         f"correct {where} to labels that nodes have (kubectl get nodes --show-labels), or label the nodes",
     )
 
@@ -171,7 +179,7 @@ def _selector(it: Blocked) -> Cause:
 def _values(nodes: Sequence[Document], key: str) -> str:
     """Which values of a label nodes have."""
     found = sorted({node["metadata"].get("labels", {}).get(key) for node in nodes} - {None})
-    return f"nodes have {sight.together(found)}" if found else "no node has this label"
+    return f"nodes have {joined(found)}" if found else "no node has this label"
 
 
 _TAINTS = {
@@ -189,8 +197,10 @@ _TAINTS = {
 def _taint(it: Blocked) -> Cause:
     key, value = it.said["key"], (it.said["value"] or "").strip()
     taint = f"{key}={value}" if value else key
-    carrying = [sight.name(node) for node in it.seen.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))]
-    evidence = (f"tainted {taint}: {sight.together(carrying)}",) if carrying else ()
+    carrying = [
+        kube_pods.name(node) for node in it.snapshot.nodes if any(t["key"] == key for t in node["spec"].get("taints", []))
+    ]
+    evidence = (f"tainted {taint}: {joined(carrying)}",) if carrying else ()
     several = "node" if it.count == 1 else "nodes"
     if key in _TAINTS:
         return Cause(

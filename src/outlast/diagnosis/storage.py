@@ -6,29 +6,30 @@ import re
 from collections.abc import Iterator
 
 from outlast.diagnosis import scheduling
-from outlast.diagnosis import seen as sight
-from outlast.diagnosis.seen import Cause, Seen
+from outlast.diagnosis.cause import Cause, grouped, joined, verb, workers_text
+from outlast.diagnosis.snapshot import Snapshot, event_text
+from outlast.kube import pods as kube_pods
 from outlast.manifests import rendezvous
 from outlast.manifests.request import Document
 
 _DEFAULT = "storageclass.kubernetes.io/is-default-class"
 
 
-def claims(seen: Seen, _: float) -> Iterator[Cause]:
+def claims(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Claims that do not exist, or have no volume, while pods wait for them."""
-    known = {sight.name(claim): claim for claim in seen.claims}
-    pods = [pod for pod in seen.pods if sight.phase(pod) == "Pending"]
-    waiting = sight.grouped((name, pod) for pod in pods for name in claimed(pod))
+    known = {kube_pods.name(claim): claim for claim in snapshot.claims}
+    pods = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Pending"]
+    waiting = grouped((name, pod) for pod in pods for name in claimed(pod))
     for name, group in waiting.items():
         claim = known.get(name)
-        whom = f"{sight.whom(group)} {sight.verb(group, 'waits', 'wait')}"
+        whom = f"{workers_text(group)} {verb(group, 'waits', 'wait')}"
         if claim is None:
-            if "persistentvolumeclaims" not in seen.unseen:
-                yield _absent(seen, name, whom)
+            if "persistentvolumeclaims" not in snapshot.unseen:
+                yield _absent(snapshot, name, whom)
         elif claim.get("status", {}).get("phase") != "Bound":
-            yield _unbound(seen, claim, whom)
-    for pod in seen.waiting():
-        for _count, text in scheduling.parts(scheduling.refusal(seen, pod)):
+            yield _unbound(snapshot, claim, whom)
+    for pod in snapshot.waiting():
+        for _count, text in scheduling.parts(scheduling.refusal(snapshot, pod)):
             if cause := _elsewhere(pod, text):
                 yield cause
 
@@ -36,26 +37,26 @@ def claims(seen: Seen, _: float) -> Iterator[Cause]:
 def claimed(pod: Document) -> list[str]:
     """Names of the claims that a pod uses."""
     volumes = pod["spec"].get("volumes", [])
-    made = [f"{sight.name(pod)}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
+    made = [f"{kube_pods.name(pod)}-{volume['name']}" for volume in volumes if "ephemeral" in volume]
     return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume] + made
 
 
-def _absent(seen: Seen, name: str, whom: str) -> Cause:
-    there = sorted(map(sight.name, seen.claims))
-    has = f"there are: {sight.together(there)}" if there else "the namespace has no claims"
+def _absent(snapshot: Snapshot, name: str, whom: str) -> Cause:
+    there = sorted(map(kube_pods.name, snapshot.claims))
+    has = f"there are: {joined(there)}" if there else "the namespace has no claims"
     return Cause(
         "claim-missing",
-        f"{whom} for the claim {name}, which does not exist in namespace {seen.namespace}",
+        f"{whom} for the claim {name}, which does not exist in namespace {snapshot.namespace}",
         (has,),
         "correct `claim` under volumes, give it a `size` so that it is made, or make the PersistentVolumeClaim",
     )
 
 
-def _unbound(seen: Seen, claim: Document, whom: str) -> Cause:
-    name, wanted = sight.name(claim), claim["spec"].get("storageClassName")
-    events = [sight.said(event) for event in seen.about({**claim, "kind": "PersistentVolumeClaim"})[-2:]]
-    classes = {sight.name(each): each for each in seen.classes}
-    offered = f"the cluster's storage classes: {sight.together(sorted(classes)) or 'none'}"
+def _unbound(snapshot: Snapshot, claim: Document, whom: str) -> Cause:
+    name, wanted = kube_pods.name(claim), claim["spec"].get("storageClassName")
+    events = [event_text(event) for event in snapshot.about({**claim, "kind": "PersistentVolumeClaim"})[-2:]]
+    classes = {kube_pods.name(each): each for each in snapshot.classes}
+    offered = f"the cluster's storage classes: {joined(sorted(classes)) or 'none'}"
     what = f"{whom} for the claim {name}, which has no volume"
     if claim.get("status", {}).get("phase") == "Lost":
         return Cause(
@@ -64,7 +65,7 @@ def _unbound(seen: Seen, claim: Document, whom: str) -> Cause:
             (*events,),
             "restore the volume or make a new claim",
         )
-    unseen = "storageclasses.storage.k8s.io" in seen.unseen
+    unseen = "storageclasses.storage.k8s.io" in snapshot.unseen
     unset = any("no storage class is set" in event for event in events)
     if wanted is None and (unset if unseen else not any(_is_default(each) for each in classes.values())):
         remedy = "set storageClass to one of the cluster's, make one the default, or make a PersistentVolume for it"
@@ -96,7 +97,7 @@ def _is_default(storage_class: Document) -> bool:
 
 def _elsewhere(pod: Document, text: str) -> Cause | None:
     """The volume is there, but where the pod cannot be."""
-    whom = f"{sight.whom([pod])} {sight.verb([pod], 'finds', 'find')} no node"
+    whom = f"{workers_text([pod])} {verb([pod], 'finds', 'find')} no node"
     if "volume node affinity conflict" in text:
         remedy = "use a class with volumeBindingMode WaitForFirstConsumer, or a nodeSelector for the volume's zone"
         return Cause(
@@ -119,51 +120,54 @@ _KEY = re.compile(r"couldn't find key (?P<key>\S+) in (?P<kind>Secret|ConfigMap)
 _PLURAL = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
-def _messages(seen: Seen, pod: Document) -> Iterator[str]:
-    for _reason, message in sight.stuck(pod):
+def _messages(snapshot: Snapshot, pod: Document) -> Iterator[str]:
+    for _reason, message in kube_pods.waiting(pod):
         yield message
-    if sight.phase(pod) == "Pending":
-        for event in seen.about(pod, "FailedMount", "FailedAttachVolume", "Failed"):
+    if kube_pods.phase(pod) == "Pending":
+        for event in snapshot.about(pod, "FailedMount", "FailedAttachVolume", "Failed"):
             yield str(event.get("message", ""))
 
 
-def references(seen: Seen, _: float) -> Iterator[Cause]:
+def references(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Secrets and ConfigMaps, or keys in them, that do not exist."""
     found: list[tuple[tuple[str, str, str], Document]] = []
-    for pod in seen.pods:
-        for message in _messages(seen, pod):
+    for pod in snapshot.pods:
+        for message in _messages(snapshot, pod):
             if absent := _MISSING.search(message):
                 found.append(((absent["kind"], absent["name"], ""), pod))
             elif absent := _KEY.search(message):
                 found.append(((absent["kind"].lower(), absent["name"], absent["key"]), pod))
     for kind, name, key in dict.fromkeys(each for each, _ in found):
-        pods = [pod for pod in seen.pods if ((kind, name, key), pod) in found]
-        whom = f"{sight.whom(pods)} {sight.verb(pods, 'waits', 'wait')}"
+        pods = [pod for pod in snapshot.pods if ((kind, name, key), pod) in found]
+        whom = f"{workers_text(pods)} {verb(pods, 'waits', 'wait')}"
         word = _PLURAL[kind]
         if key:
-            remedy = f"add the key to it, or correct the name of the key (kubectl describe {kind} {name} -n {seen.namespace})"
+            remedy = f"add the key to it, or correct the name of the key (kubectl describe {kind} {name} -n {snapshot.namespace})"
             yield Cause(f"{kind}-missing", f"{whom} for the key {key} of the {word} {name}, which has none", (), remedy)
             continue
-        there = sorted(seen.secrets if kind == "secret" else seen.configs)
-        has = (f"there are: {sight.together(there)}",) if there else ()
+        there = sorted(snapshot.secrets if kind == "secret" else snapshot.configs)
+        has = (f"there are: {joined(there)}",) if there else ()
         if kind == "secret":
-            made = f"kubectl create secret generic {name} -n {seen.namespace} --from-literal=KEY=VALUE"
+            made = f"kubectl create secret generic {name} -n {snapshot.namespace} --from-literal=KEY=VALUE"
             remedy = f"make it ({made}) or correct `secrets`"
             if name == rendezvous.LOGIN:
-                remedy = f"admit the namespace to that etcd: outlast install --etcd --etcd-for {seen.namespace}"
+                remedy = f"admit the namespace to that etcd: outlast install --etcd --etcd-for {snapshot.namespace}"
         else:
-            remedy = f"make it (kubectl create configmap {name} -n {seen.namespace} --from-file=FILE) or correct the template"
+            remedy = f"make it (kubectl create configmap {name} -n {snapshot.namespace} --from-file=FILE) or correct the template"
         yield Cause(
-            f"{kind}-missing", f"{whom} for the {word} {name}, which does not exist in namespace {seen.namespace}", has, remedy
+            f"{kind}-missing",
+            f"{whom} for the {word} {name}, which does not exist in namespace {snapshot.namespace}",
+            has,
+            remedy,
         )
 
 
-def mounts(seen: Seen, _: float) -> Iterator[Cause]:
+def mounts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Volumes that exist and cannot be mounted."""
-    for pod in seen.pods:
-        if sight.phase(pod) != "Pending":
+    for pod in snapshot.pods:
+        if kube_pods.phase(pod) != "Pending":
             continue
-        events = seen.about(pod, "FailedMount", "FailedAttachVolume")
+        events = snapshot.about(pod, "FailedMount", "FailedAttachVolume")
         if events and not _MISSING.search(message := str(events[-1].get("message", ""))):
             held = "another node still has the volume" if "Multi-Attach" in message else "a volume cannot be mounted"
             remedy = (
@@ -171,5 +175,5 @@ def mounts(seen: Seen, _: float) -> Iterator[Cause]:
                 if "Multi-Attach" in message
                 else "mend what the message names: the driver on that node, the server of the volume, or the rights"
             )
-            whom = f"{sight.whom([pod])} {sight.verb([pod], 'waits', 'wait')}"
-            yield Cause("mount", f"{whom} on {pod['spec'].get('nodeName')}: {held}", (sight.said(events[-1]),), remedy)
+            whom = f"{workers_text([pod])} {verb([pod], 'waits', 'wait')}"
+            yield Cause("mount", f"{whom} on {pod['spec'].get('nodeName')}: {held}", (event_text(events[-1]),), remedy)

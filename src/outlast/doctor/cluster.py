@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
-from outlast import contract, manifests, spec
+from outlast import contract, manifests, spec, units
 from outlast.cluster import installation
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
-from outlast.diagnosis import refused
-from outlast.diagnosis import seen as sight
+from outlast.diagnosis import admission
+from outlast.diagnosis.cause import amount_text, joined
+from outlast.diagnosis.snapshot import Snapshot
 from outlast.doctor import Check, failed, passed, warned
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
 from outlast.kube import kinds
+from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
 from outlast.manifests import install, rendezvous, resources, scheduling
 from outlast.manifests.request import Document
@@ -158,7 +160,7 @@ def _operator(cluster: Cluster) -> Document | str | None:
         found = cluster.list_(kinds.DEPLOYMENT, everywhere=True, labels="app.kubernetes.io/name=outlast")
     except Forbidden:
         return _maybe(lambda: cluster.get(kinds.DEPLOYMENT, OPERATOR, namespace=OPERATOR_NAMESPACE))
-    return next((each for each in found if sight.name(each) == OPERATOR), None)
+    return next((each for each in found if kube_pods.name(each) == OPERATOR), None)
 
 
 def minor(version: str) -> int:
@@ -216,9 +218,9 @@ def rights(absent: Sequence[Right]) -> Check:
     """Whether we may do what our verbs do."""
     remedy = "ask who runs the cluster for the role `edit` in this namespace"
     if hard := [right for right in absent if right.needed]:
-        return failed("rights", f"you may not {sight.together(map(str, hard), 'or')}", remedy)
+        return failed("rights", f"you may not {joined(map(str, hard), 'or')}", remedy)
     if absent:
-        said = f"enough to submit; you may not {sight.together(map(str, absent), 'or')}"
+        said = f"enough to submit; you may not {joined(map(str, absent), 'or')}"
         return warned(
             "rights", said, "`exec`, `port-forward`, `why` and `top` show less; the role `edit`, and `view` of nodes, have all"
         )
@@ -230,7 +232,7 @@ def definition(served: bool, absent: Sequence[Right] = ()) -> Check:
     if not served:
         return warned("ElasticJob", "is not defined here", "outlast install; `outlast submit --as indexed-job` works without")
     if absent:
-        said = f"is defined; you may not {sight.together([right.verb for right in absent], 'or')} {kinds.ELASTIC_JOB.plural}"
+        said = f"is defined; you may not {joined([right.verb for right in absent], 'or')} {kinds.ELASTIC_JOB.plural}"
         remedy = (
             "the ClusterRole outlast-edit (of `outlast install`) adds that to the role `edit`: ask who runs the cluster for both"
         )
@@ -257,7 +259,7 @@ def operator(found: Document | str | None, *, served: bool) -> Check:
 
 def archived(controllers: Sequence[str]) -> Check:
     """The archived controller of elastic.pytorch.org runs: it would make the same pods as the operator."""
-    said = f"the archived controller of {kinds.LEGACY_JOB.group} runs too ({sight.together(controllers)}) and makes the same pods"
+    said = f"the archived controller of {kinds.LEGACY_JOB.group} runs too ({joined(controllers)}) and makes the same pods"
     return failed("controller", said, installation.stop_archived(controllers))
 
 
@@ -269,15 +271,15 @@ def machines(nodes: list[Document] | None) -> Check:
     if not ready:
         return failed("nodes", f"none of {len(nodes)} takes pods", "add nodes, uncordon them, or see why they are not ready")
     if len(ready) < len(nodes):
-        out = sight.together(sorted(sight.name(node) for node in nodes if not usable(node)))
+        out = joined(sorted(kube_pods.name(node) for node in nodes if not usable(node)))
         return warned("nodes", f"{len(ready)} of {len(nodes)} take pods; not {out}", "kubectl describe node says why")
-    return passed("nodes", f"{len(nodes)}, all take pods: {sight.together(sorted({_kind(node) for node in nodes}))}")
+    return passed("nodes", f"{len(nodes)}, all take pods: {joined(sorted({_kind(node) for node in nodes}))}")
 
 
 def usable(node: Document) -> bool:
     """Whether workers may be put there: ready, not cordoned, no taint that keeps them off."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
-    ready = bool(sight.condition(node, "Ready")) and not node["spec"].get("unschedulable")
+    ready = bool(kube_pods.condition(node, "Ready")) and not node["spec"].get("unschedulable")
     return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
 
 
@@ -289,7 +291,7 @@ def _covers(toleration: Document, taint: Document) -> bool:
 def _kind(node: Document) -> str:
     labels, has = node["metadata"].get("labels", {}), node["status"].get("allocatable", {})
     name = labels.get("node.kubernetes.io/instance-type", "")
-    memory = sight.readable("memory", sight.quantity(has.get("memory", 0)))
+    memory = amount_text("memory", units.quantity(has.get("memory", 0)))
     return f"{name + ' with ' if name else ''}{has.get('cpu', '?')} cores and {memory}"
 
 
@@ -303,13 +305,15 @@ def devices(nodes: list[Document] | None) -> Check:
     for node in nodes:
         for name, amount in node["status"].get("allocatable", {}).items():
             if resources.device(name):
-                total[name] = total.get(name, 0) + sight.quantity(amount)
+                total[name] = total.get(name, 0) + units.quantity(amount)
     has = [f"{count:.0f} × {name}" for name, count in sorted(total.items()) if count]
     if has:
-        return passed("accelerators", sight.together(has))
-    hidden = [sight.name(node) for node in nodes if node["metadata"].get("labels", {}).get("nvidia.com/gpu.present") == "true"]
+        return passed("accelerators", joined(has))
+    hidden = [
+        kube_pods.name(node) for node in nodes if node["metadata"].get("labels", {}).get("nvidia.com/gpu.present") == "true"
+    ]
     if hidden:
-        said = f"{sight.together(hidden)} have GPUs that no device plugin offers"
+        said = f"{joined(hidden)} have GPUs that no device plugin offers"
         return failed("accelerators", said, "install the NVIDIA device plugin or GPU operator")
     said = "none is offered by any node"
     return warned("accelerators", said, "jobs with resources.gpu wait for ever: add nodes with devices and their device plugin")
@@ -323,8 +327,8 @@ def storage(classes: list[Document] | None) -> Check:
         said = "there are no storage classes: claims that are to be made stay pending"
         return warned("storage", said, "keep the output in a store, or ask who runs the cluster for a provisioner")
     key = "storageclass.kubernetes.io/is-default-class"
-    default = [sight.name(each) for each in classes if each["metadata"].get("annotations", {}).get(key) == "true"]
-    names = sight.together(sorted(map(sight.name, classes)))
+    default = [kube_pods.name(each) for each in classes if each["metadata"].get("annotations", {}).get(key) == "true"]
+    names = joined(sorted(map(kube_pods.name, classes)))
     if not default:
         return warned("storage", f"{names}; none is the default", "name storageClass under volumes in the job file")
     return passed("storage", f"{names}; {default[0]} is the default")
@@ -333,7 +337,7 @@ def storage(classes: list[Document] | None) -> Check:
 def queues(there: dict[str, bool]) -> Check:
     """Who could make jobs wait for their turn, or start workers all or none. None of them is needed."""
     have = [name for name, known in there.items() if known]
-    return passed("queues and gangs", sight.together(have) if have else "none of Kueue, Volcano and coscheduling; none is needed")
+    return passed("queues and gangs", joined(have) if have else "none of Kueue, Volcano and coscheduling; none is needed")
 
 
 def used_up(quotas: list[Document]) -> Iterator[Check]:
@@ -342,8 +346,8 @@ def used_up(quotas: list[Document]) -> Iterator[Check]:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():
             used = status.get("used", {}).get(resource, "0")
-            if sight.quantity(used) >= sight.quantity(hard):
-                said = f"{sight.name(quota)}: {resource} is used up ({used} of {hard})"
+            if units.quantity(used) >= units.quantity(hard):
+                said = f"{kube_pods.name(quota)}: {resource} is used up ({used} of {hard})"
                 yield warned("quota", said, "remove what is no longer needed, or have the quota raised")
 
 
@@ -359,7 +363,7 @@ def worker(cluster: Cluster) -> Iterator[Check]:
         if "does not support dry run" in str(error):
             yield warned("worker", f"not tried: {error}", "`outlast why` says what refuses a job's pods")
             return
-        cause = refused.refusal(sight.Seen("", cluster.namespace), str(error))
+        cause = admission.refusal(Snapshot("", cluster.namespace), str(error))
         made = warned if cause.rule == "limit-range" else failed  # a worker that asks for more, or less, may be within
         yield made("worker", f"one with {_LITTLE} would not be let in: {cause.what}", cause.remedy)
     else:

@@ -179,9 +179,9 @@ def _unfinished(cluster: Cluster, name: str, wanted: Wanted) -> Iterator[Check]:
     import time
 
     from outlast import diagnosis
-    from outlast.diagnosis import evidence
+    from outlast.diagnosis import gather
 
-    seen = evidence.around(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
+    seen = gather.workload(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
     wrong = [cause for cause in diagnosis.causes(seen, time.time()) if cause.wrong and cause.rule != "absent"]
     for cause in wrong:
         yield failed("pods", cause.what, cause.remedy)
@@ -211,9 +211,9 @@ def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], 
 
 def _hopeless(pod: Document) -> bool:
     """Whether waiting longer does not help: the image cannot be had, the command not started."""
-    from outlast.diagnosis import seen as sight
+    from outlast.kube import pods as kube_pods
 
-    reasons = {reason for reason, _ in sight.stuck(pod)}
+    reasons = {reason for reason, _ in kube_pods.waiting(pod)}
     return bool(
         reasons
         & {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError"}

@@ -1,22 +1,33 @@
-"""What a worker's pod says of the worker: its index, what it waits for, how it ended.
+"""The one reader of pods: which worker a pod is, its phase, its containers, what it waits for and how it ended.
 
-Pure: pods are documents as the API server has them. `cluster.job_status` makes a job's status of it. The sentences are those that
-users see in `status`, `logs` and `list`.
+Pure: pods are documents as the API server has them, and any part of their status may be missing. The operator, `cluster`,
+`legacy` and `diagnosis` read pods through these functions. The sentences are those that users see in `status`, `logs` and `list`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from outlast import contract
+from outlast import contract, units
 from outlast.contract import Label
-from outlast.diagnosis import seen as sight
+from outlast.kube import dropins
 
 Document = Mapping[str, Any]
 
+CONTAINERS = (contract.Pod.CONTAINER, *(each.container for each in dropins.DROP_INS))
+"""Names of the container with the worker, if a pod has several."""
+_INDICES = (
+    Label.WORKER,
+    "batch.kubernetes.io/job-completion-index",
+    "apps.kubernetes.io/pod-index",
+    "volcano.sh/task-index",
+    "replica-index",
+)
+"""Labels or annotations that carry a worker's index, most telling first; the last is of `elastic.pytorch.org`."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was removed because its node is tainted",
@@ -42,32 +53,43 @@ class End:
     time: float
 
 
+# Metadata
+
+
+def name(document: Document) -> str:
+    """The name of a document; empty for none."""
+    return str((document.get("metadata") or {}).get("name", ""))
+
+
+def labelled_index(pod: Document) -> int | None:
+    """The index of the pod's worker; None for a pod that carries none."""
+    meta = pod["metadata"]
+    marks = {**(meta.get("annotations") or {}), **(meta.get("labels") or {})}
+    found = next((str(marks[key]) for key in _INDICES if marks.get(key)), "")
+    return int(found) if found.isdecimal() else None
+
+
 def index(pod: Document) -> int:
-    """Which worker it is."""
-    labels, annotations = pod["metadata"].get("labels") or {}, pod["metadata"].get("annotations") or {}
-    found = (
-        labels.get(Label.WORKER)
-        or annotations.get("batch.kubernetes.io/job-completion-index")
-        or labels.get("apps.kubernetes.io/pod-index")
-        or annotations.get("volcano.sh/task-index")
-        or "0"
-    )
-    return int(found) if found.isdecimal() else 0
+    """The index of the pod's worker; 0 for a pod that carries none."""
+    return labelled_index(pod) or 0
 
 
-def seconds(when: str | None) -> float:
+def seconds(time: str | None) -> float:
     """Seconds since the epoch of a time as Kubernetes writes it; 0 for none."""
-    return datetime.fromisoformat(when).timestamp() if when else 0.0
+    return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 
 def born(pod: Document) -> float:
-    """When it was made."""
+    """When the pod was created."""
     return seconds(pod["metadata"].get("creationTimestamp"))
 
 
-def bound(pod: Document) -> float:
-    """When it was given its node; when it was made, while that is not told."""
-    return max((seconds(c.get("lastTransitionTime")) for c in _conditions(pod, "PodScheduled")), default=born(pod))
+def leaves(pod: Document) -> bool:
+    """Whether the pod is being deleted."""
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+# Status
 
 
 def phase(pod: Document) -> str:
@@ -75,71 +97,160 @@ def phase(pod: Document) -> str:
     return str((pod.get("status") or {}).get("phase") or "Pending")
 
 
-def container(pod: Document, *, init: bool = False) -> Document:
-    """The status of the worker's container, or of the first that is not yet done of those before it; empty when there is none."""
+def over(pod: Document) -> bool:
+    """Whether the pod will never run again."""
+    return phase(pod) in ("Succeeded", "Failed")
+
+
+def conditions(document: Document, kind: str = "") -> Iterator[Document]:
+    """The conditions in the status of a pod, a Job or a node; those of one type, if it is given."""
+    for each in (document.get("status") or {}).get("conditions") or ():
+        if not kind or each.get("type") == kind:
+            yield each
+
+
+def condition(document: Document, kind: str, status: str = "True") -> dict[str, Any] | None:
+    """The condition of this type that has this status."""
+    return next((dict(each) for each in conditions(document, kind) if each.get("status") == status), None)
+
+
+def bound(pod: Document) -> float:
+    """When the pod was given its node; when it was created, as long as its status does not say."""
+    return max((seconds(each.get("lastTransitionTime")) for each in conditions(pod, "PodScheduled")), default=born(pod))
+
+
+def disruption(pod: Document) -> dict[str, Any] | None:
+    """The condition by which the cluster says that it ends the pod, for no fault of the pod's."""
+    return condition(pod, "DisruptionTarget")
+
+
+def unreachable(pod: Document) -> bool:
+    """Whether the pod's node does not answer: the node controller then sets Ready to False and leaves the containers as they were
+    seen last (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
+    gated = pod["spec"].get("readinessGates") or leaves(pod)
+    contradiction = condition(pod, "Ready", "False") and condition(pod, "ContainersReady", "True")
+    return bool(contradiction and not gated) or phase(pod) == "Unknown" or (pod.get("status") or {}).get("reason") == "NodeLost"
+
+
+# Containers
+
+
+def statuses(pod: Document) -> Iterator[Document]:
+    """The statuses of a pod's containers, init containers first."""
     status = pod.get("status") or {}
-    if init:
-        undone = [
-            c for c in status.get("initContainerStatuses") or () if (c["state"].get("terminated") or {}).get("exitCode") != 0
-        ]
-        return undone[0] if undone else {}
-    found = status.get("containerStatuses") or ()
-    return next((each for each in found if each["name"] in sight.CONTAINERS), found[0] if found else {})
+    yield from status.get("initContainerStatuses") or ()
+    yield from status.get("containerStatuses") or ()
 
 
-def name(pod: Document) -> str:
+def container_status(pod: Document) -> Document:
+    """The status of the worker's container, else of the first; empty when there is none."""
+    found = (pod.get("status") or {}).get("containerStatuses") or ()
+    return next((each for each in found if each["name"] in CONTAINERS), found[0] if found else {})
+
+
+def container(pod: Document) -> Document:
+    """The specification of the worker's container, else of the first."""
+    found = pod["spec"].get("containers") or ()
+    return next((each for each in found if each.get("name") in CONTAINERS), found[0] if found else {})
+
+
+def container_name(pod: Document) -> str:
     """The name of the container whose log is the worker's."""
-    found = pod["spec"]["containers"]
-    return str(next((each["name"] for each in found if each["name"] in sight.CONTAINERS), found[0]["name"]))
+    return str(container(pod).get("name", ""))
+
+
+def requested(pod: Document, resource: str) -> float:
+    """How much of a resource the pod's containers request together."""
+    requests = [(each.get("resources") or {}).get("requests") or {} for each in pod["spec"].get("containers") or ()]
+    return sum(units.quantity(each.get(resource, 0)) for each in requests)
+
+
+def waiting(pod: Document) -> Iterator[tuple[str, str]]:
+    """Reason and message of each container that waits."""
+    for status in statuses(pod):
+        if held := (status.get("state") or {}).get("waiting"):
+            yield str(held.get("reason", "")), str(held.get("message", ""))
+
+
+def terminated(status: Document) -> dict[str, Any]:
+    """How a container ended: now, or before it was restarted; empty when it never has."""
+    return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
+
+
+def termination(pod: Document) -> dict[str, Any] | None:
+    """How the pod's first failing container ended, else its worker's; None when none has ended."""
+    found = [
+        {**over, "container": each.get("name")}
+        for each in statuses(pod)
+        if (over := terminated(each)) and (each.get("name") == contract.Pod.CONTAINER or over.get("exitCode"))
+    ]
+    return next((each for each in found if each.get("exitCode")), found[-1] if found else None)
 
 
 def running(pod: Document) -> bool:
-    """Whether its worker runs now."""
-    return "running" in (container(pod).get("state") or {})
+    """Whether the worker runs now."""
+    return "running" in (container_status(pod).get("state") or {})
 
 
 def ready(pod: Document) -> bool:
-    """Whether its worker is in a world."""
-    return bool(container(pod).get("ready")) and not leaves(pod)
-
-
-def leaves(pod: Document) -> bool:
-    """Whether it is being deleted."""
-    return bool(pod["metadata"].get("deletionTimestamp"))
+    """Whether the worker is in a world."""
+    return bool(container_status(pod).get("ready")) and not leaves(pod)
 
 
 def began(pod: Document) -> bool:
-    """Whether its worker has begun, so that there is a log."""
-    status = container(pod)
+    """Whether the worker has begun, so that there is a log."""
+    status = container_status(pod)
     return bool({"running", "terminated"} & set(status.get("state") or {})) or bool(status.get("restartCount"))
 
 
-def over(pod: Document) -> bool:
-    """Whether it will never run again."""
-    return phase(pod) in ("Succeeded", "Failed")
+WITHOUT_OUTLAST = (
+    "install it there (pip install 'outlast[train,store]', with the directory of `outlast` on PATH), or build on Outlast's own "
+    "image (docs/guide/kubernetes.md, Images)"
+)
+"""The remedy for an image that has torch and no Outlast."""
+_MISSING = re.compile(
+    r"exec: \"(?P<runc>[^\"]+)\": (?:executable file not found|.*no such file or directory)"
+    r"|executable file [`'\"](?P<crun>[^`'\"]+)[`'\"] not found"
+    r"|finding executable \"(?P<gvisor>[^\"]+)\""
+    r"|(?P<other>executable file not found|no such file or directory)"
+)
+
+
+def command_missing(message: str) -> str | None:
+    """The command that an image lacks, from what runc, crun or gVisor says of a container that could not be started; empty when
+    they do not name it; None when the message is about something else."""
+    found = _MISSING.search(message)
+    return next((name for name in (found["runc"], found["crun"], found["gvisor"]) if name), "") if found else None
+
+
+# Sentences
 
 
 def waits(pod: Document) -> str:
     """Why a worker has not begun; empty when it has, or when nothing is wrong: `cannot be scheduled: 0/3 nodes are available`."""
     if phase(pod) not in ("Pending", "Running") or running(pod):
         return ""
-    for condition in _conditions(pod, "PodScheduled"):
-        if condition["status"] == "False":
-            if condition.get("reason") == "SchedulingGated":
-                return "waits for admission: its scheduling gates are not removed yet"
-            return (
-                f"cannot be scheduled: {_sentence(condition.get('message') or condition.get('reason') or 'no reason is given')}"
-            )
-    for status in (container(pod, init=True), container(pod)):
-        waiting = (status.get("state") or {}).get("waiting")
-        if waiting and waiting.get("reason") == "CrashLoopBackOff" and (last := end(pod)) is not None:
+    if unscheduled := condition(pod, "PodScheduled", "False"):
+        if unscheduled.get("reason") == "SchedulingGated":
+            return "waits for admission: its scheduling gates are not removed yet"
+        why = unscheduled.get("message") or unscheduled.get("reason") or "no reason is given"
+        return f"cannot be scheduled: {_sentence(why)}"
+    for status in (_unfinished_init(pod), container_status(pod)):
+        held = (status.get("state") or {}).get("waiting")
+        if held and held.get("reason") == "CrashLoopBackOff" and (last := end(pod)) is not None:
             return f"{last.sentence}; it is started again after a pause"
-        if waiting and waiting.get("reason") not in _ORDINARY:
-            detail = f": {_sentence(waiting['message'])}" if waiting.get("message") else ""
-            return f"cannot start: {waiting.get('reason') or 'it waits'}{detail}"
+        if held and held.get("reason") not in _ORDINARY:
+            detail = f": {_sentence(held['message'])}" if held.get("message") else ""
+            return f"cannot start: {held.get('reason') or 'it waits'}{detail}"
     if "nodeName" not in pod["spec"]:
         return "waits to be scheduled"
     return f"is being started on {pod['spec']['nodeName']}"
+
+
+def _unfinished_init(pod: Document) -> Document:
+    """The status of the first init container that has not succeeded yet."""
+    found = (pod.get("status") or {}).get("initContainerStatuses") or ()
+    return next((each for each in found if (each["state"].get("terminated") or {}).get("exitCode") != 0), {})
 
 
 _REFUSALS = (
@@ -157,17 +268,17 @@ _REFUSALS = (
 def end(pod: Document) -> End | None:
     """How its worker ended last; None when it never has."""
     status = pod.get("status") or {}
-    state = container(pod)
-    ended = (state.get("state") or {}).get("terminated") or (state.get("lastState") or {}).get("terminated") or {}
+    state = container_status(pod)
+    ended = terminated(state)
     code = int(ended.get("exitCode", -1)) if ended else -1
-    when = seconds(ended.get("finishedAt")) or max((seconds(c.get("lastTransitionTime")) for c in _conditions(pod)), default=0.0)
+    when = seconds(ended.get("finishedAt")) or max((seconds(c.get("lastTransitionTime")) for c in conditions(pod)), default=0.0)
     if not ended and phase(pod) not in ("Failed", "Unknown"):
         return None
     if (target := disruption(pod)) is not None:
         said = _DISRUPTIONS.get(target.get("reason", ""), f"was disrupted ({target.get('reason')})")
         return End(code, f"{said}{_more(target.get('message'))}", False, when)
     if ended.get("reason") == "OOMKilled":
-        return End(code, f"{out_of_memory(pod, name(pod))}; raise resources.memory", True, when)
+        return End(code, f"{out_of_memory(pod, container_name(pod))}; raise resources.memory", True, when)
     if status.get("reason") == "Evicted":
         return End(code, f"was evicted by its node{_more(status.get('message'))}", False, when)
     if status.get("reason") == "DeadlineExceeded":
@@ -177,8 +288,8 @@ def end(pod: Document) -> End | None:
     if not ended:
         return End(-1, f"failed before it began{_more(status.get('message'))}", True, when)
     if ended.get("reason") in ("StartError", "ContainerCannotRun"):
-        if sight.command_missing(ended.get("message", "")) == "outlast":  # to start it again would not help
-            said = f"cannot be started: there is no Outlast in its image {state.get('image', '')}; {sight.WITHOUT_OUTLAST}"
+        if command_missing(ended.get("message", "")) == "outlast":  # to start it again would not help
+            said = f"cannot be started: there is no Outlast in its image {state.get('image', '')}; {WITHOUT_OUTLAST}"
             return End(contract.Exit.MISCONFIGURED, said, True, when)
         return End(code, f"could not be started{_more(ended.get('message'))}", True, when)
     if code == contract.Exit.DONE:
@@ -192,11 +303,6 @@ def end(pod: Document) -> End | None:
     return End(code, f"failed with exit code {code}", True, when)
 
 
-def disruption(pod: Document) -> Document | None:
-    """The condition by which the cluster says that it ends the pod, for no fault of the pod's."""
-    return next((each for each in _conditions(pod, "DisruptionTarget") if each.get("status") == "True"), None)
-
-
 def refused(reason: str) -> bool:
     """Whether this is why a kubelet takes no pod, or has none any more: no fault of the pod's."""
     return reason in _REFUSALS or reason.startswith("OutOf")
@@ -204,13 +310,7 @@ def refused(reason: str) -> bool:
 
 def lost(pod: Document) -> str:
     """What is wrong with its node; empty when that answers."""
-    return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if sight.silent(dict(pod)) else ""
-
-
-def _conditions(pod: Document, type_: str = "") -> Iterator[Document]:
-    for condition in (pod.get("status") or {}).get("conditions") or ():
-        if not type_ or condition["type"] == type_:
-            yield condition
+    return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if unreachable(pod) else ""
 
 
 def out_of_memory(pod: Document, container: str) -> str:

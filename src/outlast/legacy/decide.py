@@ -118,7 +118,7 @@ class _Sight:
     @cached_property
     def own(self) -> dict[int, Document]:
         """The job's pods by their index. Names are the index, so there is one of each."""
-        return {index: pod for pod in self.pods if (index := _index(pod)) is not None and self._owned(pod)}
+        return {index: pod for pod in self.pods if (index := podwords.labelled_index(pod)) is not None and self._owned(pod)}
 
     @cached_property
     def strangers(self) -> dict[int, Document]:
@@ -523,7 +523,7 @@ def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> _Failure:
         sentence = f"failed with exit code {code} in its init container {before['name']}"
     else:
         sentence = f"failed before it began{f' ({why})' if why else ''}"
-    times = [each.get("lastTransitionTime") for each in status.get("conditions") or ()]
+    times = [each.get("lastTransitionTime") for each in podwords.conditions(pod)]
     when = [podwords.seconds(each) for each in [ended.get("finishedAt"), *times] if each]
     return _Failure(index, pod, code, disruption is not None, sentence, when[0] if when else 0.0)
 
@@ -565,11 +565,6 @@ def _end_of(container: Document) -> Document:
     """How a container ended; empty when it has not."""
     found: Document = (container.get("state") or {}).get("terminated") or {}
     return found
-
-
-def _index(pod: Document) -> int | None:
-    found = (pod["metadata"].get("labels") or {}).get("replica-index", "")
-    return int(found) if found.isdecimal() else None
 
 
 def _nnodes(pod: Document) -> str | None:

@@ -107,7 +107,7 @@ class Pod:
         """Whether its worker has ended, and other containers of it run on: those that a template or a webhook has added."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
-        worker = podwords.container(self.document)
+        worker = podwords.container_status(self.document)
         ended = worker.get("name") == contract.Pod.CONTAINER and "terminated" in (worker.get("state") or {})
         return ended and not podwords.over(self.document)
 
@@ -147,7 +147,7 @@ class Pod:
     @property
     def last_words(self) -> str:
         """The last lines of its log, of a pod that failed."""
-        state = podwords.container(self.document).get("state") or {}
+        state = podwords.container_status(self.document).get("state") or {}
         return str((state.get("terminated") or {}).get("message") or "")
 
 
@@ -322,9 +322,9 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
 
 def _silent_since(node: Document) -> float | None:
     """Since when a node does not answer, None for one that does."""
-    for condition in (node.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Ready" and condition["status"] != "True":
-            return node.get(HEARD) or podwords.seconds(condition.get("lastTransitionTime"))
+    for ready in podwords.conditions(node, "Ready"):
+        if ready["status"] != "True":
+            return node.get(HEARD) or podwords.seconds(ready.get("lastTransitionTime"))
     return None
 
 

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from outlast.diagnosis import seen as sight
-from outlast.diagnosis.seen import Cause, Seen
+from outlast.diagnosis.cause import Cause, grouped, joined, verb, workers_text
+from outlast.diagnosis.snapshot import Snapshot
+from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 
 _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
-def lost(seen: Seen, now: float) -> Iterator[Cause]:
+def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
     """Nodes that do not answer, or are gone, under pods that are not done."""
-    nodes = {sight.name(node): node for node in seen.nodes}
-    alive = [pod for pod in seen.pods if sight.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
-    for where, group in sight.grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
-        node, unseen = nodes.get(where), "nodes" in seen.unseen
-        pods = [pod for pod in group if sight.silent(pod)] if unseen else group
+    nodes = {kube_pods.name(node): node for node in snapshot.nodes}
+    alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
+    for where, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
+        node, unseen = nodes.get(where), "nodes" in snapshot.unseen
+        pods = [pod for pod in group if kube_pods.unreachable(pod)] if unseen else group
         if not pods:
             continue
-        whom = f"{sight.whom(pods)} {sight.verb(pods, 'is', 'are')} on node {where}"
+        whom = f"{workers_text(pods)} {verb(pods, 'is', 'are')} on node {where}"
         if unseen:
             yield Cause("node-lost", f"{whom}, which does not answer", (), _back(pods))
             continue
         if node is None:
-            names = " ".join(map(sight.name, pods))
-            remedy = f"kubectl delete pod {names} --force -n {seen.namespace}: then others are made"
+            names = " ".join(map(kube_pods.name, pods))
+            remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then others are made"
             yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
             continue
         ready: Document = next((each for each in node["status"].get("conditions", []) if each["type"] == "Ready"), {})
         if ready.get("status") == "True":
             continue
-        since = sight.seconds(ready.get("lastTransitionTime"))
+        since = kube_pods.seconds(ready.get("lastTransitionTime"))
         ago = f" for {now - since:.0f} s" if since else ""
         answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
         taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST]
@@ -46,38 +47,41 @@ def _back(pods: list[Document]) -> str:
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
-        f"{' '.join(map(sight.name, pods))}; until then nothing replaces a pod that may still run there"
+        f"{' '.join(map(kube_pods.name, pods))}; until then nothing replaces a pod that may still run there"
     )
 
 
-def taken(seen: Seen, _: float) -> Iterator[Cause]:
+def taken(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Pods that were evicted, preempted or drained, and have not been replaced by ones that run."""
-    gone = [pod for pod in seen.pods if not _replaced(seen, pod)]
+    gone = [pod for pod in snapshot.pods if not _replaced(snapshot, pod)]
     found: list[tuple[str, Document]] = []
     for pod in gone:
-        target = sight.condition(pod, "DisruptionTarget") or {}
+        target = kube_pods.condition(pod, "DisruptionTarget") or {}
         reason = pod["status"].get("reason") or ""
         if target:
             found.append((target.get("reason", ""), pod))
         elif reason in ("Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated", "NodeLost"):
             found.append((reason, pod))
-    for reason, pods in sight.grouped(found).items():
-        message = str(pods[0]["status"].get("message") or (sight.condition(pods[0], "DisruptionTarget") or {}).get("message", ""))
+    for reason, pods in grouped(found).items():
+        message = str(
+            pods[0]["status"].get("message") or (kube_pods.condition(pods[0], "DisruptionTarget") or {}).get("message", "")
+        )
         yield _taken(reason, pods, message)
 
 
-def _replaced(seen: Seen, pod: Document) -> bool:
+def _replaced(snapshot: Snapshot, pod: Document) -> bool:
     """Whether another pod of this worker has come after it."""
     made = str(pod["metadata"].get("creationTimestamp", ""))
     return any(
-        sight.index(other) == sight.index(pod) is not None and str(other["metadata"].get("creationTimestamp", "")) > made
-        for other in seen.pods
+        kube_pods.labelled_index(other) == kube_pods.labelled_index(pod) is not None
+        and str(other["metadata"].get("creationTimestamp", "")) > made
+        for other in snapshot.pods
     )
 
 
 def _taken(reason: str, pods: list[Document], message: str) -> Cause:
-    whom = f"{sight.whom(pods)} {sight.verb(pods, 'was', 'were')}"
-    where = sight.together(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
+    whom = f"{workers_text(pods)} {verb(pods, 'was', 'were')}"
+    where = joined(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     evidence = (f"{reason}: {message}",)
     if reason in ("PreemptionByScheduler", "Preempting"):
         remedy = "give the job a higher scheduling.priorityClassName, or wait: it goes on when there is room"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from outlast import contract, units
-from outlast.diagnosis.seen import Cause, failing
+from outlast.diagnosis.cause import Cause, repeated_failures
 from outlast.ledger import Event
 from outlast.status import Failure, JobStatus, State
 
@@ -115,7 +115,7 @@ def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
         return ""
     if status.steps is None and not status.step and now - since[0]["t"] > since[0]["t"] - since[1]["t"]:
         return ""  # tells no steps, and has run for longer than before the last failure
-    return failing(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("reason", "")))
+    return repeated_failures(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("reason", "")))
 
 
 def _stacks(events: Sequence[Event]) -> str:

@@ -1,4 +1,4 @@
-"""What a cluster has to show of a job: the documents that `Seen` holds, read once, each kind that may be read.
+"""What a cluster has to show of a job: the documents that `Snapshot` holds, read once, each kind that may be read.
 
 A list that is forbidden, or of a kind that is not installed, is no reason to say nothing about the rest.
 """
@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from outlast.contract import Label
-from outlast.diagnosis import seen as sight
-from outlast.diagnosis.seen import Seen
+from outlast.diagnosis.snapshot import Snapshot
 from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
 from outlast.kube import kinds
+from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
 from outlast.manifests.request import Document
 
@@ -26,7 +26,7 @@ _LOGS = 6
 _WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
 
 
-def see(cluster: Cluster, name: str, *, namespace: str | None = None) -> Seen:
+def job(cluster: Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
     """What there is to see of a job. Raises NotFound when there is nothing, ClusterError when the cluster cannot be asked."""
     where = namespace or cluster.namespace
     unseen: dict[str, str] = {}
@@ -43,7 +43,7 @@ def see(cluster: Cluster, name: str, *, namespace: str | None = None) -> Seen:
     queued = tuple(_owned(listed(kinds.WORKLOAD), workload))
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
     volcano = workload.get("apiVersion") == kinds.VOLCANO_JOB.api_version
-    return Seen(
+    return Snapshot(
         name=name,
         namespace=where,
         workload=workload,
@@ -58,21 +58,21 @@ def see(cluster: Cluster, name: str, *, namespace: str | None = None) -> Seen:
         queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else tuple(listed(kinds.VOLCANO_QUEUE)) if volcano else (),
         groups=tuple(_groups(listed, name, workload)),
         secrets=frozenset(_names(cluster, kinds.SECRET, where, pods, unseen)),
-        configs=frozenset(map(sight.name, listed(kinds.CONFIG_MAP))),
+        configs=frozenset(map(kube_pods.name, listed(kinds.CONFIG_MAP))),
         logs=_logs(cluster, where, pods),
         unseen=unseen,
     )
 
 
-def around(cluster: Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Seen:
+def workload(cluster: Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
     """What there is to see of what is no job: a workload of this kind and name, and the pods with these labels."""
     unseen: dict[str, str] = {}
     listed = _reader(cluster, namespace, unseen)
     pods = tuple(listed(kinds.POD, labels))
-    workload = next((each for each in listed(kind) if sight.name(each) == name), {})
+    workload = next((each for each in listed(kind) if kube_pods.name(each) == name), {})
     made = (kinds.NODE, kinds.CLAIM, kinds.STORAGE_CLASS, kinds.EVENT)
     nodes, claims, classes, events = (tuple(listed(each)) for each in made)
-    return Seen(
+    return Snapshot(
         name=name,
         namespace=namespace,
         workload=workload,
@@ -109,7 +109,7 @@ def _reader(cluster: Cluster, namespace: str, unseen: dict[str, str]) -> _Listed
 def _workloads(listed: _Listed, kind: Kind, name: str, selector: str) -> list[Document]:
     """An ElasticJob is called as the job, whoever made it; all else carries its label."""
     if kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
-        return [found for found in listed(kind) if sight.name(found) == name]
+        return [found for found in listed(kind) if kube_pods.name(found) == name]
     return listed(kind, selector)
 
 
@@ -138,21 +138,21 @@ def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:
 
 def _names(cluster: Cluster, kind: Kind, namespace: str, pods: tuple[Document, ...], unseen: dict[str, str]) -> list[str]:
     """Names of Secrets, and only while pods wait for some: what is in them comes with a list of them."""
-    if not any(sight.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods):
+    if not any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods):
         return []
-    return list(map(sight.name, _reader(cluster, namespace, unseen)(kind)))
+    return list(map(kube_pods.name, _reader(cluster, namespace, unseen)(kind)))
 
 
 def _logs(cluster: Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
     """The last lines of pods whose worker has ended, failed ones first."""
 
     def order(pod: Document) -> tuple[bool, str]:
-        return bool((sight.ended(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
+        return bool((kube_pods.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
 
     found: dict[str, list[str]] = {}
-    for pod in sorted((pod for pod in pods if sight.ended(pod) or _runs(pod)), key=order, reverse=True)[:_LOGS]:
-        again = any((each.get("lastState") or {}).get("terminated") for each in sight.statuses(pod))
-        name = sight.name(pod)
+    for pod in sorted((pod for pod in pods if kube_pods.termination(pod) or _runs(pod)), key=order, reverse=True)[:_LOGS]:
+        again = any((each.get("lastState") or {}).get("terminated") for each in kube_pods.statuses(pod))
+        name = kube_pods.name(pod)
         try:
             found[name] = list(cluster.logs(name, namespace=namespace, container=_main(pod), tail=_LINES, previous=again))
         except (Absent, Forbidden, Refused, Unanswered) as error:
@@ -161,8 +161,8 @@ def _logs(cluster: Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[
 
 
 def _main(pod: Document) -> str:
-    return str(sight.container(pod).get("name", ""))
+    return str(kube_pods.container(pod).get("name", ""))
 
 
 def _runs(pod: Document) -> bool:
-    return any((each.get("state") or {}).get("running") for each in sight.statuses(pod))
+    return any((each.get("state") or {}).get("running") for each in kube_pods.statuses(pod))

@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from outlast.diagnosis import seen as sight
-from outlast.diagnosis.seen import Cause, Seen
+from outlast.diagnosis.cause import Cause
+from outlast.diagnosis.snapshot import Snapshot, event_text, event_time
+from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
 
 
@@ -109,34 +110,34 @@ RULES = (
 )
 
 
-def creations(seen: Seen, _: float) -> Iterator[Cause]:
+def creations(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Pods that could not be made, while fewer are there than are wanted."""
-    alive = [pod for pod in seen.pods if sight.phase(pod) in ("Pending", "Running", "Succeeded")]
-    if len(alive) >= seen.wanted():
+    alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) in ("Pending", "Running", "Succeeded")]
+    if len(alive) >= snapshot.wanted():
         return
     told: dict[str, Cause] = {}
-    for event in sorted((each for each in seen.events if _failed_to_make(each, seen)), key=sight.when, reverse=True):
-        cause = refusal(seen, event.get("message", ""))
-        told.setdefault(cause.what, Cause(cause.rule, cause.what, (sight.said(event),), cause.remedy))
-    missing = seen.wanted() - len(alive)
+    for event in sorted((each for each in snapshot.events if _failed_to_make(each, snapshot)), key=event_time, reverse=True):
+        cause = refusal(snapshot, event.get("message", ""))
+        told.setdefault(cause.what, Cause(cause.rule, cause.what, (event_text(event),), cause.remedy))
+    missing = snapshot.wanted() - len(alive)
     for cause in told.values():
-        some = f"{missing} of {seen.wanted()} workers" if missing > 1 or seen.wanted() > 1 else "the worker"
+        some = f"{missing} of {snapshot.wanted()} workers" if missing > 1 or snapshot.wanted() > 1 else "the worker"
         have = "have" if missing > 1 else "has"
         yield Cause(cause.rule, f"{some} {have} no pod: {cause.what}", cause.evidence, cause.remedy)
 
 
-def _failed_to_make(event: Document, seen: Seen) -> bool:
+def _failed_to_make(event: Document, snapshot: Snapshot) -> bool:
     """Whether it says that a pod of the workload could not be made; a Deployment leaves that to its ReplicaSets."""
-    about, name = event.get("involvedObject", {}), sight.name(seen.workload)
+    about, name = event.get("involvedObject", {}), kube_pods.name(snapshot.workload)
     mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
     return bool(event.get("reason") == "FailedCreate" and name and mine)
 
 
-def refusal(seen: Seen, message: str) -> Cause:
+def refusal(snapshot: Snapshot, message: str) -> Cause:
     """What an answer of the API server means."""
     for rule in RULES:
         if found := re.search(rule.says, message, re.DOTALL):
-            words = {**found.groupdict(), "namespace": seen.namespace}
+            words = {**found.groupdict(), "namespace": snapshot.namespace}
             if "asked" in words:
                 words["each"] = _amounts(words["asked"], words["used"], words["limit"])
             return Cause(rule.name, rule.what.format(**words), (), rule.remedy.format(**words))

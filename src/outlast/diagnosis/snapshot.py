@@ -1,0 +1,102 @@
+"""What a cluster shows of a job, as the rules of `outlast why` read it.
+
+A `Snapshot` holds plain documents of the API server, read by `diagnosis.gather`; the rules read nothing else. Any of them may be
+missing: a controller may be older, a list may have been forbidden (then it is empty and named in `unseen`), and an event may
+outlive its pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outlast.kube import dropins
+from outlast.kube import pods as kube_pods
+from outlast.kube.kinds import LEGACY_JOB
+from outlast.manifests.request import Document
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The documents of one job, in no order; kinds that could not be read are empty and in `unseen`."""
+
+    name: str
+    namespace: str = "default"
+    workload: Document = field(default_factory=dict)
+    """The ElasticJob, Job, StatefulSet or Volcano Job; empty when there is none."""
+    pods: tuple[Document, ...] = ()
+    events: tuple[Document, ...] = ()
+    nodes: tuple[Document, ...] = ()
+    claims: tuple[Document, ...] = ()
+    classes: tuple[Document, ...] = ()
+    """StorageClasses."""
+    quotas: tuple[Document, ...] = ()
+    limits: tuple[Document, ...] = ()
+    """LimitRanges."""
+    queued: tuple[Document, ...] = ()
+    """Workloads of Kueue."""
+    queues: tuple[Document, ...] = ()
+    """LocalQueues of Kueue, or Queues of Volcano."""
+    groups: tuple[Document, ...] = ()
+    """PodGroups."""
+    secrets: frozenset[str] = frozenset()
+    configs: frozenset[str] = frozenset()
+    """Names of ConfigMaps."""
+    logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The last lines of pods that failed, by the pod's name."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Kinds that could not be read (`jobs.batch`), and why."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the workload."""
+        return str(self.workload.get("kind", ""))
+
+    @property
+    def archived(self) -> bool:
+        """Whether it is an ElasticJob of `elastic.pytorch.org`."""
+        return bool(self.workload.get("apiVersion") == LEGACY_JOB.api_version)
+
+    def about(self, document: Document, *reasons: str) -> list[Document]:
+        """The events about a document, the newest last; of these reasons, if any are given."""
+        meta = document.get("metadata", {})
+        found = [
+            event
+            for event in self.events
+            if event.get("involvedObject", {}).get("name") == meta.get("name")
+            and event["involvedObject"].get("kind") == document.get("kind", event["involvedObject"].get("kind"))
+            and (not reasons or event.get("reason") in reasons)
+        ]
+        return sorted(found, key=event_time)
+
+    def waiting(self) -> list[Document]:
+        """Pods that have no node yet."""
+        return [pod for pod in self.pods if kube_pods.phase(pod) == "Pending" and not pod["spec"].get("nodeName")]
+
+    def wanted(self) -> int:
+        """How many workers the workload asks for."""
+        if (drop_in := dropins.of(self.workload)) is not None:
+            return drop_in.sizes(self.workload)[1]
+        spec = self.workload.get("spec", {})
+        match self.kind:
+            case "Job" if "tasks" in spec:
+                return sum(task.get("replicas", 1) for task in spec["tasks"])
+            case "Job":
+                return int(spec.get("parallelism", 1))
+            case "ElasticJob":
+                return int(spec.get("workers", {}).get("replicas", 1))
+        return int(spec.get("replicas", 1))
+
+
+def event_time(event: Document) -> str:
+    """The last time of an event, in RFC 3339, which sorts."""
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
+    return next((str(time) for time in times if time), "")
+
+
+def event_text(event: Document) -> str:
+    """`FailedScheduling (12 times): 0/3 nodes are available`."""
+    count = (event.get("series") or {}).get("count") or event.get("count") or 1
+    often = f" ({count} times)" if count > 1 else ""
+    return f"{event.get('reason')}{often}: {str(event.get('message', '')).strip()}"
