@@ -33,11 +33,12 @@ test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 8 
 	$(BIN)/python3 bench/saves.py --quick
 	$(BIN)/python3 bench/recovery.py --quick --scenario kill --system outlast --system tuned
 
-check: $(READY)  ## Check format, lint, types, imports, and that generated pages are current
+check: $(READY)  ## Check format, lint, types, imports, the map, and that generated pages are current
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/test_architecture.py
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
