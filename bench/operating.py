@@ -375,7 +375,7 @@ def operate(namespace: str) -> None:
     def answer() -> None:
         for _ in sys.stdin:
             ready = made.leadership.holds() and not made.cache.unsynced()
-            print(json.dumps({"ready": ready, "writes": made.telemetry.writes(), "looks": made.telemetry.looks()}), flush=True)
+            print(json.dumps({"ready": ready, "writes": made.metrics.writes(), "looks": made.metrics.reconciles()}), flush=True)
 
     threading.Thread(target=answer, daemon=True).start()
     sys.exit(made.run(stop))

@@ -263,12 +263,12 @@ def trains(jobs: int, workers: int, seconds: float) -> list[str]:
     while not (operator.leadership.holds() and not operator.cache.unsynced() and operator.turns.idle()):
         time.sleep(1)
     time.sleep(40.0)  # after its first look each job is due at another time
-    cpu, looked, written = process.cpu_times(), operator.telemetry.looks(), cluster.written
+    cpu, looked, written = process.cpu_times(), operator.metrics.reconciles(), cluster.written
     begun = time.monotonic()
     time.sleep(seconds)
     took, now = time.monotonic() - begun, process.cpu_times()
     used = (now.user + now.system - cpu.user - cpu.system) / took
-    looked, written, memory = operator.telemetry.looks() - looked, cluster.written - written, process.memory_info().rss
+    looked, written, memory = operator.metrics.reconciles() - looked, cluster.written - written, process.memory_info().rss
     stop.set()
     cluster.stop.set()
     thread.join(20)

@@ -15,7 +15,7 @@ from outlast.contract import RENEW_S, Annotation, Label
 from outlast.kube import kinds
 from outlast.kube import pods as podwords
 from outlast.operator import job_status
-from outlast.operator.metrics import Telemetry
+from outlast.operator.metrics import Metrics
 from outlast.operator.snapshot import Limits
 from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
 
@@ -158,7 +158,7 @@ def test_what_makes_no_sense_in_a_status_is_as_if_it_were_not_there(nonsense: di
 
 
 def test_what_prometheus_is_told_is_what_has_happened() -> None:
-    cluster, counted = a_cluster(2, steps=10_000), Telemetry()
+    cluster, counted = a_cluster(2, steps=10_000), Metrics()
 
     def run(seconds: int) -> None:
         for _ in range(seconds):
@@ -166,8 +166,8 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
             before = cluster.status
             plan = cluster.look()
             if plan.status is not None:
-                counted.changed(before, plan.status, plan.notes, cluster.now)
-                counted.knows("elasticjobs", "team", "train", plan.status)
+                counted.count_changes(before, plan.status, plan.notes, cluster.now)
+                counted.set_job("elasticjobs", "team", "train", plan.status)
 
     run(30)
     cluster.fail(1)  # heard, called together and formed anew in one look
@@ -180,11 +180,11 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
     run(60)
     assert cluster.status["state"] == "Running"
     told = [line for line in counted.text(leads=True).splitlines() if line.startswith("outlast_") and "_bucket" not in line]
-    assert told[:1] == ['outlast_jobs{state="Running"} 1']
-    assert 'outlast_restarts_total{cause="error"} 1' in told
-    assert 'outlast_restarts_total{cause="oom"} 1' in told
-    assert 'outlast_interruptions_total{cause="told"} 1' in told
-    assert "outlast_recovery_seconds_count 3" in told
+    assert told[:1] == ['outlast_jobs{state="Running"} 1.0']
+    assert 'outlast_restarts_total{cause="error"} 1.0' in told
+    assert 'outlast_restarts_total{cause="oom"} 1.0' in told
+    assert 'outlast_interruptions_total{cause="told"} 1.0' in told
+    assert "outlast_recovery_seconds_count 3.0" in told
     recovery = next(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
     assert 1 + 2 + 1 <= recovery <= 1 + 3 + 2, "of the failing process, of the container since it ended, since the loss was seen"
     goodput = next(float(line.split()[1]) for line in told if line.startswith("outlast_goodput_ratio"))

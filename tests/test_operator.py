@@ -20,6 +20,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 import apiserver
 import rights
@@ -32,7 +33,7 @@ from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
 from outlast.operator import cache, leader, metrics, operator, process, reconcilers
 from outlast.operator.cache import Cache, Key, Looked
 from outlast.operator.leader import Leadership, Seen, judge
-from outlast.operator.metrics import Telemetry
+from outlast.operator.metrics import Metrics
 from outlast.operator.operator import Operator, Settings
 from outlast.operator.plan import Deletion, Document, Note, Plan
 from outlast.operator.queues import Found
@@ -549,41 +550,50 @@ def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
     assert cluster.get(LEASE, "")["spec"]["leaseTransitions"] == 1
 
 
-# --------------------------------------------------------------------------------------------------------------- telemetry
+# --------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_metrics_are_told_as_prometheus_reads_them() -> None:
-    counted = Telemetry()
-    counted.wrote("Pod", "create")
-    counted.looked(0.003)
-    counted.knows("j", "team", 'a"b', {"state": "Running", "goodput": 0.75})
-    counted.knows("j", "team", "c", {})
+def test_metrics_are_what_prometheus_scrapes() -> None:
+    counted = Metrics()
+    counted.count_write("Pod", "create")
+    counted.time_reconcile(0.003)
+    counted.set_job("j", "team", 'a"b', {"state": "Running", "goodput": 0.75})
+    counted.set_job("j", "team", "c", {})
     failed = {"restarts": 1, "lastFailure": {"code": 137, "generation": 1, "time": NOW}}
     failing = {"state": "Restarting", "generation": 1, "rendezvous": {"called": {"at": NOW + 1}}, **failed}
-    counted.changed({"state": "Running", "generation": 1}, failing, [], NOW)
+    counted.count_changes({"state": "Running", "generation": 1}, failing, [], NOW)
     told = [Note("Normal", "WorkerInterrupted", ""), Note("Warning", "NodeLost", ""), Note("Normal", "Training", "")]
-    counted.changed(failing, {"state": "Running", "generation": 2, **failed}, told, NOW + 4)
-    lines = counted.text(leads=True).splitlines()
-    told = [line for line in lines if not line.startswith("#") and "_bucket" not in line]
-    assert told == [
-        'outlast_jobs{state="Pending"} 1',
-        'outlast_jobs{state="Running"} 1',
-        "outlast_reconcile_seconds_sum 0.003",
-        "outlast_reconcile_seconds_count 1",
-        'outlast_restarts_total{cause="killed"} 1',
-        'outlast_interruptions_total{cause="node-lost"} 1',
-        'outlast_interruptions_total{cause="told"} 1',
-        "outlast_recovery_seconds_sum 4",
-        "outlast_recovery_seconds_count 1",
-        'outlast_goodput_ratio{namespace="team",job="a\\"b"} 0.75',
-        'outlast_operator_writes_total{kind="Pod",verb="create"} 1',
-        "outlast_operator_errors_total 0",
-        "outlast_operator_leader 1",
-    ]
-    assert 'outlast_recovery_seconds_bucket{le="2"} 0' in lines
-    assert 'outlast_recovery_seconds_bucket{le="5"} 1' in lines
-    assert 'outlast_recovery_seconds_bucket{le="+Inf"} 1' in lines
-    assert lines.count("# TYPE outlast_reconcile_seconds histogram") == 1
+    counted.count_changes(failing, {"state": "Running", "generation": 2, **failed}, told, NOW + 4)
+    families = list(text_string_to_metric_families(counted.text(leads=True)))
+    assert {family.name: family.type for family in families} == {
+        "outlast_jobs": "gauge",
+        "outlast_reconcile_seconds": "histogram",
+        "outlast_restarts": "counter",
+        "outlast_interruptions": "counter",
+        "outlast_recovery_seconds": "histogram",
+        "outlast_goodput_ratio": "gauge",
+        "outlast_operator_writes": "counter",
+        "outlast_operator_errors": "counter",
+        "outlast_operator_leader": "gauge",
+    }
+    samples = {(each.name, *sorted(each.labels.items())): each.value for family in families for each in family.samples}
+    buckets = {key for key in samples if key[0].endswith("_bucket")}
+    assert {key: value for key, value in samples.items() if key not in buckets} == {
+        ("outlast_jobs", ("state", "Pending")): 1,
+        ("outlast_jobs", ("state", "Running")): 1,
+        ("outlast_reconcile_seconds_sum",): 0.003,
+        ("outlast_reconcile_seconds_count",): 1,
+        ("outlast_restarts_total", ("cause", "killed")): 1,
+        ("outlast_interruptions_total", ("cause", "node-lost")): 1,
+        ("outlast_interruptions_total", ("cause", "told")): 1,
+        ("outlast_recovery_seconds_sum",): 4,
+        ("outlast_recovery_seconds_count",): 1,
+        ("outlast_goodput_ratio", ("job", 'a"b'), ("namespace", "team")): 0.75,
+        ("outlast_operator_writes_total", ("kind", "Pod"), ("verb", "create")): 1,
+        ("outlast_operator_errors_total",): 0,
+        ("outlast_operator_leader",): 1,
+    }
+    assert [samples["outlast_recovery_seconds_bucket", ("le", bound)] for bound in ("2.0", "5.0", "+Inf")] == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -733,7 +743,7 @@ def test_a_failed_pod_is_replaced_and_judged_once(world: World) -> None:
         "judged": [uid],
         "restarts": 1,
     }
-    assert operator.telemetry.writes() == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
+    assert operator.metrics.writes() == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
 
 
 def test_watches_that_are_cut_and_forgotten_miss_nothing(world: World) -> None:
@@ -860,12 +870,12 @@ def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
     world.settled(["a"])
     assert (first.leadership.holds(), second.leadership.holds()) == (True, False)
     world.api.until(lambda: second.leadership.waits and not first.leadership.waits)
-    assert second.telemetry.writes() == {}
+    assert second.metrics.writes() == {}
     assert world.stop(0) == 0
     world.api.until(lambda: second.leadership.holds())
     world.apply("b")
     world.settled(["a", "b"])
-    assert second.telemetry.writes() == {"create Pod": 2, "update ElasticJob": 1}
+    assert second.metrics.writes() == {"create Pod": 2, "update ElasticJob": 1}
 
 
 def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
@@ -903,7 +913,7 @@ def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: p
     operator = world.start(deciders={ELASTIC_JOB: broken})
     world.api.until(lambda: world.pods() == ["good-worker-0"])
     world.api.until(lambda: len([each for each in caplog.records if "a bug" in each.getMessage()]) >= 2)
-    assert "outlast_operator_errors_total 0" not in operator.telemetry.text(leads=True)
+    assert "outlast_operator_errors_total 0.0" not in operator.metrics.text(leads=True)
     bugs = [record for record in caplog.records if "a bug" in record.getMessage()]
     assert bugs[0].exc_info is not None
     assert (getattr(bugs[0], "job", ""), bugs[0].getMessage()) == ("bad", "a bug; the next try is in 0 s")
@@ -942,8 +952,8 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
     operator = world.start(deciders=reconcilers.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
-    before, looks = world.status("a"), operator.telemetry.looks()
-    world.api.until(lambda: operator.telemetry.looks() >= looks + 3)
+    before, looks = world.status("a"), operator.metrics.reconciles()
+    world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
     assert (before["state"], before["replicas"], world.status("a")) == ("Pending", 0, before)
     assert sum("/a/status" in write for write in world.writes()) == 2, (
         "when it is taken up, and when it is known that they are refused"
@@ -964,8 +974,8 @@ def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> Non
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
     operator = world.start(deciders=reconcilers.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
-    before, looks = world.status("a"), operator.telemetry.looks()
-    world.api.until(lambda: operator.telemetry.looks() >= looks + 3)
+    before, looks = world.status("a"), operator.metrics.reconciles()
+    world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
     assert (before["state"], world.status("a")) == ("Pending", before)
     with world.api.lock:
         events = [each for key, each in world.api.documents.items() if key[0] == "events"]
@@ -998,8 +1008,8 @@ def test_what_has_happened_is_counted_although_a_pod_is_refused(world: World) ->
     world.apply("a")
     operator = world.start(deciders={ELASTIC_JOB: restarted})
     world.settled(["a"], 1)
-    text = operator.telemetry.text(leads=True)
-    assert ("outlast_operator_errors_total 1\n" in text, 'outlast_restarts_total{cause="error"} 1\n' in text) == (True, True)
+    text = operator.metrics.text(leads=True)
+    assert ("outlast_operator_errors_total 1.0\n" in text, 'outlast_restarts_total{cause="error"} 1.0\n' in text) == (True, True)
 
 
 def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) -> None:
@@ -1025,8 +1035,8 @@ def test_what_is_told_on_its_port(world: World) -> None:
     assert get(operator, "/readyz") == (200, "acting\n")
     code, text = get(operator, "/metrics")
     assert code == 200
-    assert 'outlast_jobs{state="Running"} 1\n' in text
-    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2\n' in text
+    assert 'outlast_jobs{state="Running"} 1.0\n' in text
+    assert 'outlast_operator_writes_total{kind="Pod",verb="create"} 2.0\n' in text
 
 
 def get(operator: Operator, path: str) -> tuple[int, str]:

@@ -1,20 +1,19 @@
-"""What the operator counts, and Prometheus' text format for it.
-
-https://prometheus.io/docs/instrumenting/exposition_formats/. The format is a page of text; a client library would be one more
-dependency of the image for it. Times are arguments.
-"""
+"""The operator's metrics for Prometheus. Times are arguments."""
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from outlast import contract
 from outlast.operator.plan import Note
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
 
 _INTERRUPTIONS = {
     "WorkerInterrupted": "told",
@@ -22,57 +21,9 @@ _INTERRUPTIONS = {
     "NodeLost": "node-lost",
     "NodeLeaving": "node-leaving",
 }
-"""What notes say of interruptions, and what Prometheus calls it."""
-
-Labels = tuple[tuple[str, str], ...]
-
-
-@dataclass
-class Metric:
-    """One number for each set of labels."""
-
-    name: str
-    help: str
-    type: Literal["counter", "gauge"]
-    values: dict[Labels, float] = field(default_factory=dict)
-
-    def add(self, amount: float = 1.0, **labels: str) -> None:
-        """Count."""
-        key = tuple(labels.items())
-        self.values[key] = self.values.get(key, 0.0) + amount
-
-    def lines(self) -> Iterator[str]:
-        """In the text format."""
-        yield from _head(self.name, self.help, self.type)
-        for labels, value in sorted(self.values.items()):
-            yield f"{self.name}{_braced(labels)} {_number(value)}"
-
-
-@dataclass
-class Histogram:
-    """How often something took how long."""
-
-    name: str
-    help: str
-    bounds: tuple[float, ...]
-    counts: list[int] = field(init=False)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-
-    def add(self, value: float) -> None:
-        """It took so long."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def lines(self) -> Iterator[str]:
-        """In the text format."""
-        yield from _head(self.name, self.help, "histogram")
-        for bound, count in zip([*map(_number, self.bounds), "+Inf"], accumulate(self.counts), strict=True):
-            yield f'{self.name}_bucket{{le="{bound}"}} {count}'
-        yield f"{self.name}_sum {_number(self.total)}"
-        yield f"{self.name}_count {sum(self.counts)}"
+"""Reasons of Events that report an interruption, and the value of the label `cause` for each."""
+_RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
+_RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 
 @dataclass(frozen=True)
@@ -81,89 +32,114 @@ class _Job:
     goodput: float | None
 
 
-class Telemetry:
-    """All that the operator counts. May be called from several threads."""
+class Metrics:
+    """All metrics of one operator, in a registry of its own. Safe to call from any thread."""
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._jobs: dict[tuple[str, str, str], _Job] = {}
-        self._restarts = Metric("outlast_restarts_total", "Failures that were restarted after, by cause", "counter")
-        self._interruptions = Metric("outlast_interruptions_total", "Workers that left without a fault, by cause", "counter")
-        self._writes = Metric("outlast_operator_writes_total", "Requests that change something", "counter")
-        self._errors = Metric("outlast_operator_errors_total", "Looks at a job or at a kind that ended in an error", "counter")
-        self._errors.values[()] = 0.0
-        self._looks = Histogram(
+        self._registry = CollectorRegistry()
+        self._jobs = _Jobs()
+        self._registry.register(self._jobs)
+        self._reconciles = Histogram(
             "outlast_reconcile_seconds",
-            "Time of one look at a job, its writes included",
-            (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0),
+            "Time of one look at a job, its writes included.",
+            buckets=_RECONCILE_BUCKETS,
+            registry=self._registry,
+        )
+        self._restarts = self._counter("outlast_restarts_total", "Failures that were restarted after, by cause.", "cause")
+        self._interruptions = self._counter(
+            "outlast_interruptions_total", "Workers that left without a fault, by cause.", "cause"
         )
         self._recoveries = Histogram(
             "outlast_recovery_seconds",
-            "Time from the failure or the loss of a world until the next one trains",
-            (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0),
+            "Time from the failure or the loss of a world until the next one trains.",
+            buckets=_RECOVERY_BUCKETS,
+            registry=self._registry,
         )
+        self._writes = self._counter("outlast_operator_writes_total", "Requests that change something.", "kind", "verb")
+        self._errors = self._counter("outlast_operator_errors_total", "Looks at a job or at a kind that ended in an error.")
+        self._leader = Gauge("outlast_operator_leader", "1 for the operator that acts.", registry=self._registry)
 
-    def wrote(self, kind: str, verb: str) -> None:
-        """A request that changes something was made."""
-        with self._guard:
-            self._writes.add(kind=kind, verb=verb)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, labels, registry=self._registry)
 
-    def failed(self) -> None:
-        """A look ended in an error."""
-        with self._guard:
-            self._errors.add()
+    def count_write(self, kind: str, verb: str) -> None:
+        """Count a request that changes something."""
+        self._writes.labels(kind, verb).inc()
 
-    def looked(self, seconds: float) -> None:
-        """A look has taken so long."""
-        with self._guard:
-            self._looks.add(seconds)
+    def count_error(self) -> None:
+        """Count an error of a reconcile pass or of a watch."""
+        self._errors.inc()
 
-    def knows(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
-        """The status of a job now."""
+    def time_reconcile(self, seconds: float) -> None:
+        """Record how long a reconcile pass took."""
+        self._reconciles.observe(seconds)
+
+    def set_job(self, kind: str, namespace: str, name: str, status: Mapping[str, Any]) -> None:
+        """Record the current status of a job."""
         goodput = status.get("goodput")
         job = _Job(str(status.get("state") or "Pending"), float(goodput) if isinstance(goodput, (int, float)) else None)
-        with self._guard:
-            self._jobs[kind, namespace, name] = job
+        self._jobs.set((kind, namespace, name), job)
 
-    def forget(self, kind: str, namespace: str, name: str) -> None:
-        """A job is gone."""
-        with self._guard:
-            self._jobs.pop((kind, namespace, name), None)
+    def remove_job(self, kind: str, namespace: str, name: str) -> None:
+        """Forget a job that is gone."""
+        self._jobs.set((kind, namespace, name), None)
 
-    def changed(self, old: Mapping[str, Any], new: Mapping[str, Any], notes: Iterable[Note], now: float) -> None:
-        """The status of a job was written: what has happened to it in between, and what was noted of it."""
-        with self._guard:
-            if (count := _more(old, new, "restarts")) > 0:
-                self._restarts.add(count, cause=cause(new))
-            for note in notes:
-                if note.reason in _INTERRUPTIONS:
-                    self._interruptions.add(cause=_INTERRUPTIONS[note.reason])
-            if (since := _broken_since(old, new)) is not None:
-                self._recoveries.add(max(0.0, now - since))
+    def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], notes: Iterable[Note], now: float) -> None:
+        """Count what happened to a job between two of its statuses, and what its Events report."""
+        if (count := _more(old, new, "restarts")) > 0:
+            self._restarts.labels(cause(new)).inc(count)
+        for note in notes:
+            if note.reason in _INTERRUPTIONS:
+                self._interruptions.labels(_INTERRUPTIONS[note.reason]).inc()
+        if (since := _broken_since(old, new)) is not None:
+            self._recoveries.observe(max(0.0, now - since))
 
     def writes(self) -> dict[str, int]:
-        """Requests that changed something so far, `create Pod`."""
-        with self._guard:
-            return {f"{dict(labels)['verb']} {dict(labels)['kind']}": int(n) for labels, n in self._writes.values.items()}
+        """Requests that changed something so far, by verb and kind: `create Pod`."""
+        samples = [sample for metric in self._writes.collect() for sample in metric.samples]
+        return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in samples}
 
-    def looks(self) -> int:
-        """How many looks there were so far."""
-        with self._guard:
-            return sum(self._looks.counts)
+    def reconciles(self) -> int:
+        """The number of reconcile passes so far."""
+        return int(self._registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
 
     def text(self, *, leads: bool) -> str:
-        """Everything, as Prometheus reads it."""
-        with self._guard:
-            jobs = Metric("outlast_jobs", "Jobs by state", "gauge")
-            goodput = Metric("outlast_goodput_ratio", "Share of the wall time spent on steps that were kept", "gauge")
-            for (_, namespace, name), job in self._jobs.items():
-                jobs.add(state=job.state)
-                if job.goodput is not None:
-                    goodput.values[("namespace", namespace), ("job", name)] = job.goodput
-            leader = Metric("outlast_operator_leader", "1 for the operator that acts", "gauge", {(): float(leads)})
-            counted = (jobs, self._looks, self._restarts, self._interruptions, self._recoveries, goodput)
-            every = (*counted, self._writes, self._errors, leader)
-            return "".join(f"{line}\n" for metric in every for line in metric.lines())
+        """All metrics in Prometheus' text format."""
+        self._leader.set(leads)
+        return generate_latest(self._registry).decode()
+
+
+class _Jobs:
+    """Metrics of the jobs that exist, computed when Prometheus asks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[tuple[str, str, str], _Job] = {}
+
+    def set(self, key: tuple[str, str, str], job: _Job | None) -> None:
+        """Record a job; None removes it."""
+        with self._lock:
+            if job is None:
+                self._jobs.pop(key, None)
+            else:
+                self._jobs[key] = job
+
+    def collect(self) -> Iterator[Metric]:
+        """As `prometheus_client.registry.Collector`."""
+        with self._lock:
+            jobs = dict(self._jobs)
+        states = [job.state for job in jobs.values()]
+        by_state = GaugeMetricFamily("outlast_jobs", "Jobs by state.", labels=("state",))
+        for state in sorted(set(states)):
+            by_state.add_metric((state,), states.count(state))
+        yield by_state
+        goodput = GaugeMetricFamily(
+            "outlast_goodput_ratio", "Share of the wall time spent on steps that were kept.", labels=("namespace", "job")
+        )
+        for (_, namespace, name), job in sorted(jobs.items()):
+            if job.goodput is not None:
+                goodput.add_metric((namespace, name), job.goodput)
+        yield goodput
 
 
 def cause(status: Mapping[str, Any]) -> str:
@@ -193,20 +169,3 @@ def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | Non
     elif _more(old, new, "restarts") <= 0:
         return None
     return min((float(time) for time in times if time is not None), default=None)
-
-
-def _head(name: str, help: str, type_: str) -> tuple[str, str]:
-    return f"# HELP {name} {help}.", f"# TYPE {name} {type_}"
-
-
-def _braced(labels: Labels) -> str:
-    inside = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
-    return f"{{{inside}}}" if inside else ""
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)

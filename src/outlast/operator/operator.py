@@ -28,7 +28,7 @@ from outlast.manifests import kueue
 from outlast.operator import apply, cache
 from outlast.operator.cache import Cache, Key, Looked, Urgency
 from outlast.operator.leader import Leadership
-from outlast.operator.metrics import Telemetry
+from outlast.operator.metrics import Metrics
 from outlast.operator.parallel import Later, Threads
 from outlast.operator.plan import Document, Plan
 from outlast.operator.queues import Found, Sight
@@ -98,13 +98,13 @@ class Operator:
     ) -> None:
         self.cluster, self.deciders, self.leadership = cluster, dict(deciders), leadership
         self.settings = settings or Settings()
-        self.telemetry = Telemetry()
+        self.metrics = Metrics()
         self.address = ""
         """Where probes are answered, from `run` on."""
         self._clock = clock or Clock()
         self.turns: Turns[Key] = Turns(self._clock)
         self.cache = Cache(self.deciders, self._changed)
-        self.hands = Hands(cluster, self.cache, self.telemetry, leadership.holds)
+        self.hands = Hands(cluster, self.cache, self.metrics, leadership.holds)
         self._orphans = orphans
         self._each, self._later = Threads(WRITES * self.settings.workers), Later(EVENTS)
         self._found: tuple[Kind, ...] = ()
@@ -227,11 +227,11 @@ class Operator:
                         log.warning("waiting for %s: %s", kind.resource, error)
             except ClusterError as error:
                 heard(None)
-                self.telemetry.failed()
+                self.metrics.count_error()
                 log.warning("%s cannot be watched: %s", kind.resource, error)
             except Exception as error:  # a bug that is met here must not end the watch, on which all jobs depend
                 heard(None)
-                self.telemetry.failed()
+                self.metrics.count_error()
                 log.error("%s cannot be watched: %s", kind.resource, error, exc_info=error)
             failures += 1
             stop.wait(min(WATCH_S, self._pause(failures)))
@@ -258,7 +258,7 @@ class Operator:
             else:
                 self.cache.put(kind, self._stamped(kind, cache.trimmed(kind, change.document)))
         except Exception as error:
-            self.telemetry.failed()
+            self.metrics.count_error()
             meta = change.document["metadata"]
             where = {"namespace": meta.get("namespace", ""), "job": meta.get("name", "")}
             log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
@@ -269,7 +269,7 @@ class Operator:
             try:
                 self._look_around()
             except Exception as error:  # what else there is can wait; the process must not end for it
-                self.telemetry.failed()
+                self.metrics.count_error()
                 log.error("what else the cluster has is not known: %s", error, exc_info=error)
 
     def _look_at_all(self) -> None:
@@ -283,7 +283,7 @@ class Operator:
                 queues = next((kinds for kinds in kueue.VERSIONS if all(self.cluster.serves(kind) for kind in kinds)), ())
                 found = (*queues, *(kind for kind in _GANGS if self.cluster.serves(kind)))
             except ClusterError as error:  # as before, then
-                self.telemetry.failed()
+                self.metrics.count_error()
                 return log.warning("what else the cluster has is not known: %s", error)
             before, self._found = self._found, found
             self._listen_to_queues(queues)
@@ -347,7 +347,7 @@ class Operator:
         if plan or plan.notes:
             if plan.status is not None:
                 log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
-            written = functools.partial(self.telemetry.changed, old, plan.status or {}, plan.notes, now)
+            written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.notes, now)
             try:
                 done = apply.act(self.hands, looked.job, plan, now, self._each, self._later, written)
             except (Forbidden, Refused) as error:
@@ -360,7 +360,7 @@ class Operator:
         self._refused.pop(key, None)
         if done.blocked:
             self._refused[key] = done.blocked
-        self.telemetry.knows(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
+        self.metrics.set_job(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
         if done.look_again is not None:
             self.turns.later(key, done.look_again)
         self._settle(key, plan, done, now)
@@ -383,7 +383,7 @@ class Operator:
 
     def _gone(self, key: Key, looked: Looked, now: float) -> None:
         """There is no such job any more. What it owned goes by itself, but for pods on a node that nobody hears of."""
-        self.telemetry.forget(key.kind.resource, key.namespace, key.name)
+        self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
         self._busy.pop(key, None)
         self._refused.pop(key, None)
         if not looked.pods or self._orphans is None or self._exists_otherwise(key):
@@ -402,7 +402,7 @@ class Operator:
     def _failed(self, key: Key, error: Exception, *, bug: bool = False) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
         pause = self._pause(count)
-        self.telemetry.failed()
+        self.metrics.count_error()
         sentence = "%s; the next try is in %.0f s"
         if bug:
             log.error(sentence, error, pause, extra=_about(key), exc_info=error)
@@ -420,7 +420,7 @@ class Operator:
             yield
         finally:
             self._looking.pop(key, None)
-            self.telemetry.looked(time.monotonic() - begun)
+            self.metrics.time_reconcile(time.monotonic() - begun)
 
     # what is told
 
@@ -437,7 +437,7 @@ class Operator:
             reason = f"waiting until all is known of {', '.join(kind.resource for kind in missing)}"
         else:
             reason = "acting" if self.leadership.holds() else "standing by"
-        text = self.telemetry.text(leads=self.leadership.holds())
+        text = self.metrics.text(leads=self.leadership.holds())
         return probes.Health(not dead and not stuck, not missing and not dead, reason, text=text)
 
 

@@ -9,7 +9,7 @@ from outlast import kube
 from outlast.errors import Absent, ClusterError, Conflict
 from outlast.kube.kinds import Kind, kind_of
 from outlast.operator.cache import Cache
-from outlast.operator.metrics import Telemetry
+from outlast.operator.metrics import Metrics
 
 Document = dict[str, Any]
 
@@ -21,8 +21,8 @@ class Deposed(ClusterError):
 class Hands:
     """`act.Writes` over a cluster. All raise Deposed when this is not the leader."""
 
-    def __init__(self, cluster: kube.Cluster, cache: Cache, telemetry: Telemetry, leads: Callable[[], bool]) -> None:
-        self._cluster, self._cache, self._telemetry, self._leads = cluster, cache, telemetry, leads
+    def __init__(self, cluster: kube.Cluster, cache: Cache, metrics: Metrics, leads: Callable[[], bool]) -> None:
+        self._cluster, self._cache, self._metrics, self._leads = cluster, cache, metrics, leads
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
         """A document as the server has it."""
@@ -69,7 +69,7 @@ class Hands:
     def _writing(self, kind: Kind, verb: str) -> Kind:
         if not self._leads():
             raise Deposed(f"{kind} cannot be written: this operator is not the leader; look for who holds its lease")
-        self._telemetry.wrote(kind.kind, verb)
+        self._metrics.count_write(kind.kind, verb)
         return kind
 
     def _wrote(self, kind: Kind, answer: Document) -> Document:
