@@ -202,7 +202,7 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         ("args: --epochs 2", "args (--epochs 2) must be a list; put it in brackets: [ ... ]"),
         (
             "code: ftp://host/code",
-            "code (ftp://host/code) is in no store known here; use a path, or one of s3://, gs://, az://, file://, memory://",
+            "code (ftp://host/code) is not in a store that Outlast supports; use a path, or one of s3://, gs://, az://, file://, memory://",
         ),
         ("output: 's3://'", "output (s3://) must be a path or the URL of a store"),
         (
@@ -221,7 +221,7 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         ("data: [{to: /data}]", "data[0].from is missing; add it"),
         (
             "data: [{from: a}, {from: b, to: /data/b}]",
-            "data[1].to (/data/b) is inside data[0].to (/data); choose places beside each other",
+            "data[1].to (/data/b) is inside data[0].to (/data); choose separate directories",
         ),
         *(
             (
@@ -231,7 +231,7 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
             for to in ("data", "/", "/data/", "/etc/../data", "//etc", "/.", "/a:b")
         ),
         *(
-            (field, f"{place} is a place of Outlast or of the system; choose another, e.g. /mnt/data")
+            (field, f"{place} is reserved for Outlast or the system; choose another, e.g. /mnt/data")
             for field, place in (
                 ("volumes: [{claim: a, to: /etc/outlast}]", "volumes[0].to (/etc/outlast)"),
                 ("secrets: [{name: a, to: /run/outlast/state}]", "secrets[0].to (/run/outlast/state)"),
@@ -270,14 +270,14 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         ),
         (
             "tolerations: [{key: a, value: b, operator: Exists}]",
-            "the toleration's value (b) has no use with operator Exists; remove one of them",
+            "the toleration's value (b) has no effect with operator Exists; remove one of them",
         ),
-        ("tolerations: [{value: b}]", "the toleration has no key, which means any; say operator: Exists, or give the key"),
+        ("tolerations: [{value: b}]", "the toleration has no key, which means any; set operator: Exists, or give the key"),
         (
             "tolerations: [{operator: Exists, tolerationSeconds: 5}]",
-            "tolerationSeconds has a use with effect: NoExecute only; add or remove it",
+            "tolerationSeconds needs effect: NoExecute; add that, or remove tolerationSeconds",
         ),
-        ("data: [{from: a}, {from: b}]", "data[1].to is /data, as data[0].to is; choose another place for one of them"),
+        ("data: [{from: a}, {from: b}]", "data[1].to is /data, as data[0].to is; choose another directory for one of them"),
         ("models: [{from: a, name: ..}]", "models[0].name (..) must be a directory's name: letters, digits, dashes and dots"),
         ("processesPerWorker: 0", "processesPerWorker (0) must be auto or a number from 1 on"),
         ("processesPerWorker: all", "processesPerWorker (all) must be auto or a number from 1 on"),
@@ -294,7 +294,7 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
         ("rendezvous: {backend: etcd}", "rendezvous.backend is etcd, which needs rendezvous.endpoint, e.g. etcd:2379"),
         (
             "rendezvous: {endpoint: 'etcd:2379'}",
-            "rendezvous.endpoint (etcd:2379) has no use with backend auto; say backend: etcd or c10d",
+            "rendezvous.endpoint (etcd:2379) has no effect with backend auto; set backend: etcd or c10d",
         ),
         (
             "rendezvous: {backend: etcd, endpoint: etcd}",

@@ -12,7 +12,7 @@ from outlast import spec, units
 HEAD = """\
 # The job file
 
-<!-- Written by `python docs/reference/job_file.py > docs/reference/job-file.md` from src/outlast/spec.py. -->
+<!-- Written by `python docs/reference/job_file.py > docs/reference/job-file.md` from src/outlast/spec/model.py. -->
 
 Names that are not on this page are refused. `outlast validate FILE` reports every mistake with its line. Relative paths are
 relative to the job file.

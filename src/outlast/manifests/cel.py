@@ -166,7 +166,7 @@ RULES: dict[str, list[Rule]] = {
         ),
         rule(
             "!has(self.endpoint) || (has(self.backend) && self.backend != 'auto')",
-            "rendezvous.endpoint has no use with backend auto; say backend: etcd or c10d",
+            "rendezvous.endpoint has no effect with backend auto; set backend: etcd or c10d",
             at=".endpoint",
         ),
     ],
@@ -204,7 +204,7 @@ RULES: dict[str, list[Rule]] = {
         rule(
             f"!has(self.data) || !self.data.exists(x, self.data.exists(y, "
             f"{_DATA_TO.replace('x.', 'y.')}.startsWith({_DATA_TO} + '/')))",
-            "an entry of data is inside another one (to); choose places beside each other",
+            "an entry of data is inside another one (to); choose separate directories",
             at=".data",
         ),
         _elsewhere("data"),

@@ -1,0 +1,28 @@
+"""Locations in a job file: a path of this machine or the URL of a store, with a checksum for archives. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+STORES = ("s3", "gs", "az", "file", "memory")
+"""URL schemes of places where data, code and outputs may live, besides plain paths."""
+ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
+"""How the names of archives of code end."""
+OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
+
+
+def pinned(code: str) -> tuple[str, str]:
+    """The place of code without its checksum, and the checksum; empty for none."""
+    place, _, checksum = code.partition("#sha256=")
+    return place, checksum.lower()
+
+
+def archive(place: str) -> bool:
+    """Whether a place is called like an archive."""
+    return place.lower().endswith(ARCHIVES)
+
+
+def local(place: str) -> Path | None:
+    """The path of a place on this machine (`data/`, `~/data`, `file:///data`); None when it is in a store elsewhere."""
+    path = place.removeprefix("file://")
+    return None if "://" in path else Path(path).expanduser()
