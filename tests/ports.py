@@ -2,7 +2,7 @@
 
 import socket
 
-from outlast.jitter import CHANCE
+from outlast.backoff import RANDOM
 
 _BELOW = 32768
 """Where Linux begins to give ports to outgoing connections: none of those is in the way of a server below it."""
@@ -11,7 +11,7 @@ _BELOW = 32768
 def free(count: int = 1) -> int:
     """The first of `count` ports in a row that nobody listens on, of either family."""
     while True:
-        first = CHANCE.randrange(20000, _BELOW - count)
+        first = RANDOM.randrange(20000, _BELOW - count)
         if all(map(_is_free, range(first, first + count))):
             return first
 

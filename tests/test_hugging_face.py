@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from outlast.jitter import CHANCE
+from outlast.backoff import RANDOM
 from outlast.local.backend import LocalBackend
 from outlast.status import State
 
@@ -39,7 +39,7 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
     output = backend.output("train") / "work" / "trainer"
     try:
         until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), timeout_s=120)
-        backend.chaos("train", "kill-worker", worker=1, rng=CHANCE)
+        backend.chaos("train", "kill-worker", worker=1, rng=RANDOM)
         until(lambda: backend.status("train").restarts == 1 and backend.status("train").state is State.RUNNING, timeout_s=60)
         newest = max(int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*"))
         until(lambda: (output / f"checkpoint-{newest + 60}").exists(), timeout_s=60)

@@ -94,9 +94,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def filled(proxy: Proxy, patience_s: float = 20) -> store.Store:
+def filled(proxy: Proxy, timeout_s: float = 20) -> store.Store:
     """A store with two objects, and no faults or counts so far."""
-    place = store.open_(f"{proxy.url}/p", patience_s=patience_s)
+    place = store.open_(f"{proxy.url}/p", timeout_s=timeout_s)
     place.put("a", b"")
     place.put("b/x", OLD)
     proxy.forget()
@@ -126,14 +126,14 @@ def test_what_passes_is_not_even_noticed(moto_proxy: Proxy, file: Path, name: st
 @pytest.mark.parametrize("fault", [faults.truncated, faults.stalled], ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("name", ["get", "range", "entries", "names", "upload"])
 def test_half_an_answer_is_no_answer(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault) -> None:
-    place = filled(moto_proxy, patience_s=4)
+    place = filled(moto_proxy, timeout_s=4)
     operation, expected = OPERATIONS[name]
     moto_proxy.fault = first(1, fault)
     assert operation(place, file) == expected
 
 
 def test_who_does_not_answer_is_asked_again(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy, patience_s=4)  # 2 s without a byte are too long, then
+    place = filled(moto_proxy, timeout_s=4)  # 2 s without a byte are too long, then
     moto_proxy.fault = first(1, faults.hang)
     assert place.get("b/x") == OLD
     assert moto_proxy.counts == {"GET": 2}
@@ -223,7 +223,7 @@ def test_a_replacement_whose_answer_is_lost_is_ours(moto_proxy: Proxy) -> None:
 )
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault | None, why: str) -> None:
-    place = filled(moto_proxy, patience_s=0.5)
+    place = filled(moto_proxy, timeout_s=0.5)
     if name == "upload":  # botocore is loaded before the time is taken
         place._root.access.client  # type: ignore[union-attr]  # noqa: B018
     if fault:
@@ -389,21 +389,21 @@ def test_a_place_where_nobody_may_write_is_found_out_in_time(moto_proxy: Proxy) 
         place.conditional()
     moto_proxy.fault = always(faults.unavailable)
     with pytest.raises(Unreachable):
-        store.open_(place.url, patience_s=1).conditional()
+        store.open_(place.url, timeout_s=1).conditional()
 
 
 # Slow lines
 
 
 def test_a_slow_answer_goes_on(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy, patience_s=1)  # 0.5 s without a byte are too long
+    place = filled(moto_proxy, timeout_s=1)  # 0.5 s without a byte are too long
     moto_proxy.fault = always(faults.slow(50_000))
     assert place.get("b/x") == OLD  # 2 s
 
 
 @pytest.mark.slow
 def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy, patience_s=2)
+    place = filled(moto_proxy, timeout_s=2)
     data = os.urandom(6 * MIB)
     moto_proxy.intake = 2 * MIB
     place.put("x", data)  # 3 s
@@ -416,7 +416,7 @@ def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
 
 @pytest.mark.slow
 def test_slow_parts_go_on(moto_proxy: Proxy, file: Path) -> None:
-    place = filled(moto_proxy, patience_s=2)
+    place = filled(moto_proxy, timeout_s=2)
     moto_proxy.intake = 5 * MIB
     place.upload(file, "x")  # more than 3 s a part
     assert bodies(moto_proxy) == 2

@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import retry, units
+from outlast import backoff, units
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _pause_s(backend: Backend) -> float:
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
     """Where the run stands; None when it has ended or left, or the name has gone to another one: that is not ours to harm."""
     try:
-        status = retry.while_away(lambda: backend.status(name), say, every_s=_pause_s(backend))
+        status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
         return None
     return status if status.state.active and status.run == run else None

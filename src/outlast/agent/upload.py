@@ -25,10 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from outlast import checkpoints, contract, runs, store
+from outlast import backoff, checkpoints, contract, runs, store
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
-from outlast.jitter import CHANCE
 from outlast.launch import rank0_files, titles
 from outlast.prepare import workdir
 from outlast.runs import alive
@@ -231,8 +230,7 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
 def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
     """Push until `stop`: when a checkpoint is committed, and every `every_s`. Raises Superseded, and OutlastError for a mistake
     that no repetition mends."""
-    due = 0.0
-    pause = AGAIN_S[0]
+    due, failures = 0.0, 0
     while not stop.is_set():
         wanted = rank0_files.wanted(pusher.output)
         try:
@@ -241,7 +239,7 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
                 due = time.monotonic() + every_s
             rank0_files.give(pusher.output, wanted)
             pusher.say(since=None, error="")
-            pause = AGAIN_S[0]
+            failures = 0
         except store.Stopped:
             return
         except Superseded:
@@ -249,10 +247,10 @@ def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
         except (OutlastError, OSError) as problem:
             failed(pusher, problem)
             rank0_files.give(pusher.output, wanted, str(problem))
-            until = time.monotonic() + pause * CHANCE.uniform(0.5, 1)
+            until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *AGAIN_S))
             while time.monotonic() < until and not rank0_files.wanted(pusher.output) and not stop.wait(LOOK_S):
                 pass
-            pause = min(AGAIN_S[1], 2 * pause)
+            failures += 1
             due = min(due, time.monotonic())
         stop.wait(LOOK_S)
 
@@ -263,7 +261,6 @@ def rest(pusher: Pusher, deadline: float) -> str:
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
     timer.daemon = True
     timer.start()
-    pause = AGAIN_S[0]
     for passes in itertools.count(1):
         try:
             pusher.push(stop, last=True)
@@ -278,10 +275,10 @@ def rest(pusher: Pusher, deadline: float) -> str:
                 print(f"outlast | {problem}", file=sys.stderr, flush=True)
                 return ""
             retry = isinstance(problem, OSError | Unpushed) or getattr(problem, "retry", False)
+            pause = backoff.exponential(passes - 1, *AGAIN_S)
             if not retry or time.monotonic() + pause > deadline:
                 return pusher.said.error
-            time.sleep(pause * CHANCE.uniform(0.5, 1))
-            pause = min(AGAIN_S[1], 2 * pause)
+            time.sleep(backoff.jittered(pause))
     raise AssertionError
 
 

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast import checkpoints, contract
+from outlast import contract
+from outlast.checkpoints import disk
 from outlast.checkpoints.rules import Place
 from outlast.errors import Changed, Exists, Missing, OutlastError, Stopped
 from outlast.store import Store
@@ -58,10 +59,10 @@ class Parts:
         entries = self.store.entries(f"{contract.CHECKPOINTS}/{self.place.key}")
         return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
 
-    def said(self) -> checkpoints.Commit:
+    def said(self) -> disk.Commit:
         """What COMMIT says; raises Damaged."""
         try:
-            said = checkpoints.Commit.parse(self.store.get(self.key(contract.COMMIT)))
+            said = disk.Commit.parse(self.store.get(self.key(contract.COMMIT)))
             if (said.run, said.step, said.generation) != (self.run, self.place.step, self.place.generation):
                 raise ValueError(f"it is that of step {said.step} of generation {said.generation} of run {said.run}")
         except (ValueError, Missing) as error:
@@ -69,7 +70,7 @@ class Parts:
             raise Damaged(f"{contract.COMMIT} cannot be read: {why}") from error
         return said
 
-    def commit(self, said: checkpoints.Commit) -> None:
+    def commit(self, said: disk.Commit) -> None:
         """Write COMMIT, unless it is there: by us before an answer was lost, or by another machine of the same checkpoint."""
         key, text = self.key(contract.COMMIT), said.text().encode()
         if not self.store.conditional():
@@ -83,7 +84,7 @@ class Parts:
         except Exists:
             there, entry = self.store.read(key)
             with contextlib.suppress(ValueError):
-                checkpoints.Commit.parse(there)
+                disk.Commit.parse(there)
                 return
             with contextlib.suppress(Changed):  # somebody else has just mended it
                 self.store.replace(key, text, entry.etag)
@@ -117,7 +118,7 @@ class Parts:
     def send(
         self,
         path: Path,
-        said: checkpoints.Commit,
+        said: disk.Commit,
         *,
         journals: Path,
         progress: Progress = lambda _: None,
@@ -145,7 +146,7 @@ class Parts:
         return tuple(name for name in absent if name not in ours)
 
     def receive(
-        self, into: Path, said: checkpoints.Commit, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
+        self, into: Path, said: disk.Commit, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
     ) -> None:
         """Bring all files to a directory, durably, but for those that are there already; all else there is removed.
 
@@ -183,7 +184,7 @@ def wrong_here(path: Path, file: Mapping[str, int], *, sent: bool = False) -> st
     size = path.stat().st_size
     if size != file["size"]:
         return f"{path.name} has {size} bytes instead of {file['size']}"
-    crc = file["crc32"] if sent else checkpoints.checksum(path)
+    crc = file["crc32"] if sent else disk.checksum(path)
     return None if crc == file["crc32"] else _wrong_crc(path.name, crc, file)
 
 

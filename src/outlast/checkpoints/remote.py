@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from outlast import checkpoints, contract, units
-from outlast.checkpoints import register, rules
+from outlast import contract, units
+from outlast.checkpoints import disk, register, rules
 from outlast.checkpoints.objects import Damaged, DamagedHere, Parts, Progress
 from outlast.checkpoints.rules import Latest, Place
 from outlast.errors import Denied, OutlastError, StoreError, Superseded
@@ -44,7 +44,7 @@ class Checkpoint:
     """One committed checkpoint in a store."""
 
     place: Place
-    said: checkpoints.Commit | None = None
+    said: disk.Commit | None = None
     """What its COMMIT says; None when that cannot be read."""
     problem: str = ""
     """Why it cannot be read."""
@@ -132,7 +132,7 @@ class Checkpoints:
 
     def push(
         self,
-        local: checkpoints.Checkpoint,
+        local: disk.Checkpoint,
         *,
         journals: Path,
         progress: Progress = lambda _: None,
@@ -149,8 +149,8 @@ class Checkpoints:
             raise ValueError("take() comes before push()")
         with contextlib.ExitStack() as held:
             try:
-                held.enter_context(checkpoints.reading(local.path))
-                said = checkpoints.read(local.path)
+                held.enter_context(disk.reading(local.path))
+                said = disk.read(local.path)
             except FileNotFoundError:
                 return Outcome("expired", f"{local.path.name} has been removed here meanwhile")
             except ValueError as error:
@@ -216,7 +216,7 @@ class Checkpoints:
         *,
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
-    ) -> checkpoints.Checkpoint:
+    ) -> disk.Checkpoint:
         """Bring a checkpoint to the local `directory`, checked and durable, unless a valid one of that step is there.
 
         Raises Damaged when the one in the store is not what its COMMIT says or has been removed; Stopped, OSError and StoreError:
@@ -225,7 +225,7 @@ class Checkpoints:
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint.step, self.run):
             return here
-        with checkpoints.fetching(directory, checkpoint.step) as path:
+        with disk.fetching(directory, checkpoint.step) as path:
             if here := _valid_here(directory, checkpoint.step, self.run):  # while we waited
                 with contextlib.suppress(OSError):
                     path.rmdir()
@@ -236,7 +236,7 @@ class Checkpoints:
                     parts.receive(path, said, progress=progress, stop=stop)
                 except Damaged as problem:
                     raise Damaged(f"{parts.url}: {problem}") from problem
-            return checkpoints.place(path, said)
+            return disk.place(path, said)
 
     def restore(
         self,
@@ -246,7 +246,7 @@ class Checkpoints:
         above: int = 0,
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
-    ) -> checkpoints.Checkpoint | None:
+    ) -> disk.Checkpoint | None:
         """Fetch the newest checkpoint that is whole and of a step `above`; None when there is none.
 
         `say` is told what is fetched and what is skipped. Raises as `fetch` does, but for Damaged.
@@ -351,7 +351,7 @@ def _there(place: Place) -> Outcome:
     return Outcome("there", f"step {place.step} is in the store")
 
 
-def _valid_here(directory: Path, step: int, run: str) -> checkpoints.Checkpoint | None:
+def _valid_here(directory: Path, step: int, run: str) -> disk.Checkpoint | None:
     """The valid local checkpoint of a step."""
-    found = (c for c in checkpoints.list_(directory) if c.step == step and c.run == run and not c.problem)
-    return next((c for c in found if checkpoints.verify(c.path) is None), None)
+    found = (c for c in disk.list_(directory) if c.step == step and c.run == run and not c.problem)
+    return next((c for c in found if disk.verify(c.path) is None), None)

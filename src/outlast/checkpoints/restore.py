@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from outlast import checkpoints, contract, store
-from outlast.checkpoints import remote
+from outlast import contract, store
+from outlast.checkpoints import disk, remote
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
@@ -20,8 +20,8 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)
-    ours = (c for c in reversed(checkpoints.list_(directory)) if c.run == run and not c.problem)
-    here = next((c.step for c in ours if checkpoints.verify(c.path) is None), 0)
+    ours = (c for c in reversed(disk.list_(directory)) if c.run == run and not c.problem)
+    here = next((c.step for c in ours if disk.verify(c.path) is None), 0)
     try:
         remote.Checkpoints(place, run).restore(directory, say=say, above=here)
     except store.Unreachable as problem:

@@ -22,7 +22,8 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from outlast import checkpoints, contract
+from outlast import contract
+from outlast.checkpoints import disk
 from outlast.errors import OutlastError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -44,7 +45,7 @@ class Place:
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
-    def of(cls, said: checkpoints.Commit) -> Place:
+    def of(cls, said: disk.Commit) -> Place:
         """Where the checkpoint belongs that a COMMIT describes."""
         files = [(name, file["size"], file["crc32"]) for name, file in sorted(said.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())

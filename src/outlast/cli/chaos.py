@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from outlast import chaos as harm
+from outlast.backoff import RANDOM
 from outlast.cli import terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
-from outlast.jitter import CHANCE
 
 
 def _completed(incomplete: str) -> list[str]:
@@ -73,7 +73,7 @@ def chaos(
     if (there := which.in_cluster(place)) is not None and not yes:
         where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
         terminal.confirm(f"{action} harms {name} in namespace {where}", "it may be harmed")
-    rng = random.Random(seed := CHANCE.randrange(10_000) if seed is None else seed)
+    rng = random.Random(seed := RANDOM.randrange(10_000) if seed is None else seed)
     if strikes is not None:
         said = harm.play(place, name, strikes, harm.seed(strikes), say=_say)
     elif every is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import retry, units
+from outlast import backoff, units
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
@@ -108,7 +108,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
             return
         old = new
         time.sleep(place.look_s)
-        new = retry.while_away(lambda: place.status(name), _say, every_s=place.look_s)
+        new = backoff.until_answered(lambda: place.status(name), _say, every_s=place.look_s)
 
 
 def logs(

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outlast import retry, units
+from outlast import backoff, units
 from outlast.cli import show, terminal
 from outlast.status import JobStatus, State
 
@@ -152,4 +152,4 @@ def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
             if not status.state.active:
                 return
             time.sleep(every_s)
-            status = retry.while_away(look, say, every_s=every_s)
+            status = backoff.until_answered(look, say, every_s=every_s)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import typer
 
-from outlast import retry, units
+from outlast import backoff, units
 from outlast.errors import Stopped
 
 _TELL_S = 5.0
@@ -55,7 +55,7 @@ def interruptible() -> Iterator[threading.Event]:
         caught.append(number)
         stop.set()
         signal.signal(number, signal.SIG_DFL)
-        retry.give_up("stopped; the same command goes on from here")
+        backoff.interrupt("stopped; the same command goes on from here")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast import backoff, kube
 from outlast import chaos as schedules
-from outlast import kube, retry
 from outlast.backends import LogLine
+from outlast.backoff import RANDOM
 from outlast.cluster import fault_injection, job_status
 from outlast.cluster import logs as podlogs
 from outlast.contract import Label, Pod
@@ -36,7 +37,6 @@ from outlast.errors import (
     OutlastError,
     Unanswered,
 )
-from outlast.jitter import CHANCE
 from outlast.kube import dropins, pods
 from outlast.manifests import evaluation, objects
 from outlast.runs import output as stored
@@ -88,7 +88,7 @@ def _released(url: str) -> str:
 
 def new_run(job: Job) -> str:
     """The id of a submission that is not to be taken for any other, although its file is the same."""
-    return f"{job.metadata.name}-{CHANCE.getrandbits(32):08x}"
+    return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
 
 
 class KubernetesBackend:
@@ -174,11 +174,11 @@ class KubernetesBackend:
                 if not self.cluster.has_namespace():
                     raise self.nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                while not (known := retry.while_away(lambda: self._all(name), say, every_s=self.look_s)):
+                while not (known := backoff.until_answered(lambda: self._all(name), say, every_s=self.look_s)):
                     time.sleep(self.look_s)
         else:
             known = self._known(name)
-        every = retry.while_away(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
+        every = backoff.until_answered(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
         if follow and (began or job_status.over(known[0]) is None):
@@ -483,7 +483,7 @@ class KubernetesBackend:
             raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
         if not self._store(name) and not _claimed(workload):
             raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
-        unique = f"{CHANCE.getrandbits(32):08x}"
+        unique = f"{RANDOM.getrandbits(32):08x}"
         made = self.cluster.create(evaluation.document(name, self._template(workload), args, unique=unique))
         title = made["metadata"]["name"]
         print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from outlast import kube, retry
+from outlast import backoff, kube
 from outlast.backends import LogLine
 from outlast.errors import Absent, Refused, Unanswered
 from outlast.kube import pods
@@ -151,7 +151,7 @@ def follow(
                 put(waiting)
             return None
 
-        while (found := retry.while_away(remaining, put, every_s=_LOOK_S)) is None:
+        while (found := backoff.until_answered(remaining, put, every_s=_LOOK_S)) is None:
             stop.wait(_LOOK_S)
         for pod in found:
             put(kube.Change("added", pod))
@@ -170,7 +170,7 @@ def follow(
             say(f"worker {pods.index(pod)} {why}")
 
     try:
-        present = retry.while_away(lambda: cluster.list_(kube.POD, labels=labels), say, every_s=_LOOK_S)
+        present = backoff.until_answered(lambda: cluster.list_(kube.POD, labels=labels), say, every_s=_LOOK_S)
         for pod in present:
             look(pod, first=True)
         run(watch)

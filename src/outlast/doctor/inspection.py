@@ -262,7 +262,7 @@ def store(url: str) -> None:
         return
     key = f".outlast-doctor-{uuid.uuid4().hex}"
     try:
-        place = stores.open_(url, patience_s=10)
+        place = stores.open_(url, timeout_s=10)
     except Exception as error:
         say("store", "fail", str(error), remedy)
         return

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from urllib.parse import quote
 
+from outlast import backoff
 from outlast.errors import Absent, ClusterError, Forbidden, NoCluster, NotServed, Refused, Unanswered, Unauthorized
-from outlast.jitter import CHANCE
 from outlast.kube import error_mapping, kubeconfig, wire
 from outlast.kube.error_mapping import Asked
 from outlast.kube.kinds import *  # noqa: F403  # `kube.POD`: callers name kinds by this module
@@ -452,7 +452,7 @@ class Cluster:
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(CHANCE.randint(_WATCH_S * 3 // 4, _WATCH_S)),
+            "timeoutSeconds": str(backoff.RANDOM.randint(_WATCH_S * 3 // 4, _WATCH_S)),
         }
         asked, path = self._address("watch", kind, "", select["namespace"], everywhere=select["everywhere"])
         with self._stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
@@ -881,7 +881,7 @@ def _pause(attempt: int, answer: httpx2.Response | None = None) -> float:
     """Seconds before the next attempt: growing, random, and no less than the server asks for."""
     wanted = answer.headers.get("retry-after", "") if answer is not None else ""
     least = float(wanted) if wanted.isdecimal() else 0.0
-    return min(_LONGEST_PAUSE_S, max(least, CHANCE.uniform(0.5, 1) * 0.25 * 2.0 ** min(attempt, 10)))
+    return min(_LONGEST_PAUSE_S, max(least, backoff.jittered(backoff.exponential(attempt, 0.25, 256.0))))
 
 
 def _dry(dry_run: bool) -> dict[str, str]:

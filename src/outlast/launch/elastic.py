@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outlast import contract
+from outlast import backoff, contract
 from outlast.clock import Seen
 from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     client = transport.client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id, state=state, processes=processes)
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
-    again_s = 0.0
+    early = 0
     seen = Seen(time.monotonic)
     with member(client, run_id=run_id, state=state, host=host, processes=processes, leave_s=float(grace_s)) as handler:
         handler.joining = lambda: _forget(state, processes)
@@ -86,7 +86,8 @@ def main(argv: list[str]) -> None:
                 if handler.leaving():
                     sys.exit(contract.Exit.INTERRUPTED)
                 if not handler.called():  # nobody asked: a script that always says 75 must not spin
-                    again_s = min(AGAIN_S, max(0.5, 2 * again_s)) if time.monotonic() - begun < AGAIN_S else 0.0
+                    early = early + 1 if time.monotonic() - begun < AGAIN_S else 0
+                    again_s = backoff.exponential(early - 1, 0.5, AGAIN_S) if early else 0.0
                     pause = time.monotonic() + again_s
                     while time.monotonic() < pause and not handler.called():
                         time.sleep(MONITOR_S)

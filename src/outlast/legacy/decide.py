@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from outlast import contract
+from outlast import backoff, contract
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import LEGACY_JOB
 from outlast.legacy import pods as legacy
@@ -590,7 +590,7 @@ def _deadline(sight: _Sight) -> float | None:
 
 def _pause(restarts: int) -> float:
     """How long after a failure its worker is started again."""
-    return 0.0 if restarts <= _AT_ONCE else min(_LONGEST_S, _PAUSE_S * 2.0 ** min(restarts - _AT_ONCE - 1, 10))
+    return 0.0 if restarts <= _AT_ONCE else backoff.exponential(restarts - _AT_ONCE - 1, _PAUSE_S, _LONGEST_S)
 
 
 def _breath(failure: _Failure) -> float:

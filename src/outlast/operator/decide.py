@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from outlast import contract
+from outlast import backoff, contract
 from outlast.errors import InvalidJob
 from outlast.kube import kinds, wire
 from outlast.manifests import gang
@@ -438,7 +438,7 @@ def _pause_until(look: Look) -> float | None:
     recent = [blame.record.time for blame in look.memory.blames if blame.record.committed_step >= look.committed]
     if len(recent) < 2:
         return None
-    return look.until(max(recent), min(_LONGEST_PAUSE_S, 2.0 ** min(len(recent) - 1, 10)))
+    return look.until(max(recent), backoff.exponential(len(recent) - 1, 1.0, _LONGEST_PAUSE_S))
 
 
 def _avoided(look: Look) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from outlast import kube, probes
+from outlast import backoff, kube, probes
 from outlast.clock import Clock
 from outlast.contract import Label
 from outlast.errors import ClusterError, Forbidden, NotServed, Refused
@@ -377,7 +377,7 @@ class Operator:
         elif busy <= BUSY:
             self.turns.add(key)
         else:
-            pause = min(LONGEST_PAUSE_S, 2.0 ** min(busy - BUSY, 10))
+            pause = backoff.exponential(busy - BUSY, 1.0, LONGEST_PAUSE_S)
             log.warning("%d looks in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
             self.turns.rest(key, now + pause)  # our own writes come back as changes; they must not keep us busy
 
@@ -411,7 +411,7 @@ class Operator:
         self.turns.later(key, self._clock() + pause)
 
     def _pause(self, failures: int) -> float:
-        return min(LONGEST_PAUSE_S, self.settings.pause_s * 2.0 ** min(failures - 1, 10))
+        return backoff.exponential(failures - 1, self.settings.pause_s, LONGEST_PAUSE_S)
 
     @contextmanager
     def _timed(self, key: Key) -> Iterator[None]:

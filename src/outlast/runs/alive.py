@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from outlast import runs, units
+from outlast import units
 from outlast.errors import AlreadyRunning, Missing, StoreError, Superseded
+from outlast.runs import record
 from outlast.store import Store
 
 ALIVE = "alive.json"
@@ -116,11 +117,11 @@ def _taken(place: Store, run: str, there: Beat, ago: float, advice: str) -> Alre
 def release(place: Store) -> str:
     """Take the run of a place from whoever trains it, for whoever comes next; what was said of that owner. Its processes find
     that they are superseded, and stop."""
-    record, there = runs.read(place), last(place)
-    if record is None or record.ended:
+    run, there = record.read(place), last(place)
+    if run is None or run.ended:
         return ""
-    runs.take(place, record.run, f"released-{secrets.token_hex(4)}")
-    beat(place, record.run, there.where if there else "", left=True)
+    record.take(place, run.run, f"released-{secrets.token_hex(4)}")
+    beat(place, run.run, there.where if there else "", left=True)
     return there.where if there else "an owner that says nothing of itself"
 
 
@@ -176,7 +177,7 @@ class Heart:
 
     def once(self, place: Store, *, first: bool) -> None:
         """Say it, if it is ours to say. Raises Superseded when it never is again."""
-        runs.check(place, self._run, self._owner)
+        record.check(place, self._run, self._owner)
         there = last(place)
         foreign = there is not None and there.run == self._run and there.where != self._where and not there.left
         if there is not None and foreign and not first and there.etag != self._etag and self._etag:

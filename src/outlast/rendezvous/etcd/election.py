@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract
+from outlast.backoff import RANDOM
 from outlast.clock import Clock
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.jitter import CHANCE
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import Store
@@ -71,7 +71,7 @@ class Office:
     ttl: int = 5
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
     """A steady one. While this machine sleeps it stands still: leases that end meanwhile are found ended, and made again."""
-    chance: Callable[[], float] = CHANCE.random
+    chance: Callable[[], float] = RANDOM.random
     word: Callable[[], str] = lambda: secrets.token_hex(4)
 
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from outlast import contract
+from outlast.backoff import RANDOM
 from outlast.clock import Clock
 from outlast.errors import Superseded
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
-from outlast.jitter import CHANCE
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Standing, World
@@ -57,7 +57,7 @@ class Membership:
         floor: int = 0,
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] = time.time,
-        choose: Callable[[Sequence[int]], int] = CHANCE.choice,
+        choose: Callable[[Sequence[int]], int] = RANDOM.choice,
     ) -> None:
         self._store, self._keys, self._ttl = store, of, ttl
         self._run, self._token, self._terms, self._most = run, token, terms, most

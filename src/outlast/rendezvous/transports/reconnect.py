@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from outlast.jitter import CHANCE
+from outlast import backoff
 
 FIRST_PAUSE_S = 0.1
 """Before the second attempt."""
@@ -32,7 +32,7 @@ class Line:
 
 def pause(failures: int, longest_s: float) -> float:
     """Seconds until the next attempt: growing, and random, since all workers miss the same server."""
-    return min(longest_s, FIRST_PAUSE_S * 2.0 ** min(failures, 10)) * CHANCE.uniform(0.5, 1)
+    return backoff.jittered(backoff.exponential(failures, FIRST_PAUSE_S, longest_s))
 
 
 def _say(sentence: str) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from outlast import store
+from outlast.backoff import interrupt, interruptibly, retried
 from outlast.errors import Denied, Stopped, StoreError, Unreachable
-from outlast.retry import give_up, interruptibly, patiently
 
 
 def attempts(*takes_s: float, wrong: type[StoreError] = Unreachable) -> tuple[Callable[[], int], list[float]]:
@@ -36,13 +36,13 @@ def as_it_is(error: Exception) -> StoreError:
 
 def test_a_store_that_stood_still_and_then_hangs_up_is_asked_once_more() -> None:
     attempt, _ = attempts(0.5, 0.2)
-    assert patiently(attempt, as_it_is, 2) == 3
+    assert retried(attempt, as_it_is, 2) == 3
 
 
 def test_no_attempt_begins_after_the_time_and_the_last_one_may_end_after_it() -> None:
     attempt, begun = attempts(*[0.3] * 9)
     with pytest.raises(Unreachable):
-        patiently(attempt, as_it_is, 0.5)
+        retried(attempt, as_it_is, 0.5)
     assert len(begun) == 2
     assert begun[-1] - begun[0] < 0.5
 
@@ -50,14 +50,14 @@ def test_no_attempt_begins_after_the_time_and_the_last_one_may_end_after_it() ->
 def test_what_does_not_pass_is_not_tried_again() -> None:
     attempt, begun = attempts(0, wrong=Denied)
     with pytest.raises(Denied):
-        patiently(attempt, as_it_is, 9)
+        retried(attempt, as_it_is, 9)
     assert len(begun) == 1
 
 
 def test_a_store_has_all_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    place = store.open_("s3://bucket", patience_s=2)
+    place = store.open_("s3://bucket", timeout_s=2)
     attempt, _ = attempts(1.2, 0.1)
     assert place._do("read", "key", attempt) == 3
 
@@ -69,7 +69,7 @@ def test_a_signal_that_comes_with_the_first_request_ends_the_wait() -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         over.wait(20)
 
-    before = signal.signal(signal.SIGUSR1, lambda *_: give_up("told to"))
+    before = signal.signal(signal.SIGUSR1, lambda *_: interrupt("told to"))
     try:
         with pytest.raises(Stopped, match="told to"):
             interruptibly(attempt)

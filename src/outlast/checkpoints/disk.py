@@ -1,0 +1,421 @@
+"""Checkpoints on disk: which exist, which one is valid, who may add one and which ones go.
+
+The training library writes them, the command line lists them, agents wait for them and bring them to a store and back
+(`outlast.checkpoints.remote`). Nothing here knows torch. In `checkpoints/` lie
+
+    step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
+    step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
+    step-00001300.fetching/     being fetched from a store or another disk by whoever locks it, or left behind
+    step-00001300.replaced-0/   damaged, and saved again since: goes with the checkpoints before it; of another run: stays
+    FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
+                                written while `.lock` is held
+
+What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were
+durable before COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its
+successor moved the fence. Who reads a checkpoint holds a shared lock on its COMMIT (`reading`), and whoever would remove it needs
+that lock for itself. A crc32 protects against rot and truncation, not against malice (5 GiB/s on one core; sha256 2 GiB/s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from outlast import contract
+from outlast.errors import Superseded
+
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"step-\d{8,}\.(?:saving-g(\d+)|expired|fetching|(replaced)-\d+)")
+_FENCE = "FENCE"
+_LOCK = ".lock"
+_BLOCK = 8 << 20
+"""Bytes hashed at a time; zlib releases the GIL for buffers of this size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One committed checkpoint."""
+
+    step: int
+    """Optimizer steps done when it was saved."""
+    path: Path
+    """Its directory."""
+    run: str = ""
+    """The run that wrote it; "" when that was not started by Outlast."""
+    generation: int = 0
+    """The generation that saved it; see `Session.generation`."""
+    world_size: int = 0
+    """The number of ranks that saved it."""
+    time: float = 0.0
+    """When it was committed, seconds since the epoch."""
+    bytes: int = 0
+    """Size of its files together."""
+    problem: str = ""
+    """Why its COMMIT cannot be read, if so."""
+
+
+def list_(directory: Path) -> list[Checkpoint]:
+    """Return the committed checkpoints in `directory`, lowest step first, with those whose COMMIT cannot be read (`problem`)."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    found = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and (directory / name / contract.COMMIT).exists():
+            step, path = int(match[1]), directory / name
+            try:
+                said = read(path)
+                found.append(Checkpoint(step, path, said.run, said.generation, said.world_size, said.time, said.size))
+            except (OSError, ValueError) as error:
+                found.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """What a COMMIT says: who saved which step, and the size and checksum of every file."""
+
+    run: str
+    step: int
+    generation: int
+    world_size: int
+    time: float
+    files: Mapping[str, Mapping[str, int]]
+    """`{name: {size, crc32}}`."""
+
+    @property
+    def size(self) -> int:
+        """Of all files together."""
+        return sum(file["size"] for file in self.files.values())
+
+    @classmethod
+    def parse(cls, text: bytes) -> Commit:
+        """The COMMIT that is `text`; raises ValueError with what is wrong. No file in it lies outside of its directory."""
+        said = json.loads(text.decode())
+        if not isinstance(said, dict):
+            raise ValueError("not a mapping")
+        if lacking := [field.name for field in dataclasses.fields(cls) if field.name not in said]:
+            raise ValueError(f"it does not say {lacking[0]}")
+        files = said["files"]
+        if not isinstance(files, dict) or not all(map(_is_file, files.values())):
+            raise ValueError("its files have no size and crc32")
+        for name in files:
+            if not name or "\0" in name or name.startswith("/") or ".." in name.split("/") or name == contract.COMMIT:
+                raise ValueError(f"{name!r} is no name for a file of a checkpoint")
+        numbers = [said[name] for name in ("step", "generation", "world_size", "time")]
+        if not isinstance(said["run"], str) or not all(isinstance(number, int | float) for number in numbers):
+            raise ValueError("run, step, generation, world_size or time is not of its kind")
+        return cls(said["run"], said["step"], said["generation"], said["world_size"], said["time"], files)
+
+    def text(self) -> str:
+        """As it is written; `parse` reads it back."""
+        return json.dumps({**dataclasses.asdict(self), "files": dict(self.files)})
+
+
+def _is_file(said: object) -> bool:
+    return isinstance(said, dict) and all(isinstance(said.get(key), int) and said[key] >= 0 for key in ("size", "crc32"))
+
+
+def read(path: Path) -> Commit:
+    """What the COMMIT of the checkpoint at `path` says; raises OSError, and ValueError when it is damaged."""
+    return Commit.parse((path / contract.COMMIT).read_bytes())
+
+
+def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
+    """Return the newest checkpoint of `run` whose COMMIT can be read, or None. `run` is "" for scripts run without Outlast."""
+    ours = (checkpoint for checkpoint in found if checkpoint.run == run and not checkpoint.problem)
+    return max(ours, key=lambda checkpoint: checkpoint.step, default=None)
+
+
+def expired(found: Iterable[Checkpoint], keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
+    """Which checkpoints go when the newest `keep` (never fewer than two) and the steps `protected` stay."""
+    readable = sorted((c for c in found if not c.problem), key=lambda checkpoint: checkpoint.step)
+    return [checkpoint for checkpoint in readable[: -max(2, keep)] if checkpoint.step not in protected]
+
+
+def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the checkpoint at `path`, as a sentence, or None. Checks every `parts`-th file, beginning at `part`."""
+    try:
+        files = sorted(read(path).files.items())
+    except (OSError, ValueError) as error:
+        return f"{contract.COMMIT} cannot be read: {error}"
+    for name, expected in files[part::parts]:
+        try:
+            size, crc = (path / name).stat().st_size, None
+            if size == expected["size"]:
+                crc = checksum(path / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        if size != expected["size"]:
+            return f"{name} has {size} bytes instead of {expected['size']}"
+        if crc != expected["crc32"]:
+            return f"{name} has crc32 {crc} instead of {expected['crc32']}"
+    return None
+
+
+def checksum(path: Path) -> int:
+    """The crc32 of a file."""
+    crc = 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+    return crc
+
+
+def saving(directory: Path, step: int, generation: int) -> Path:
+    """Where `generation` writes the checkpoint of `step` before it is committed."""
+    return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Keep the checkpoint at `path` from being removed for as long; raises FileNotFoundError when it is being removed already.
+
+    The lock is the kernel's: it ends with this process. Many may read at the same time.
+    """
+    fd = os.open(path / contract.COMMIT, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            removed = not _is(fd, path / contract.COMMIT)
+        except BlockingIOError:
+            removed = True
+        if removed:
+            raise FileNotFoundError(errno.ENOENT, "it is being removed", str(path))
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is(fd: int, path: Path) -> bool:
+    """Whether an open file still has that name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Hold the file or directory at `path` against `reading` and `fetching`; False when somebody has it."""
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(fd)
+
+
+def generation(directory: Path, run: str) -> int:
+    """The generation of `run` that may commit in `directory`; 0 before one came, or when another run owns it."""
+    holder, last, _ = _fence(directory)
+    return last if holder == run else 0
+
+
+def owner(directory: Path) -> str:
+    """The run that may commit in `directory`; empty before one came."""
+    return _fence(directory)[0]
+
+
+def first(directory: Path, run: str) -> bool:
+    """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known: where workers share no disk,
+    only one directory is, and what it holds counts."""
+    holder, _, said = _fence(directory)
+    return said or holder != run
+
+
+def take(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
+    """Move the fence to `generation` of `run`: earlier ones can commit no more. None stands for the one after the last.
+
+    `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
+    later generation of the run has been here. Another run's fence is taken over: whoever opens a directory last owns it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        holder, last, was = _fence(directory)
+        if holder != run:
+            last, was = 0, True
+        if generation is None:
+            generation = last + 1
+        if generation < last:
+            raise Superseded(
+                f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
+            )
+        _write(directory / _FENCE, {"run": run, "generation": generation, "first": was if first is None else first})
+    return generation
+
+
+def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[str, int]]) -> Checkpoint:
+    """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
+
+    `files` maps names to `{size, crc32}`; they must be durable. If a valid checkpoint of that step exists, ours is dropped and
+    that one returned; a damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the
+    directory.
+    """
+    directory = checkpoint.path.parent
+    stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
+    _write(written / contract.COMMIT, dataclasses.asdict(Commit(*stamp, files)))
+    with _locked(directory):
+        run, generation, _ = _fence(directory)
+        if (run, generation) != (checkpoint.run, checkpoint.generation):
+            raise Superseded(
+                f"generation {checkpoint.generation} may not commit step {checkpoint.step}: "
+                f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
+            )
+        there = _put(written, checkpoint)
+    return there or dataclasses.replace(checkpoint, bytes=sum(file["size"] for file in files.values()))
+
+
+def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
+    """Give what was written, COMMIT included, its name; drop it and return the valid checkpoint of that step if there is one."""
+    directory = checkpoint.path.parent
+    if checkpoint.path.exists():
+        there = next((c for c in list_(directory) if c.step == checkpoint.step), None)
+        if not instead and there and there.run == checkpoint.run and verify(there.path) is None:
+            shutil.rmtree(written)
+            return there
+        aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
+        checkpoint.path.rename(next(path for path in aside if not path.exists()))
+    written.rename(checkpoint.path)
+    _sync(directory)
+    return None
+
+
+@contextlib.contextmanager
+def fetching(directory: Path, step: int) -> Iterator[Path]:
+    """A directory in which to put together the checkpoint of `step` before `place`; one process at a time, the others wait.
+
+    It may hold what one that was killed has fetched.
+    """
+    path = directory / f"{contract.checkpoint_name(step)}.fetching"
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:  # whoever had it has just placed it
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is(fd, path):
+                yield path
+                return
+        finally:
+            os.close(fd)
+
+
+def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
+    """Make the files in `fetched`, which are durable and what `said` says, the checkpoint of that step.
+
+    One that is here and valid stays, and is returned, unless this one comes `instead`; a damaged one, or another run's, is moved
+    aside. Needs no fence: what a store or another disk of the world has committed is the run's.
+    """
+    directory = fetched.parent
+    path = directory / contract.checkpoint_name(said.step)
+    new = Checkpoint(said.step, path, said.run, said.generation, said.world_size, said.time, said.size)
+    _write(fetched / contract.COMMIT, dataclasses.asdict(said))
+    with _locked(directory):
+        return _put(fetched, new, instead=instead) or new
+
+
+def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
+    """After `newest` was committed: delete its run's expired checkpoints, the damaged ones before them that were replaced, and
+    what dead generations left half written.
+
+    Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
+    until the next time. Returns what was deleted.
+    """
+    ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
+    gone = [checkpoint for checkpoint in expired(ours, keep, protected) if remove(checkpoint)]
+    oldest = min((c.step for c in ours if c not in gone), default=newest.step)
+    for name in os.listdir(directory):
+        match = _LEFTOVER.fullmatch(name)
+        if match and (match[1] is None or int(match[1]) < newest.generation):
+            path = directory / name
+            if match[2] and (int(match[0][5:].partition(".")[0]) >= oldest or _anothers(path, newest.run)):
+                continue
+            read_by = path / contract.COMMIT if match[2] and (path / contract.COMMIT).exists() else path
+            with contextlib.suppress(FileNotFoundError), _alone(read_by) as alone:
+                if alone:
+                    shutil.rmtree(path)
+    return gone
+
+
+def _anothers(path: Path, run: str) -> bool:
+    """Whether a checkpoint can be read and is another run's."""
+    try:
+        return read(path).run != run
+    except (OSError, ValueError):
+        return False
+
+
+def remove(checkpoint: Checkpoint) -> bool:
+    """Delete a checkpoint, unless somebody is reading it; say whether it was deleted. It exists as a whole or not at all."""
+    aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
+    try:
+        with _alone(checkpoint.path / contract.COMMIT) as alone:
+            if not alone:
+                return False
+            if aside.exists():  # of a sweep that was killed
+                shutil.rmtree(aside)
+            checkpoint.path.rename(aside)
+        shutil.rmtree(aside)
+    except FileNotFoundError:  # a zombie sweeps at the same time
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock; the kernel lets go of it when we die."""
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _fence(directory: Path) -> tuple[str, int, bool]:
+    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) before anybody came."""
+    try:
+        said = json.loads((directory / _FENCE).read_text())
+    except FileNotFoundError:
+        return "", 0, True
+    return said["run"], said["generation"], said.get("first", True)
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a small JSON file, durably: either the old one or the whole new one is there."""
+    draft = path.with_name(f"{path.name}.tmp")
+    with draft.open("w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    _sync(path.parent)
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

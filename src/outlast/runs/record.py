@@ -1,0 +1,249 @@
+"""Which run owns a place in a store, and how the next one gets it: `run.json`, and the objects that earlier runs have left.
+
+A new run claims the place first and then has what lies there moved to `previous/<run>/` by the store itself; `aside` in its
+record says that this has not ended yet, and until it has the new run writes nothing else there. Whoever is killed on the way goes
+on from there. Docs: docs/decisions/0007-commits-in-a-store.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+from outlast.errors import AlreadyRunning, Changed, Exists, Missing, Stopped, StoreError, Superseded, Unreachable
+from outlast.store import Store
+
+RUN = "run.json"
+PREVIOUS = "previous"
+FINAL = ("Succeeded", "Failed", "Cancelled")
+"""The final states of `status.State`; that module is heavy."""
+_PROBE = ".outlast-probe-"
+_VERSION = 1
+_AT_ONCE = 64
+_BATCH = 1000
+_ATTEMPTS = 20
+_OWNERS = 50
+"""How many earlier owners are known; arbitrary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The record of a run, `run.json`."""
+
+    run: str
+    """Its id."""
+    job: str
+    submitted: float
+    """Seconds since the epoch."""
+    state: str = "Pending"
+    """A `status.State`."""
+    reason: str = ""
+    exit_code: int | None = None
+    owner: str = ""
+    """Of the machine that has taken the run up last: a word that only it knows. Others are zombies."""
+    before: tuple[str, ...] = ()
+    """The owners before it, the last at the end: they do not take it back."""
+    aside: str = ""
+    """The run before, for as long as its objects are being moved to `previous/`."""
+    version: int = _VERSION
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody trains it any more, unless somebody takes it up again."""
+        return self.state in FINAL
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it is over for good: nobody goes on with it."""
+        return self.state == "Succeeded"
+
+    def text(self) -> bytes:
+        """As it is written; `parse` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"
+
+    @classmethod
+    def parse(cls, text: bytes) -> Run:
+        """What a text says; raises ValueError."""
+        said = json.loads(text.decode())
+        known = {field.name for field in dataclasses.fields(cls)}
+        try:
+            fields = {name: value for name, value in said.items() if name in known}
+            return cls(**{**fields, "before": tuple(said.get("before", ()))})
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"it is damaged ({error})") from error
+
+
+def read(store: Store) -> Run | None:
+    """The run that owns the place, None before one does. Raises StoreError, also when the record is damaged."""
+    record, _, problem = _load(store)
+    if problem:
+        raise StoreError(f"{store.url}/{RUN} cannot be read: {problem}; remove it, or begin anew with --fresh")
+    return record
+
+
+def check(store: Store, run: str, owner: str = "") -> None:
+    """Raise Superseded when another run owns the place, or another machine than `owner` has taken the run up."""
+    record, _, _ = _load(store)
+    if record and record.run != run:
+        raise Superseded(f"run {run} no longer owns {store.url}: run {record.run} does")
+    if record and owner and record.owner != owner:
+        raise Superseded(_elsewhere(store, run))
+
+
+def _elsewhere(store: Store, run: str) -> str:
+    return f"run {run} in {store.url} has been taken up elsewhere; what is here adds nothing to it any more"
+
+
+def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
+    """Have `new` own the place; the record as it is now, which is the old one if the run owns it already.
+
+    Raises AlreadyRunning when a run owns it that has not ended, unless `replace`. `set_aside` comes next. In a store without
+    conditional writes, two that claim at the very same time may both believe that they have succeeded; the one that was earlier
+    learns it with its next `update`.
+    """
+    conditional = store.conditional()
+    for _ in range(_ATTEMPTS):
+        old, etag, _ = _load(store)
+        if old and old.run == new.run:
+            return old
+        if old and not old.ended and not replace:
+            raise AlreadyRunning(
+                f"run {old.run} of job {old.job} in {store.url} has not ended (it was {old.state} when it last said so); "
+                "go on with it, cancel it, or begin anew with --fresh"
+            )
+        if old:
+            store.put(f"{PREVIOUS}/{old.run}/{RUN}", old.text())
+        others = [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
+        aside = ((old.aside or old.run) if old else f"before-{new.run}") if others else ""
+        record = dataclasses.replace(new, aside=aside)
+        if _write(store, record, etag, conditional):
+            return record
+    raise _restless(store)
+
+
+def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
+    """Change the record of a run; as it is now. Raises Superseded when another run owns the place, or another owner than `by`."""
+    return _change(store, run, by, lambda record: dataclasses.replace(record, **changes))
+
+
+def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> Run:
+    conditional = store.conditional()
+    for _ in range(_ATTEMPTS):
+        record, etag, problem = _load(store)
+        if record is None or record.run != run:
+            owner = f"run {record.run} does" if record else f"its {RUN} is {'damaged' if problem else 'gone'}"
+            raise Superseded(f"run {run} no longer owns {store.url}: {owner}")
+        if by and record.owner != by:
+            raise Superseded(_elsewhere(store, run))
+        new = changed(record)
+        if new == record or _write(store, new, etag, conditional):
+            return new
+    raise _restless(store)
+
+
+def take(store: Store, run: str, owner: str) -> Run:
+    """Take a run up, or go on with it: it is `owner`'s from now on, and others add nothing to it."""
+
+    def taken(old: Run) -> Run:
+        before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
+        return dataclasses.replace(old, owner=owner, before=before, state="Running", reason="", exit_code=None)
+
+    return _change(store, run, "", taken)
+
+
+def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:
+    """Record how a run has ended, if `by` still owns it."""
+    return update(store, run, by=by, state=str(state), reason=reason, exit_code=exit_code)
+
+
+def set_aside(
+    store: Store,
+    run: str,
+    *,
+    progress: Callable[[int], None] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> int:
+    """Move what earlier runs have left to `previous/<their run>/`, so that `run` finds an empty place; the number of objects.
+
+    Does nothing when that has been done. `progress` is told the number of objects moved since the last call. An object is
+    deleted after its copy is there, and only while the record says that the old ones are still to be moved: one that was killed,
+    or goes on much too late, neither loses an object nor touches those of the new run.
+    """
+    stop = stop or threading.Event()
+    moved = 0
+
+    def told() -> str:
+        record = read(store)
+        if record is None or record.run != run:
+            raise Superseded(f"run {run} no longer owns {store.url}: {f'run {record.run} does' if record else f'{RUN} is gone'}")
+        return record.aside
+
+    if not (aside := told()):
+        return 0
+
+    def copy(key: str) -> None:
+        if not stop.is_set():
+            store.copy(key, f"{PREVIOUS}/{aside}/{key}")
+
+    keys = _lying(store)
+    with ThreadPoolExecutor(_AT_ONCE, "outlast-aside") as pool:
+        while batch := list(islice(keys, _BATCH)):
+            for _ in pool.map(copy, batch):
+                pass
+            if stop.is_set():
+                raise Stopped(f"moving what run {aside} has left in {store.url} was stopped; the next start goes on")
+            if told() != aside:
+                return moved
+            store.delete(batch)
+            moved += len(batch)
+            progress(len(batch))
+    update(store, run, aside="")
+    return moved
+
+
+def _lying(store: Store) -> Iterator[str]:
+    """The keys of all that is neither ours nor of earlier runs."""
+    for name in store.names():
+        if name in (PREVIOUS, RUN) or name.startswith(_PROBE):
+            continue
+        keys = [entry.key for entry in store.entries(name)]
+        with contextlib.suppress(Missing):
+            keys.append(store.head(name).key)
+        yield from keys
+
+
+def _load(store: Store) -> tuple[Run | None, str, str]:
+    """The record, its version, and why it cannot be read."""
+    try:
+        text, entry = store.read(RUN)
+    except Missing:
+        return None, "", ""
+    try:
+        return Run.parse(text), entry.etag, ""
+    except ValueError as error:
+        return None, entry.etag, str(error)
+
+
+def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
+    """Write the record if it is still the version `etag`, as far as the store can tell."""
+    if not conditional:
+        store.put(RUN, record.text())
+        return _load(store)[0] == record
+    try:
+        if etag:
+            store.replace(RUN, record.text(), etag)
+        else:
+            store.create(RUN, record.text())
+    except (Changed, Exists):
+        return False
+    return True
+
+
+def _restless(store: Store) -> Unreachable:
+    return Unreachable(f"{store.url}/{RUN} changes whenever we would change it; is more than one run beginning there?")
