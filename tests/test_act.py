@@ -15,7 +15,7 @@ from outlast import errors, kube
 from outlast.contract import Label
 from outlast.kube import kinds
 from outlast.operator.apply import AGAIN_S, Done, act, event
-from outlast.operator.parallel import Threads
+from outlast.operator.parallel import Parallel
 from outlast.operator.plan import Deletion, Note, Plan
 
 NOW = 1_767_225_600.0
@@ -114,7 +114,7 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
         notes=(Note("Normal", "A", "a"),),
     )
     later: list[Callable[[], None]] = []
-    assert act(cluster, job, plan, NOW, Threads(2), later.append) == Done(None)
+    assert act(cluster, job, plan, NOW, Parallel(2), later.append) == Done(None)
     asked = writes(api)
     assert sorted(asked[:3]) == ["POST roles", "POST services", "POST services"]
     assert asked[3:] == ["POST rolebindings", "PUT elasticjobs/train/status", *["POST pods"] * 3]

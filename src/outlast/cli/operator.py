@@ -46,4 +46,4 @@ def operator(
     from outlast.operator import process
 
     limits = process.limits(lost_after)
-    raise typer.Exit(process.main(limits, namespace=namespace, workers=workers, text=log is Log.TEXT, context=context))
+    process.main(limits, namespace=namespace, workers=workers, text=log is Log.TEXT, context=context)

@@ -17,7 +17,7 @@ from outlast.contract import OPERATOR, Label
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
 from outlast.operator import job_status
-from outlast.operator.parallel import Each, at_once, in_turn
+from outlast.operator.parallel import ForEach, immediately, in_order
 from outlast.operator.plan import Deletion, Document, Note, Plan
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ def act(
     job: Mapping[str, Any],
     plan: Plan,
     now: float,
-    each: Each = in_turn,
-    later: Callable[[Callable[[], None]], None] = at_once,
+    each: ForEach = in_order,
+    later: Callable[[Callable[[], None]], None] = immediately,
     written: Callable[[], None] = lambda: None,
 ) -> Done:
     """Carry out a plan for a job, as far as the job is still the one that was decided about.

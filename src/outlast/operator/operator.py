@@ -29,7 +29,7 @@ from outlast.operator import apply, cache
 from outlast.operator.cache import Cache, Key, Looked, Urgency
 from outlast.operator.leader import Leadership
 from outlast.operator.metrics import Metrics
-from outlast.operator.parallel import Later, Threads
+from outlast.operator.parallel import Background, Parallel
 from outlast.operator.plan import Document, Plan
 from outlast.operator.queues import Found, Sight
 from outlast.operator.snapshot import HEARD, answers
@@ -106,7 +106,7 @@ class Operator:
         self.cache = Cache(self.deciders, self._changed)
         self.hands = Hands(cluster, self.cache, self.metrics, leadership.holds)
         self._orphans = orphans
-        self._each, self._later = Threads(WRITES * self.settings.workers), Later(EVENTS)
+        self._each, self._later = Parallel(WRITES * self.settings.workers), Background(EVENTS)
         self._found: tuple[Kind, ...] = ()
         """What the cluster has of Kueue and of schedulers of gangs."""
         self._around = threading.Lock()

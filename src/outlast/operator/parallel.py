@@ -1,117 +1,85 @@
-"""Writes that need not wait for each other: those of one part of a plan, made at once; and Events, which nobody waits for.
+"""Writes in parallel: those of one part of a plan; and writes in the background, of Events.
 
-Threads(16)(create, documents)       instead of        in_turn(create, documents)
-Later(1000)(write)                   instead of        at_once(write)
+Parallel(16)(create, documents)      instead of        in_order(create, documents)
+Background(1000)(write)              instead of        immediately(write)
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol, TypeVar
 
 log = logging.getLogger(__name__)
 
 D = TypeVar("D")
 R = TypeVar("R")
 
-AT_ONCE = 8
-"""Of one plan. Whoever is refused one, for want of quota, is refused the others as well: the rest is not asked for."""
+IN_FLIGHT = 8
+"""Most writes in flight per plan. If quota rejects one, the rest would be rejected too, so we stop there."""
 
 
-class Each(Protocol):
-    """How something is done with each of some things."""
+class ForEach(Protocol):
+    """Calls a function for each of several items."""
 
-    def __call__(self, do: Callable[[D], R], things: Sequence[D], /) -> list[R]:
-        """What came of each, in their order. Raises the first failure, with none of them left under way."""
-
-
-def in_turn(do: Callable[[D], R], things: Sequence[D], /) -> list[R]:
-    """One after the other."""
-    return [do(thing) for thing in things]
+    def __call__(self, do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
+        """The results, in the order of the items. Raises the first failure, with no call still running."""
 
 
-class Threads:
-    """So many threads for all who ask; `AT_ONCE` of the things of each are under way at a time.
+def in_order(do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
+    """One item after the other."""
+    return [do(item) for item in items]
 
-    They begin when they are asked first, end with the process, and do not keep it, which those of an executor would.
-    """
 
-    def __init__(self, count: int) -> None:
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._idle = [threading.Thread(target=self._run, name=f"write {number}", daemon=True) for number in range(count)]
-        self._guard = threading.Lock()
+class Parallel:
+    """A thread pool for several callers, each with at most `IN_FLIGHT` calls running."""
 
-    def __call__(self, do: Callable[[D], R], things: Sequence[D], /) -> list[R]:
-        """See `Each`."""
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
+
+    def __call__(self, do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
+        """See `ForEach`."""
         results: list[R] = []
-        for begin in range(0, len(things), AT_ONCE):
-            batch = [(Future[R](), thing) for thing in things[begin : begin + AT_ONCE]]
-            if len(batch) > 1:
-                self._begin()
-            for future, thing in batch[1:]:
-                self._todo.put(functools.partial(_do, future, do, thing))
-            _do(batch[0][0], do, batch[0][1])  # whoever asks would only wait
-            futures = [future for future, _ in batch]
-            wait(futures)
+        for begin in range(0, len(items), IN_FLIGHT):
+            first, *others = items[begin : begin + IN_FLIGHT]
+            futures = [self._pool.submit(do, item) for item in others]
+            try:
+                results.append(do(first))  # the caller would only wait
+            finally:
+                wait(futures)
             results += [future.result() for future in futures]
         return results
 
-    def _begin(self) -> None:
-        with self._guard:
-            while self._idle:
-                self._idle.pop().start()
 
-    def _run(self) -> None:
-        while True:
-            self._todo.get()()
-
-
-def at_once(do: Callable[[], None]) -> None:
-    """Do it."""
+def immediately(do: Callable[[], None]) -> None:
+    """Call it."""
     do()
 
 
-class Later:
-    """One thread for what nobody waits for, in its order; no more than so many may wait. It begins when it is asked first."""
+class Background:
+    """One thread for calls whose result nobody needs, in their order. At most `limit` may be pending."""
 
-    def __init__(self, most: int) -> None:
-        self._todo: queue.Queue[Callable[[], None]] = queue.Queue(most)
-        self._thread = threading.Thread(target=self._run, name="later", daemon=True)
-        self._guard = threading.Lock()
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="events")
+        self._pending: set[Future[None]] = set()
 
     def __call__(self, do: Callable[[], None]) -> None:
-        """Have it done, unless too many wait already: that is said."""
-        with self._guard:
-            if self._thread.ident is None:
-                self._thread.start()
-        try:
-            self._todo.put_nowait(do)
-        except queue.Full:
-            log.warning("an Event is left out: %d are still to be written", self._todo.maxsize)
+        """Have it called soon; drops it with a warning when too many are pending."""
+        if len(self._pending) > self._limit:
+            return log.warning("an Event is left out: %d are still to be written", self._limit)
+        future = self._pool.submit(_logged, do)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all is done, but no longer than this."""
-        with self._todo.all_tasks_done:
-            self._todo.all_tasks_done.wait_for(lambda: not self._todo.unfinished_tasks, timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            do = self._todo.get()
-            try:
-                do()
-            except Exception:  # a bug that one meets must not stop the others
-                log.exception("an Event could not be written")
-            finally:
-                self._todo.task_done()
+        """Wait until all calls are done, at most this long."""
+        wait(list(self._pending), timeout_s)
 
 
-def _do(future: Future[Any], do: Callable[[Any], Any], thing: Any) -> None:
+def _logged(do: Callable[[], None]) -> None:
     try:
-        future.set_result(do(thing))
-    except BaseException as error:  # it is whoever asked who has to hear of it
-        future.set_exception(error)
+        do()
+    except Exception:  # a bug in one call must not stop the others
+        log.exception("an Event could not be written")

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NoReturn
 
 from outlast import contract, kube, units
 from outlast.clock import BREAK_S, Clock
@@ -110,8 +110,8 @@ def clock(cluster: kube.Cluster, wall: Callable[[], float] = time.time) -> Clock
     return Clock(lambda: wall() + ahead_s)
 
 
-def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> int:
-    """Run the operator until SIGTERM or SIGINT; its exit code. Raises OutlastError when it cannot begin."""
+def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> NoReturn:
+    """Run the operator until SIGTERM or SIGINT, and exit. Raises OutlastError when it cannot begin."""
     write_log(text=text)
     gc.set_threshold(OBJECTS)
     settings = Settings(namespace=namespace, workers=workers, port=port(os.environ))
@@ -121,11 +121,12 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
         signal.signal(number, lambda *_: stop.set())
     home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
     leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
-    try:
-        orphans = functools.partial(reconcilers.orphans, limits)
-        return Operator(cluster, reconcilers.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster)).run(stop)
-    finally:
-        cluster.close()
+    orphans = functools.partial(reconcilers.orphans, limits)
+    operator = Operator(cluster, reconcilers.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster))
+    code = operator.run(stop)
+    cluster.close()
+    logging.shutdown()
+    os._exit(code)  # a write that hangs must not keep the process: at exit Python waits for the threads of executors
 
 
 def _time(seconds: float) -> str:
