@@ -12,7 +12,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import FrameType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def script(mistake: str) -> None:
 
 
 def done(mistake: str, output: Path, ranks: int) -> worlds.Ended:
-    return worlds.ended(worlds.started(functools.partial(script, mistake), output, ranks), output, timeout_s=20)
+    return worlds.ended(worlds.started(functools.partial(script, mistake), output, ranks), output)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -106,6 +107,12 @@ def test_a_call_in_the_line_of_an_if_is_named_without_it(tmp_path: Path) -> None
     names = {"rank": 0, "barrier": lambda: stall.where(sys._getframe(1))}
     exec(compile(script.read_text(), str(script), "exec"), names)
     assert names["found"] == (("", "barrier() (one.py:1)"), ("", "found = found, barrier() (one.py:2)"))
+
+
+def test_a_frame_between_two_lines_is_at_its_function() -> None:
+    code = test_a_frame_between_two_lines_is_at_its_function.__code__
+    frame = SimpleNamespace(f_lineno=None, f_code=code, f_lasti=0, f_globals={"__name__": "script"}, f_back=None)
+    assert stall.where(cast(FrameType, frame))[1].endswith(f"(test_script_mistakes.py:{code.co_firstlineno})")
 
 
 @pytest.mark.slow
@@ -142,21 +149,19 @@ def plain(mistake: str) -> None:
         ("objects", r"dist.all_gather_object\(.*", r"net\(X\).sum\(\).backward\(\)"),
     ],
 )
-def test_ranks_of_a_plain_script_that_wait_for_each_other_are_named_within_15_s(
+def test_ranks_of_a_plain_script_that_wait_for_each_other_are_named(
     tmp_path: Path, ranks: int, mistake: str, one: str, others: str
 ):
-    began = time.monotonic()
-    end = worlds.ended(worlds.started(functools.partial(plain, mistake), tmp_path, ranks), tmp_path, timeout_s=20)
+    end = worlds.ended(worlds.started(functools.partial(plain, mistake), tmp_path, ranks), tmp_path)
     rest = "rank 1 is" if ranks == 2 else "ranks 1 and 2 are"
     assert any(
         re.search(rf"^rank 0 is in {one} {HERE}, {rest} in {others} {HERE}, and wait", error, re.M) for error in end.errors
     )
     assert contract.Exit.MISCONFIGURED in end.codes
-    assert time.monotonic() - began < 15
 
 
 def test_rank_0_of_a_plain_script_whose_others_have_left_fails(tmp_path: Path):
-    end = worlds.ended(worlds.started(functools.partial(plain, "leave"), tmp_path, 2), tmp_path, timeout_s=20)
+    end = worlds.ended(worlds.started(functools.partial(plain, "leave"), tmp_path, 2), tmp_path)
     assert end.codes == [1, 0]
     assert "backward()" in end.errors[0]
 
@@ -567,7 +572,7 @@ def test_a_mistake_gives_the_sentence_of_the_guide(run: Any, row: str):
         for ranks in (2, 3)
     ],
 )
-def test_ranks_that_disagree_give_the_sentence_of_the_guide_within_15_s(tmp_path: Path, row: str, ranks: int):
+def test_ranks_that_disagree_give_the_sentence_of_the_guide(tmp_path: Path, row: str, ranks: int):
     end = done(RANKS[row], tmp_path, ranks)
     [*said] = {line for error in end.errors for line in error.splitlines() if re.search(r"(^|OutlastError: )rank 0 is in ", line)}
     assert len(said) == 1, end.errors

@@ -338,16 +338,21 @@ def where(frame: FrameType | None) -> tuple[str, str]:
         frame = frame.f_back
     if frame is None:
         return waits, ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file, line = frame.f_code.co_filename, _line(frame)
     text = _call(frame) or linecache.getline(file, line).strip()
     return waits, f"{text[:60] or frame.f_code.co_name} ({os.path.basename(file)}:{line})"
+
+
+def _line(frame: FrameType) -> int:
+    """The line that a frame is at. A running frame has none between two lines; then that of its function."""
+    return frame.f_lineno or frame.f_code.co_firstlineno  # typed as int, but may be None
 
 
 def _call(frame: FrameType) -> str:
     """The call that a frame is in, where it stands behind an `if` in one line."""
     at = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     first, last, start, end = at
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):
         return ""
     return text.encode()[start:end].decode(errors="replace")
