@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint
 OUTLAST := $(BIN)/outlast
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check docs bench clean
+.PHONY: help demo test test-one watch test-slow test-gpu check hooks docs bench clean
 
 help:  ## Say what can be made
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -23,8 +23,15 @@ test: $(READY)  ## Run the tests, but not those that take minutes
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
 
-test-slow: $(READY)  ## Run the tests that take minutes
+test-one: $(READY)  ## Run some tests: make test-one T=tests/test_world.py::test_nobody_is_there_yet, or T="a word of their names"
+	$(BIN)/pytest -p no:randomly $(if $(T),$(if $(findstring .py,$(T)),$(T),-k "$(T)"),$(error name the tests: make test-one T=tests/test_world.py))
+
+watch: $(READY)  ## Run tests again at every change: those of T (a file), or the files of tests that git shows as changed
+	$(BIN)/watchfiles "$(BIN)/pytest -p no:randomly $(or $(T),--picked)" src tests
+
+test-slow: $(READY)  ## Run the tests that take minutes, and property tests with ten times as many examples, others each time
 	$(BIN)/pytest -m "slow and not jobs and not cluster and not gpu" --numprocesses 2 --dist worksteal
+	$(BIN)/pytest -m "hypothesis and not jobs and not cluster and not gpu" --hypothesis-profile explore --numprocesses 2 --dist worksteal
 	$(BIN)/pytest -m "slow and jobs and not cluster and not gpu"
 
 test-gpu: $(READY)  ## Run the tests that need a GPU and measure there (under 8 minutes; where torch is installed: make test-gpu READY= BIN=/usr/bin)
@@ -42,6 +49,9 @@ check: $(READY)  ## Check format, lint, types, imports, the map, and that genera
 	$(BIN)/python docs/reference/job_file.py | diff docs/reference/job-file.md -
 	$(BIN)/python docs/reference/training.py | diff docs/reference/training.md -
 	$(BIN)/python docs/guide/commands.py | diff docs/guide/commands.md -
+
+hooks: $(READY)  ## Let git commit only what passes format, lint, types and imports
+	$(BIN)/pre-commit install
 
 docs: $(READY)  ## Write the generated pages and deploy/ anew
 	$(BIN)/python docs/reference/job_file.py > docs/reference/job-file.md
