@@ -120,7 +120,7 @@ EVENTS = st.lists(st.sampled_from([REPORTS, LOOKS, LOOKS, LOOKS, *DISTURBANCES])
 LIMIT_S = 10.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(EVENTS)
 def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and_only_then(events: list[str]) -> None:
     machine, pid = Machine(), os.getpid()

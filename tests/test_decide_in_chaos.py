@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, ClassVar
 
 import pytest
@@ -200,10 +199,11 @@ class WithAnEtcd(Chaos):
         deciders.etcd.restart()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("situations", [Chaos, pytest.param(WithAnEtcd, marks=pytest.mark.slow)])
 def test_every_situation_settles(situations: type[Chaos]) -> None:
-    examples = int(os.environ.get("OUTLAST_TEST_EXAMPLES", "15"))
+    examples = settings.default.max_examples * 15 // 100
     run_state_machine_as_test(
         situations,
-        settings=settings(max_examples=examples, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=examples, stateful_step_count=20, suppress_health_check=list(HealthCheck)),
     )

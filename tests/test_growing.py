@@ -124,7 +124,7 @@ def test_many_small_parts_are_fetched_together_and_few_large_ones(tmp_path: Path
     together, get = threading.Barrier(16), store.Store.range
 
     def met(self: store.Store, *asked: Any) -> memoryview:
-        together.wait(10)
+        together.wait(60)
         return get(self, *asked)
 
     with monkeypatch.context() as patched:
@@ -275,7 +275,7 @@ ACTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(ACTS, st.sampled_from([LOG, METRICS]), st.integers(10, 60))
 def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, path, part):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patched:

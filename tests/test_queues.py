@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -430,9 +430,10 @@ class Quota(RuleBasedStateMachine):
         assert {step for _, step in cluster.done_steps} == set(range(1, cluster.steps + 1))
 
 
+@pytest.mark.hypothesis
 def test_whatever_happens_to_quota_the_job_settles() -> None:
-    examples = int(os.environ.get("OUTLAST_TEST_EXAMPLES", "4"))
+    examples = settings.default.max_examples * 4 // 100
     run_state_machine_as_test(
         Quota,
-        settings=settings(max_examples=examples, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)),
+        settings=settings(max_examples=examples, stateful_step_count=12, suppress_health_check=list(HealthCheck)),
     )

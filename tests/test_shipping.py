@@ -76,7 +76,7 @@ WORDS = re.findall(
 patterns = st.lists(st.sampled_from([*WORDS, " ", "\\ "]), min_size=1, max_size=5).map("".join)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     files=st.lists(st.lists(parts, min_size=1, max_size=4).map("/".join), min_size=1, max_size=12),
     top=st.lists(patterns, max_size=5),
@@ -181,7 +181,6 @@ file_names = st.text(st.characters(exclude_characters="/\0", exclude_categories=
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(files=st.dictionaries(st.lists(file_names, min_size=1, max_size=3).map("/".join), st.binary(max_size=50), max_size=8))
 def test_what_is_packed_is_what_a_worker_unpacks(files: dict[str, bytes]) -> None:
     with tempfile.TemporaryDirectory() as directory:

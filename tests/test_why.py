@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fake
@@ -235,7 +235,6 @@ TEXTS = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5000), TEXTS), min_size=1, max_size=5), st.sampled_from(["", " preemption: 0/3 no."]))
 def test_a_message_of_the_scheduler_is_taken_apart(parts: list[tuple[int, str]], tail: str) -> None:
     total = sum(count for count, _ in parts)

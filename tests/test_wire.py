@@ -18,7 +18,7 @@ from outlast.kube.kinds import CONFIG_MAP, ELASTIC_JOB, LEASE, LEGACY_JOB, POD
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 VALUES = st.recursive(SCALARS, lambda inside: st.lists(inside) | st.dictionaries(st.text(), inside, max_size=3), max_leaves=9)
 DOCUMENTS = st.dictionaries(st.text(), VALUES, max_size=3)
-FEW = settings(max_examples=40)
+FEW = settings(max_examples=settings.default.max_examples * 2 // 5)
 
 
 def a_job(template: str, *, managed: str = "{}", name: str = "bad") -> bytes:

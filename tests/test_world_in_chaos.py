@@ -318,7 +318,7 @@ class Chaos(RuleBasedStateMachine):
 
 
 TestChaos = Chaos.TestCase
-TestChaos.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestChaos.settings = settings(max_examples=3 * settings.default.max_examples, stateful_step_count=40)
 
 
 PEACEFUL = st.one_of(
@@ -329,7 +329,6 @@ PEACEFUL = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(events=st.lists(PEACEFUL, max_size=30), knows_names=st.booleans())
 def test_no_step_is_lost_while_nobody_fails(events: list[tuple[str, int]], knows_names: bool) -> None:
     job = Job((1, 2, 3, 4, 6), 3, knows_names)
