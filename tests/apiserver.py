@@ -117,7 +117,7 @@ class ApiServer:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Wait until something is so, such as that somebody watches; fail when that takes too long."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline, self.asked
             time.sleep(0.005)

@@ -67,7 +67,7 @@ class Server:
         die = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # noqa: E731
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die)
-        client, deadline = self.client(**options), time.monotonic() + 20
+        client, deadline = self.client(**options), time.monotonic() + 60
         while True:
             with contextlib.suppress(EtcdError):
                 client.range("x")
@@ -93,7 +93,7 @@ class Server:
     def auth(self, path: str, **body: object) -> None:
         """One step of what `etcdctl user`, `role` and `auth` do."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v3/auth/{path}", json.dumps(body).encode())
-        urllib.request.urlopen(request, timeout=5).close()
+        urllib.request.urlopen(request, timeout=60).close()
 
     def cpu_s(self) -> float:
         """Processor time used so far."""

@@ -243,7 +243,7 @@ def lost(exchange: Exchange) -> None:
 
 def hang(exchange: Exchange) -> None:
     """Accepted and never answered."""
-    exchange.server.proxy.closing.wait(60)
+    exchange.server.proxy.closing.wait(600)
     exchange.reset()
 
 

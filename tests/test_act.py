@@ -96,7 +96,7 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
 def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_before_its_role(
     api: apiserver.ApiServer, cluster: kube.Cluster
 ) -> None:
-    job, meeting = a_job(api), threading.Barrier(3, timeout=10)
+    job, meeting = a_job(api), threading.Barrier(3, timeout=60)
 
     def meet(_: Any) -> bool:
         meeting.wait()  # nobody is answered before all three have asked

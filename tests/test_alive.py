@@ -161,7 +161,7 @@ def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.
 
     monkeypatch.setattr(alive.Heart, "once", once)
     heart = alive.Heart(lambda: place, "a", "a", A)
-    assert spoken.wait(10)
+    assert spoken.wait(60)
     heart.stop()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -137,9 +136,7 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
     assert next(iter(lines)).text == "here is 0"
     team.api.put(ended)
     team.api.put(team.pod(0, {"terminated": {"exitCode": 1}}, "Failed"))
-    began = time.monotonic()
     assert "here is 1" in [line.text for line in lines]
-    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(

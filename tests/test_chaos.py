@@ -87,7 +87,7 @@ def test_a_slow_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (tmp_path / "progress-0.json").write_text(json.dumps({"rank": 7, "pid": process.pid}))
         said = fault_injection.strike(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))
         assert said == f"slowed down rank 7 on worker 1 (pid {process.pid} in pod train-1)"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while process.status() == psutil.STATUS_STOPPED:
             assert time.monotonic() < deadline
         time.sleep(0.2)  # longer than all turns together

@@ -189,10 +189,8 @@ def test_requirements_come_on_top_of_our_python(maker: Maker, installer: str):
     home = Path(made.python).parents[1]
     assert sum(path.lstat().st_size for path in home.rglob("*")) < 2 << 20, "nothing of ours is copied"
     maker.said.clear()
-    began = time.monotonic()
     assert maker.make("--no-index", "--find-links .", "tiny # a comment", "shellingham==9.9") == made
     assert maker.said == []
-    assert time.monotonic() - began < 1
     (home / python_env.MARKER).unlink()  # as if we had been killed before the end
     (home / "half").touch()
     assert maker.make("--no-index", "--find-links .", "tiny", "shellingham==9.9") == made
@@ -325,7 +323,7 @@ environment.make(asked, here / "cache", here, os.environ, say=lambda text: print
     assert not locks.free(lock)
     for process in (*installer.children(), installer):
         process.kill()
-    psutil.wait_procs([installer], timeout=10)
+    psutil.wait_procs([installer], timeout=60)
     while not locks.free(lock):
         time.sleep(0.01)
 

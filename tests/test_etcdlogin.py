@@ -96,7 +96,7 @@ class Installed(FakeCluster):
             back = threading.Thread(target=carry, args=(there, connection), daemon=True)
             back.start()
             carry(connection, there)
-            back.join(10)
+            back.join(60)
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Mock:
 
     def __enter__(self) -> Mock:
         self._thread.start()
-        assert self._up.wait(10)
+        assert self._up.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +94,7 @@ class Mock:
 
     def until(self, holds: Callable[[], object]) -> None:
         """Wait for it."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not holds():
             assert time.monotonic() < deadline, "\n".join(f"{each.method.value} {each.url}" for each in self.requests())
             time.sleep(0.02)
@@ -114,7 +114,7 @@ def operating(mock: Mock, kubeconfig: Path) -> Iterator[None]:
             yield
         finally:
             stop.set()
-            thread.join(20)
+            thread.join(60)
 
 
 @pytest.fixture

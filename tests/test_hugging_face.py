@@ -38,19 +38,19 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
     backend = LocalBackend(tmp_path / ".outlast")
     output = backend.output("train") / "work" / "trainer"
     try:
-        until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), timeout_s=120)
+        until(lambda: (output / "checkpoint-100" / "trainer_state.json").exists(), timeout_s=180)
         backend.chaos("train", "kill-worker", worker=1, rng=RANDOM)
-        until(lambda: backend.status("train").restarts == 1 and backend.status("train").state is State.RUNNING, timeout_s=60)
+        until(lambda: backend.status("train").restarts == 1 and backend.status("train").state is State.RUNNING, timeout_s=180)
         newest = max(int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*"))
-        until(lambda: (output / f"checkpoint-{newest + 60}").exists(), timeout_s=60)
+        until(lambda: (output / f"checkpoint-{newest + 60}").exists(), timeout_s=180)
         told = time.time()
         backend.suspend("train")
-        until(lambda: backend.status("train").state is State.SUSPENDED, timeout_s=60)
+        until(lambda: backend.status("train").state is State.SUSPENDED, timeout_s=180)
         assert max(path.stat().st_mtime for path in output.glob("checkpoint-*/trainer_state.json")) > told, (
             "it saves when told to leave"
         )
         backend.resume("train")
-        until(lambda: backend.status("train").state is State.SUCCEEDED, timeout_s=120)
+        until(lambda: backend.status("train").state is State.SUCCEEDED, timeout_s=180)
         assert (output / "final" / "model.safetensors").exists()
     finally:
         if not backend.status("train").state.final:

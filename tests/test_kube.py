@@ -419,7 +419,7 @@ def test_a_port_answers_who_has_said_all_and_then_ends(
         for message in (b"\0\x50\0", b"\1\x50\0"):
             handler.wfile.write(bytes([0x82, len(message)]) + message)
         heard.append(received(handler))
-        assert said_all.wait(10)
+        assert said_all.wait(60)
         handler.wfile.write(bytes([0x82, 7]) + b"\0answer" + bytes([0x88, 0]))
         handler.wfile.flush()
         handler.rfile.read(1)
@@ -435,7 +435,7 @@ def test_a_port_answers_who_has_said_all_and_then_ends(
         ours.sendall(b"ask")
         ours.shutdown(socket.SHUT_WR)
         assert b"".join(iter(lambda: ours.recv(100), b"")) == b"answer"
-        thread.join(10)
+        thread.join(60)
     assert heard == [b"\0ask"]
     assert not thread.is_alive()
 
@@ -453,10 +453,10 @@ def test_who_asks_a_port_sees_that_the_pod_ends_the_connection(cluster: kube.Clu
         reads.start()
 
     monkeypatch.setattr(cluster, "forward", forward)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=10) as ours:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=60) as ours:
         inside._carry(KubernetesBackend(cluster), "one", 80, server.accept()[0])
         assert ours.recv(1) == b""
-        reads.join(10)
+        reads.join(60)
     assert not reads.is_alive()
 
 
@@ -484,12 +484,12 @@ class Watched:
 
     def wait(self, *expected: tuple[str, str]) -> None:
         with self._more:
-            assert self._more.wait_for(lambda: len(self.said) >= len(expected), timeout=20), self.said
+            assert self._more.wait_for(lambda: len(self.said) >= len(expected), timeout=60), self.said
         assert self.said == list(expected)
 
     def end(self) -> None:
         self.stop.set()
-        self._thread.join(5)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
 

@@ -454,7 +454,7 @@ def test_workers_without_a_launcher_are_ours_and_can_be_harmed_and_killed(here: 
         said = here.backend.chaos("job", "stop", worker=None, rng=random.Random(0))
         assert said == f"stopped rank 1 on worker 0 (pid {ours.pid}) at step 40"
         here.backend.kill("job")
-        assert ours.wait(timeout=10) == -signal.SIGKILL
+        assert ours.wait(timeout=60) == -signal.SIGKILL
     assert here.backend.status("job").state is State.INTERRUPTED
 
 

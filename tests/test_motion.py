@@ -61,7 +61,7 @@ def test_the_cpu_time_of_grandchildren_is_counted():
     )
     try:
         before = motion.work().children_s
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while motion.work().children_s < before + 0.2:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -156,7 +156,7 @@ def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: 
             peak = int(status.partition("VmHWM:")[2].split()[0])
         finally:
             running.terminate()
-            running.wait(30)
+            running.wait(60)
     print(f"{peak} KiB at most")
     assert peak < 256 * 1024
 

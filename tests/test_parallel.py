@@ -11,7 +11,7 @@ from outlast.operator.parallel import IN_FLIGHT, Background, Parallel, in_order
 
 
 def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> None:
-    meeting = threading.Barrier(IN_FLIGHT, timeout=10)
+    meeting = threading.Barrier(IN_FLIGHT, timeout=60)
 
     def meet(number: int) -> int:
         meeting.wait()  # nobody passes before all are here
@@ -29,7 +29,7 @@ def test_a_failure_is_raised_when_nothing_is_under_way_and_ends_what_has_not_beg
         if number == 0:
             others.set()
             raise ValueError("no quota")
-        assert others.wait(10)
+        assert others.wait(60)
         ended.append(number)
 
     with pytest.raises(ValueError, match="no quota"):
@@ -43,12 +43,12 @@ def test_what_nobody_waits_for_is_done_in_its_order_and_too_much_of_it_is_left_o
 
     def first() -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         raise ValueError("a bug")
 
     with caplog.at_level(logging.WARNING):
         background(first)
-        assert begun.wait(10)
+        assert begun.wait(60)
         for word in ("second", "third", "fourth"):
             background(lambda word=word: done.append(word))  # type: ignore[misc]
         background.finish(0.0)

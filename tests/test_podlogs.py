@@ -271,7 +271,7 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
     assert sum("/batch/v1/namespaces/n/jobs" in path for path in api.asked) <= 3
     monkeypatch.setattr(backend, "_AGENTS_S", 0)
     api.metrics["train-0"] = "outlast_done 1\n"
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -16,7 +16,7 @@ from outlast.probes import Health
 
 
 def get(address: str, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(address, timeout=5)
+    connection = http.client.HTTPConnection(address, timeout=60)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -30,7 +30,7 @@ def silent(address: str, count: int) -> Iterator[list[socket.socket]]:
     """Connections that have sent half a request."""
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(count)]
+        found = [stack.enter_context(socket.create_connection((host, int(port)), timeout=60)) for _ in range(count)]
         for each in found:
             with contextlib.suppress(OSError):  # it was cut off already
                 each.sendall(b"GET /healthz HT")

@@ -142,7 +142,7 @@ def test_one_that_hangs_is_killed_and_no_longer_watched(tmp_path: Path, bystande
     (process,) = ranks.look()
     ranks.kill(process)
     assert ranks.look() == []
-    assert bystander.wait(10) == -9
+    assert bystander.wait(60) == -9
 
 
 def test_what_an_earlier_container_left_is_forgotten(tmp_path: Path, bystander) -> None:
@@ -179,12 +179,12 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, m
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(ranks, "DUMP_S", 0.3)
+    monkeypatch.setattr(ranks, "DUMP_S", 1)
     (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "py-spy").chmod(0o755)
     began = time.monotonic()
     ranks.dump_stacks(list(range(1, 17)), tmp_path / "stacks")
-    assert time.monotonic() - began < 16 * 0.3
+    assert time.monotonic() - began < 16
     assert (tmp_path / "stacks").read_text().count("no stack") == 16
 
 

@@ -239,7 +239,7 @@ def test_changes_are_lines_and_the_end_of_the_run_ends_them(shared_etcd: etcds.S
     watch.says("w/lines/1: generation 4: members 0, 2 at")
     write(shared_etcd, "w/lines/1", said=dataclasses.replace(SAID, closed=Closed("training is done", 0)))
     watch.says("w/lines/1: over: training is done (exit code 0)")
-    assert watch.process.wait(10) == 0
+    assert watch.process.wait(60) == 0
     assert watch.err.read_text() == ""
 
 
@@ -252,7 +252,7 @@ def test_a_run_that_is_forgotten_may_come_back(shared_etcd: etcds.Server, watchi
     watch.says("is forgotten")
     write(shared_etcd, "w/lost/1", said=dataclasses.replace(SAID, closed=Closed("training is done", 0)))
     watch.says("w/lost/1: over: training is done (exit code 0)")
-    assert watch.process.wait(10) == 0
+    assert watch.process.wait(60) == 0
 
 
 @pytest.mark.slow

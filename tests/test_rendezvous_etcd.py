@@ -131,7 +131,7 @@ def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes
     nodes.until(nodes.training(1))
     a.close()
     nodes.all.remove(a)
-    nodes.until(nodes.training(2), within_s=10)
+    nodes.until(nodes.training(2), within_s=60)
     nodes.decider().report(Standing.DONE)
     done = nodes.decider()
     nodes.all.remove(done)
@@ -411,7 +411,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
         agent.start()
     for member in members:
         member.report("waiting", address="10.0.0.1:1")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not all(member.world for member in members):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -443,7 +443,7 @@ def test_what_cannot_be_taken_in_once_does_not_deafen_a_member(shared_etcd: Serv
     with contextlib.closing(shared_etcd.client()) as client:
         listener = rendezvous.Listener(client, lambda: "/deaf/", listed, lambda events: None)
         listener.thread.start()
-        assert heard.wait(10)
+        assert heard.wait(60)
         listener.stop()
-        listener.thread.join(10)
+        listener.thread.join(60)
     assert "what stands in etcd could not be taken in; trying again" in capfd.readouterr().out

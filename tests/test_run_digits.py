@@ -26,7 +26,7 @@ def test_digits_are_learnt_although_a_worker_is_killed_on_the_way(machine):
     )
     begun = time.monotonic()
     name = machine.submit(path)
-    machine.wait(name, lambda s: s.step >= 30 and len(s.workers) == 2, timeout_s=120)
+    machine.wait(name, lambda s: s.step >= 30 and len(s.workers) == 2)
     machine.backend.chaos(name, "kill-worker", worker=1, rng=machine.rng)
     status = machine.end(name, timeout_s=180)
     assert (status.state, status.restarts) == (State.SUCCEEDED, 1)

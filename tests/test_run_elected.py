@@ -24,7 +24,7 @@ from outlast import contract
 from outlast.contract import Annotation, Env, Label, Pod
 
 Document = dict[str, Any]
-ARGS = ("--steps=150", "--pause=0.04")
+ARGS = ("--steps=150", "--pause=0.04", "--gate")
 WITHIN_S = 120.0
 
 
@@ -225,6 +225,7 @@ def test_rank_0_and_the_operator_are_killed_and_the_weights_are_those_of_the_und
     world.lose(0)  # rank 0
     world.operate()
     world.trains(2, beyond=60)
+    (world.directory / "out/train/hurry").touch()
     world.until(lambda: world.status["state"] == "Succeeded", "the end")
     assert (world.status["restarts"], world.status["lastFailure"]["reason"]) == (1, "worker 0 was killed (exit code 137)")
     assert world.final() == undisturbed(ARGS, 2)

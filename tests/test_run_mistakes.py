@@ -101,7 +101,7 @@ def test_ranks_that_wait_for_each_other_end_a_job_with_the_sentence(machine):
         "dist.all_reduce(torch.ones(1))\n"
         "dist.barrier()\n"
     )
-    status = machine.run(machine.job(**a_script(machine, text), hang={"limit": "30s"}), timeout_s=40)
+    status = machine.run(machine.job(**a_script(machine, text), hang={"limit": "30s"}))
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0), status.reason
     assert "rank 0 is in dist.barrier() (wrong.py:4), rank 1 is in dist.all_reduce(torch.ones(1)) (wrong.py:5)" in status.reason
 
@@ -122,7 +122,7 @@ def test_a_step_that_hangs_three_times_ends_the_job(machine):
         "        time.sleep(1)\n"
         "    run.interrupted()\n"
     )
-    status = machine.run(machine.job(**a_script(machine, text)), timeout_s=90)
+    status = machine.run(machine.job(**a_script(machine, text)))
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
     assert "hung: no progress for " in status.reason
     assert (
@@ -144,7 +144,7 @@ def test_a_plain_script_that_hangs_three_times_soon_after_its_start_ends_the_job
     )
     job = machine.job(**a_script(machine, text), workers={"replicas": workers})
     began = time.monotonic()
-    status = machine.run(job, timeout_s=90)
+    status = machine.run(job)
     assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 137, 2), status.reason
     said = "rank 0 is in threading.Event().wait() (wrong.py:5)"
     said += {
@@ -179,7 +179,7 @@ def test_a_long_evaluation_on_one_rank_is_no_hang(machine, how: str):
         if session_
         else f"import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.get_rank() or {evaluate}\ndist.barrier()\n"
     )
-    status = machine.run(machine.job(**a_script(machine, text)), timeout_s=90)
+    status = machine.run(machine.job(**a_script(machine, text)))
     assert (status.state, status.restarts) == (State.SUCCEEDED, 0), status.reason
     assert not [event for event in machine.backend.events(status.name) if event["kind"] == "hang"]
 
@@ -217,7 +217,7 @@ def test_a_script_that_is_not_there_is_named_before_anything_starts(machine):
 
 @pytest.mark.slow
 def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
-    name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02")))
+    name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02", "--gate")))
     machine.at_step(name, 3)
     machine.backend.interrupt(name)
     machine.end(name)
@@ -247,7 +247,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_starts(mach
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed):
-    args = ("--steps=60", "--pause=0.04")
+    args = ("--steps=60", "--pause=0.04", "--gate")
     path = machine.job(args=args)
     name = machine.submit(path)
     machine.at_step(name, 35)
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed)
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 0xFF
     victim.write_bytes(content)
-    status = machine.run(path)
+    status = machine.end(machine.submit(path), hurry=True)
     assert status.state is State.SUCCEEDED
     events = machine.backend.events(name)
     (damaged,) = [event for event in events if event["kind"] == "damaged"]
@@ -323,6 +323,6 @@ def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):
 
 @pytest.mark.slow
 def test_a_job_that_runs_for_too_long_is_ended(machine):
-    status = machine.run(machine.job(args=("--steps=4000",), activeDeadlineSeconds=2))
+    status = machine.run(machine.job(args=("--steps=4000", "--gate"), activeDeadlineSeconds=2))
     assert (status.state, status.exit_code) == (State.FAILED, 1)
     assert "the job has run for activeDeadlineSeconds (2)" in status.reason

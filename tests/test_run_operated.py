@@ -24,7 +24,7 @@ from outlast.workerfiles import progress
 from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"
-ARGS = ("--steps=100", "--pause=0.04", "--print")
+ARGS = ("--steps=100", "--pause=0.04", "--print", "--gate")
 STARTS_AGAIN = world.Patience(recovery=20)
 """Whoever was killed is waited for: a new pod takes longer than the second that survivors wait by themselves."""
 
@@ -145,7 +145,7 @@ def test_training_outlasts_the_api_server_and_a_worker_that_is_killed_and_comes_
         record = pods.record()
         assert (record.state, record.exit_code, record.reason) == ("Succeeded", 0, "workers 0 and 1 are done")
         operator.start(1)
-        assert pods.running[1].wait(30) == 0
+        assert pods.running[1].wait(60) == 0
         assert "has ended before (Succeeded: workers 0 and 1 are done); nothing is left to do" in pods.log(1)
 
 
@@ -161,7 +161,7 @@ def test_the_end_that_the_operator_says_ends_all_agents_and_is_recorded_by_whoev
         assert operator.tails[1].splitlines()[-1].startswith("rank 1 step ")
         operator.stop(0, lambda: pods.kill(0))  # rank 0
         operator.closed = sockets.Closed("restarts.limit is used up", contract.Exit.GIVEN_UP)
-        assert pods.codes() == {1: contract.Exit.GIVEN_UP}
+        assert pods.codes(hurry=False) == {1: contract.Exit.GIVEN_UP}
         record = pods.record()
         assert (record.state, record.reason, record.exit_code) == ("Failed", "restarts.limit is used up", contract.Exit.GIVEN_UP)
         assert pods.log(1).count("outlast | restarts.limit is used up\n") == 1
@@ -176,7 +176,7 @@ def test_pods_that_are_told_to_go_save_and_an_operator_that_knows_nothing_goes_o
         pods.wait(lambda: pods.step() >= 25, "step 25")
         for id in (0, 1):
             pods.running[id].terminate()
-        assert pods.codes() == {0: contract.Exit.INTERRUPTED, 1: contract.Exit.INTERRUPTED}
+        assert pods.codes(hurry=False) == {0: contract.Exit.INTERRUPTED, 1: contract.Exit.INTERRUPTED}
         assert {(0, "leaving"), (1, "leaving")} <= operator.standings
         assert pods.record().state == "Running"
         generation = operator.worlds[-1].generation

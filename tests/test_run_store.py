@@ -25,8 +25,7 @@ from outlast.sync import growing
 from servers import Place
 
 Final = Callable[..., dict[str, object]]
-ARGS = ("--steps=60", "--pause=0.04")
-LONG = ("--steps=150", "--pause=0.04")
+ARGS = ("--steps=60", "--pause=0.04", "--gate")
 
 
 def objects(url: str) -> dict[str, int]:
@@ -62,7 +61,7 @@ def pushed(step: int) -> Callable[[JobStatus], bool]:
 @pytest.mark.slow
 @one_server("moto")
 def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place, undisturbed: Final):
-    status = machine.run(machine.job(args=ARGS, output=f"{s3.url}/runs/"))
+    status = machine.run(machine.job(args=ARGS[:-1], output=f"{s3.url}/runs/"))
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
     output = machine.backend.output("job")
     found = objects(f"{s3.url}/runs/job")
@@ -89,7 +88,7 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place
 def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     machine, machine_in, tmp_path: Path, s3: Place, undisturbed: Final
 ):
-    job = machine.job(args=LONG, output=s3.url)
+    job = machine.job(args=ARGS, output=s3.url)
     name = machine.submit(job)
     step = machine.wait(name, pushed(20)).store.step
     machine.kill_everything()
@@ -98,7 +97,7 @@ def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     elsewhere = machine_in(tmp_path / "elsewhere")
     elsewhere.directory.mkdir()
     try:
-        status = elsewhere.end(elsewhere.submit(job, take_over=True))
+        status = elsewhere.end(elsewhere.submit(job, take_over=True), hurry=True)
         assert status.state is State.SUCCEEDED, status
         events = elsewhere.backend.events(name)
         restored = [event["step"] for event in events if event["kind"] == "restored"]
@@ -110,7 +109,7 @@ def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
     finally:
         elsewhere.kill_everything()
         elsewhere.kill_everything()
-    assert final == undisturbed(LONG, 2)
+    assert final == undisturbed(ARGS, 2)
 
 
 @pytest.mark.slow
@@ -138,7 +137,7 @@ def test_a_run_that_failed_is_mended_on_another_machine_and_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
-    status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}), timeout_s=60)
+    status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}))
     assert status.state is State.FAILED
     log = grown(store.open_(f"{rclone.url}/job"), "logs/worker-1.log").decode()
     assert "a bug at step 5" in log
@@ -150,15 +149,15 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     machine, rclone_proxy: Proxy, undisturbed: Final, monkeypatch
 ):
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
-    name = machine.submit(machine.job(args=LONG, output=rclone_proxy.url, sync={"every": "1s"}))
+    name = machine.submit(machine.job(args=ARGS, output=rclone_proxy.url, sync={"every": "1s"}))
     machine.wait(name, pushed(10))
     rclone_proxy.down()
     away = machine.wait(name, lambda s: s.store is not None and s.store.since is not None and s.store.backlog > 0)
     assert away.state is State.RUNNING
     assert away.store.error
     probes = [worker.probes for worker in away.workers if worker.probes]
-    assert [urllib.request.urlopen(f"http://{probe}/healthz", timeout=5).status for probe in probes] == [200, 200]
-    metrics = "\n".join(urllib.request.urlopen(f"http://{probe}/metrics", timeout=5).read().decode() for probe in probes)
+    assert [urllib.request.urlopen(f"http://{probe}/healthz", timeout=60).status for probe in probes] == [200, 200]
+    metrics = "\n".join(urllib.request.urlopen(f"http://{probe}/metrics", timeout=60).read().decode() for probe in probes)
     failing = re.search(r"^outlast_sync_failing_seconds\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
     assert failing
     assert float(failing[1]) > 0
@@ -167,10 +166,10 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     machine.wait(name, lambda s: s.step > step + 5)
     rclone_proxy.up()
     machine.wait(name, lambda s: s.store is not None and s.store.since is None)
-    status = machine.end(name)
+    status = machine.end(name, hurry=True)
     assert status.state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(LONG, 2)
-    assert 150 in committed(f"{rclone_proxy.url}/job")
+    assert machine.final(name) == undisturbed(ARGS, 2)
+    assert 60 in committed(f"{rclone_proxy.url}/job")
 
 
 @pytest.mark.slow
@@ -186,7 +185,7 @@ def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, r
     with pytest.raises(OutlastError, match=r"connection was (refused|lost)"):
         machine.submit(job)
     rclone_proxy.up()
-    status = machine.run(job)
+    status = machine.end(machine.submit(job), hurry=True)
     assert status.state is State.SUCCEEDED
     restored = [event["step"] for event in machine.backend.events(name) if event["kind"] == "restored"]
     assert restored[-1] >= here
@@ -207,7 +206,7 @@ def test_a_new_run_sets_the_old_one_aside(machine, moto: Place):
 
 @pytest.mark.slow
 def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, machine_in, tmp_path: Path, moto: Place):
-    name = machine.submit(machine.job(args=LONG, output=moto.url))
+    name = machine.submit(machine.job(args=ARGS, output=moto.url))
     before = machine.wait(name, pushed(10))
     machine.kill_everything()
     machine.kill_everything()
@@ -229,7 +228,7 @@ def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, mac
 
 @pytest.mark.slow
 def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_in, tmp_path: Path, moto: Place):
-    job = machine.job(args=("--steps=400", "--pause=0.05"), output=moto.url)
+    job = machine.job(args=("--steps=400", "--pause=0.05", "--gate"), output=moto.url)
     name = machine.submit(job)
     machine.wait(name, pushed(10))
     elsewhere = machine_in(tmp_path / "elsewhere")
@@ -304,7 +303,7 @@ def test_logs_are_read_with_nothing_but_the_job_file_or_the_url(machine, rclone:
 
 @pytest.mark.slow
 def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rclone: Place, undisturbed: Final):
-    name = machine.submit(machine.job(args=LONG, output=rclone.url))
+    name = machine.submit(machine.job(args=ARGS, output=rclone.url))
     status = machine.wait(name, pushed(10))
     for _ in range(2):
         for worker in status.workers:
@@ -312,20 +311,20 @@ def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rcl
             os.kill(worker.pid, signal.SIGKILL)
         step = status.step
         status = machine.wait(name, lambda s, step=step: s.step > step + 15 and bool(s.world))
-    assert machine.end(name).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(LONG, 2)
-    assert 150 in committed(f"{rclone.url}/job")
+    assert machine.end(name, hurry=True).state is State.SUCCEEDED
+    assert machine.final(name) == undisturbed(ARGS, 2)
+    assert 60 in committed(f"{rclone.url}/job")
 
 
 @pytest.mark.slow
 def test_a_worker_that_leaves_does_not_wait_for_the_one_that_pushes(machine, rclone: Place):
-    job = machine.job(args=("--steps=400",), output=rclone.url, workers={"replicas": 2, "min": 1}, interruption={"grace": "20s"})
+    job = machine.job(
+        args=("--steps=400", "--gate"), output=rclone.url, workers={"replicas": 2, "min": 1}, interruption={"grace": "1h"}
+    )
     name = machine.submit(job)
     machine.wait(name, pushed(10))
-    begun = time.monotonic()
     machine.backend.scale(name, 1)
     machine.wait(name, lambda s: len(s.workers) == 1 and len(s.world) == 1)
-    assert time.monotonic() - begun < 15
     machine.backend.cancel(name)
 
 

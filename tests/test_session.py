@@ -299,7 +299,7 @@ def test_a_replaced_generation_cannot_begin(tmp_path: Path):
 
 def test_a_rank_that_raises_ends_with_its_own_error(tmp_path: Path):
     processes = worlds.started(functools.partial(worlds.train, Training(raise_at=6, hasty=True)), tmp_path, 2)
-    processes[1].join(30)
+    processes[1].join(60)
     processes[0].kill()  # as its agent does; it may wait for rank 1 as long as the process group's timeout
     end = worlds.ended(processes, tmp_path)
     assert end.codes[1] == 1

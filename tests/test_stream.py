@@ -327,7 +327,7 @@ def test_leaving_the_loop_early_ends_the_thread_that_reads_ahead():
         break
     for thread in threading.enumerate():
         if thread.name == "outlast-stream":
-            thread.join(5)
+            thread.join(60)
             assert not thread.is_alive()
 
 

@@ -1143,11 +1143,9 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(tmp_path: Path) -
         with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             connection, _ = silent.accept()  # its first request is on its way
             with connection:
-                began = time.monotonic()
                 child.send_signal(signal.SIGINT)
                 out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (130, "", "stopped; the same command goes on from here\n")
-    assert time.monotonic() - began < 5
 
 
 def test_an_empty_object_that_only_shows_a_directory_is_no_file(moto: Place, tmp_path: Path) -> None:

@@ -77,10 +77,10 @@ class Decider:
 def decider(tmp_path: Path) -> Iterator[Decider]:
     decider = Decider(tmp_path / "decider.sock")
     decider.thread.start()
-    assert decider.ready.wait(10)
+    assert decider.ready.wait(60)
     yield decider
     decider.over = True
-    decider.thread.join(10)
+    decider.thread.join(60)
 
 
 def torchrun(tmp_path: Path, id: int, steps: int) -> subprocess.Popen[str]:

@@ -158,7 +158,7 @@ def test_a_node_that_is_told_to_end_leaves_at_once(own_etcd: Server, start) -> N
     until(lambda: all(node.generation() == 1 and node.said()[-1]["world"] == 2 for node in nodes))
     nodes[0].process.send_signal(signal.SIGTERM)
     nodes[0].process.wait(60)
-    until(lambda: nodes[1].generation() == 2 and nodes[1].said()[-1]["world"] == 1, within_s=40)
+    until(lambda: nodes[1].generation() == 2 and nodes[1].said()[-1]["world"] == 1, within_s=60)
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def started(
     return processes
 
 
-def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[str] = (), timeout_s: float = 60) -> Ended:
+def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[str] = (), timeout_s: float = 120) -> Ended:
     """Wait until all have ended; kills them after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     for process in processes:

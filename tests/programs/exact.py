@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from outlast.training import Stream, session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--gate", action="store_true", help="do the last step only when the output has a file `hurry`")
 parser.add_argument("--samples", type=int, default=512)
 parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes, until the output has a file `hurry`")
@@ -42,6 +44,7 @@ with session.open(seed=3, quiet=True) as run:
     stream = Stream((x, y), args.batch, seed=5, steps=args.steps, epochs=10**6)
     step = run.resume({"net": net, "optimizer": optimizer, "schedule": schedule, "stream": stream})
     consumed = run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl"
+    hurry = run.output / "hurry"
     loss = 0.0
     for batch in stream:
         begun = time.monotonic()
@@ -58,7 +61,7 @@ with session.open(seed=3, quiet=True) as run:
             raise ValueError(f"a bug at step {step}")
         if args.exit_at == step and run.rank == 0:
             raise SystemExit(args.exit_code)
-        pause = 0.0 if (run.output / "hurry").exists() else args.pause
+        pause = 0.0 if hurry.exists() else args.pause
         time.sleep(max(0.0, pause - (time.monotonic() - begun)))
         record = {
             "step": step,
@@ -76,6 +79,14 @@ with session.open(seed=3, quiet=True) as run:
         leaving = run.interrupted()
         if leaving or run.due(step):
             run.save(step)
+        while args.gate and step == args.steps - 1:
+            closed = torch.tensor(int(not hurry.exists()))
+            dist.all_reduce(closed)
+            if not closed:
+                break
+            time.sleep(0.02)
+            if run.interrupted():
+                run.save(step)
     weights = hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in net.module.state_dict().values())).hexdigest()
     if run.rank == 0:
         (run.output / "final.json").write_text(json.dumps({"step": step, "weights": weights}))
