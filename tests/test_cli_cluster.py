@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import cli, runs, store
+from outlast import accelerators, cli, runs, store
 from outlast.cli import show
-from outlast.manifests import resources
 from outlast.report import goodput
 
 Document = dict[str, Any]
@@ -150,5 +149,5 @@ def test_top_shows_any_accelerator(team: apiserver.ApiServer, url: str, outlast:
 
 
 def test_parts_of_accelerators_are_accelerators() -> None:
-    assert all(map(resources.device, ["amd.com/gpu", "aws.amazon.com/neuron", "nvidia.com/mig-1g.5gb", "gpu.intel.com/xe"]))
-    assert not any(map(resources.device, ["cpu", "memory", "hugepages-2Mi", "vpc.amazonaws.com/efa", "nvidia.com/gpu.count"]))
+    assert all(map(accelerators.known, ["amd.com/gpu", "aws.amazon.com/neuron", "nvidia.com/mig-1g.5gb", "gpu.intel.com/xe"]))
+    assert not any(map(accelerators.known, ["cpu", "memory", "hugepages-2Mi", "vpc.amazonaws.com/efa", "nvidia.com/gpu.count"]))

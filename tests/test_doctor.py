@@ -19,7 +19,7 @@ from kubernetes_validate import utils as schemas
 import fake
 import ports
 from fake_cluster import Document, FakeCluster
-from outlast import __version__, cli, doctor, kube, manifests, spec
+from outlast import __version__, accelerators, cli, doctor, kube, manifests, spec
 from outlast.doctor import Check, inside, inspection, machine
 from outlast.doctor import cluster as asked
 from outlast.errors import Forbidden, Refused, Unanswered
@@ -45,8 +45,8 @@ def test_a_python_that_is_too_old_is_told() -> None:
 
 def test_what_torch_answers_is_judged() -> None:
     assert machine.judged_torch("2.13.0|True|8|NVIDIA H100") == doctor.passed("torch", "2.13.0, 8 × NVIDIA H100")
-    assert machine.judged_torch("2.13.0|True|False|False") == doctor.passed("torch", "2.13.0, no GPU")
-    assert machine.judged_torch("2.13.0|False|False|False").outcome == "fail"
+    assert machine.judged_torch("2.13.0|True|None|None") == doctor.passed("torch", "2.13.0, no GPU")
+    assert machine.judged_torch("2.13.0|False|None|None").outcome == "fail"
 
 
 def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ WANTED = inside.Wanted(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
 @pytest.mark.parametrize("version", MINORS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: str) -> None:
-    pod = inside.pod("outlast-doctor-a", index, WANTED, rank=True, gpu=True)
+    pod = inside.pod("outlast-doctor-a", index, WANTED, rank=True, on=accelerators.TABLE[0])
     schemas.validate(pod, version, strict=True)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
     assert spec["securityContext"]["runAsNonRoot"]

@@ -50,9 +50,9 @@ def test_too_few_gpus_are_refused_and_not_shared():
 
 def test_the_gpus_shown_are_those_that_the_user_left_visible(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-a")
-    assert workers.gpus() == ["5", "GPU-a"]
+    assert workers.gpus() == {"CUDA_VISIBLE_DEVICES": ["5", "GPU-a"]}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert workers.gpus() == []
+    assert workers.gpus() == {"CUDA_VISIBLE_DEVICES": []}
 
 
 def a_failure(code: int = 1, *, time: float = 0.0) -> Failure:

@@ -80,7 +80,7 @@ class Agent:
         self.output = Path(environ[contract.Env.OUTPUT])
         self.environ = environ
         self.notice = Path(environ[contract.Env.NOTICE])
-        self.processes = processes_per_worker(job)
+        self.processes = job.spec.processes()
         self.worker = lifecycle.Worker()
         self.clock = clock or Awake()
         self._looked = self.clock()
@@ -622,11 +622,6 @@ class _Voice:
     def over(self, state: str, reason: str, code: int) -> None:
         """Each agent records the end, all the same: any of them may be gone."""
         self._agent._record(state, reason, code)
-
-
-def processes_per_worker(job: spec.Job) -> int:
-    """`auto` means one process per GPU of the job's resources, else one."""
-    return job.spec.processes()
 
 
 def say_end(worker: int | str, code: int | None, reason: str) -> None:

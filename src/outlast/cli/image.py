@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import __version__
+from outlast import __version__, accelerators
 from outlast.cli import show
 from outlast.errors import OutlastError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and push images.")
 
-_VARIANTS = "cpu, cuda, neuron or operator"
+_VARIANTS = f"{', '.join(('cpu', *accelerators.IMAGES))} or operator"
 With = Annotated[str | None, typer.Option("--with", metavar="ENGINE", help="docker, podman or buildah; the first that works.")]
 Dry = Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")]
 

@@ -176,7 +176,7 @@ def gpus() -> int:
     """How many GPUs this machine shows."""
     from outlast.local import workers
 
-    return len(workers.gpus())
+    return max(map(len, workers.gpus().values()))
 
 
 def _read(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from outlast import contract, units
+from outlast import accelerators, contract, units
 from outlast.cli import show, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
@@ -173,12 +173,10 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
 
 def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How many accelerators of each kind there are in lists of resources."""
-    from outlast.manifests import resources
-
     counts: dict[str, int] = {}
     for has in found:
         for resource, amount in has.items():
-            if resources.device(resource) and (count := round(units.quantity(amount))):
+            if accelerators.known(resource) and (count := round(units.quantity(amount))):
                 counts[resource] = counts.get(resource, 0) + count
     return counts
 

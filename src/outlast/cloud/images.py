@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outlast import accelerators
 from outlast.errors import NotFound, OutlastError
 
 ENGINES = ("docker", "podman", "buildah")
 """In the order in which they are looked for."""
-VARIANTS = ("cpu", "cuda", "neuron", "operator")
+VARIANTS = ("cpu", *accelerators.IMAGES, "operator")
 """Stages of images/Dockerfile."""
 _ECR = re.compile(r"([0-9]{12})\.dkr\.ecr(?:-fips)?\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
 _REFERENCE = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?::[0-9]+)?(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*(?::[\w][\w.-]{0,127})?")

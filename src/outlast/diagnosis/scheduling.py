@@ -11,12 +11,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from outlast import units
+from outlast import accelerators, units
 from outlast.diagnosis.cause import Cause, amount_text, grouped, joined, verb, workers_text
 from outlast.diagnosis.snapshot import Snapshot
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
-from outlast.manifests.resources import ACCELERATORS
 
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
@@ -119,11 +118,7 @@ def _resource(it: Blocked) -> Cause:
 
 def _short(resource: str) -> str:
     return (
-        resource
-        if resource in ("cpu", "memory", "ephemeral-storage")
-        else "gpu"
-        if resource in ACCELERATORS.values()
-        else "resource"
+        resource if resource in ("cpu", "memory", "ephemeral-storage") else "gpu" if accelerators.known(resource) else "resource"
     )
 
 
@@ -149,10 +144,10 @@ def _absent(snapshot: Snapshot, resource: str) -> str:
             each
             for node in snapshot.nodes
             for each, amount in node["status"].get("allocatable", {}).items()
-            if each in ACCELERATORS.values() and units.quantity(amount)
+            if accelerators.known(each) and units.quantity(amount)
         }
     )
-    if resource not in ACCELERATORS.values():
+    if not accelerators.known(resource):
         return f"add nodes that offer {resource}, or remove it from the template"
     has = f"nodes have {joined(others)}: set resources.accelerator; or " if others else ""
     return f"{has}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import TYPE_CHECKING
 
-from outlast import contract, manifests, spec, units
+from outlast import accelerators, contract, manifests, spec, units
 from outlast.cluster import installation
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE
 from outlast.diagnosis import admission
@@ -25,9 +25,8 @@ from outlast.errors import Absent, ClusterError, Forbidden, NotServed, Refused
 from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
-from outlast.manifests import install, rendezvous, resources, scheduling
+from outlast.manifests import install, rendezvous, scheduling
 from outlast.manifests.request import Document
-from outlast.manifests.resources import ACCELERATORS
 
 if TYPE_CHECKING:
     from outlast.kube import Cluster
@@ -75,7 +74,7 @@ RIGHTS = (
 )
 ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 
-TOLERATED = scheduling.tolerated(ACCELERATORS.values())
+TOLERATED = scheduling.tolerated(accelerators.RESOURCES.values())
 """What workers tolerate without being told to: each accelerator by those that ask for it."""
 _CORES, _MEMORY = "100m", "256Mi"
 _LITTLE = f"{_CORES} cores and {_MEMORY}"
@@ -304,17 +303,16 @@ def devices(nodes: list[Document] | None) -> Check:
     total: dict[str, float] = {}
     for node in nodes:
         for name, amount in node["status"].get("allocatable", {}).items():
-            if resources.device(name):
+            if accelerators.known(name):
                 total[name] = total.get(name, 0) + units.quantity(amount)
     has = [f"{count:.0f} × {name}" for name, count in sorted(total.items()) if count]
     if has:
         return passed("accelerators", joined(has))
-    hidden = [
-        kube_pods.name(node) for node in nodes if node["metadata"].get("labels", {}).get("nvidia.com/gpu.present") == "true"
-    ]
-    if hidden:
-        said = f"{joined(hidden)} have GPUs that no device plugin offers"
-        return failed("accelerators", said, "install the NVIDIA device plugin or GPU operator")
+    for row in accelerators.TABLE:
+        hidden = [kube_pods.name(node) for node in nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]
+        if hidden:
+            said = f"{joined(hidden)} have GPUs that no device plugin offers"
+            return failed("accelerators", said, f"install the {row.vendor} device plugin or GPU operator")
     said = "none is offered by any node"
     return warned("accelerators", said, "jobs with resources.gpu wait for ever: add nodes with devices and their device plugin")
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from outlast import __version__, contract
+from outlast import __version__, accelerators, contract
+from outlast.accelerators import Accelerator
 from outlast.contract import Pod
 from outlast.doctor import Check, failed, warned
 from outlast.doctor import cluster as judged
@@ -21,7 +22,6 @@ from outlast.errors import Absent, ClusterError, Forbidden
 from outlast.kube import kinds
 from outlast.manifests import volumes as places
 from outlast.manifests.request import Document
-from outlast.manifests.resources import ACCELERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,6 @@ PLACES = (Pod.DATA, Pod.MODELS, Pod.OUTPUT, Pod.STATE, Pod.CACHE, Pod.HOME, "/tm
 LABEL = f"{contract.GROUP}/doctor"
 NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
 """What every pod of a cluster must be able to look up."""
-_GPU = ACCELERATORS["nvidia"]
 _MEMORY = "2Gi"
 """Most that a pod of ours may use: torch takes a third of it."""
 
@@ -58,13 +57,12 @@ def checks(cluster: Cluster, wanted: Wanted) -> Iterator[Check]:
     nodes = _nodes(cluster)
     usable = [node for node in nodes or () if judged.usable(node)]
     two = wanted.network and (nodes is None or len(usable) > 1)
-    gpus = [node for node in usable if node["status"].get("allocatable", {}).get(_GPU, "0") != "0"]
     name = f"outlast-doctor-{uuid.uuid4().hex[:8]}"
-    gpu = two and len(gpus) > 1
+    on = _on_two(usable) if two else None
     if wanted.network and not two:
         yield warned("network", f"{len(usable)} node takes pods: there is no other one to reach", "add a node to try the network")
     try:
-        first = cluster.create(pod(name, 0, wanted, rank=two, gpu=gpu))
+        first = cluster.create(pod(name, 0, wanted, rank=two, on=on))
         ends = [first["metadata"]["name"]]
         if two:
             placed = _until(
@@ -72,7 +70,7 @@ def checks(cluster: Cluster, wanted: Wanted) -> Iterator[Check]:
             )
             if placed:
                 address = placed[0]["status"]["podIP"]
-                ends.append(cluster.create(pod(name, 1, wanted, rank=True, gpu=gpu, address=address))["metadata"]["name"])
+                ends.append(cluster.create(pod(name, 1, wanted, rank=True, on=on, address=address))["metadata"]["name"])
         over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(_over, pods)), wanted.timeout_s)
         yield from _answers(cluster, ends)
         if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
@@ -81,17 +79,35 @@ def checks(cluster: Cluster, wanted: Wanted) -> Iterator[Check]:
         _delete(cluster, name)
 
 
-def pod(name: str, index: int, wanted: Wanted, *, rank: bool, gpu: bool = False, address: str = "$(OUTLAST_ADDRESS)") -> Document:
-    """The pod that looks; with `rank` it meets the other one, which listens on `address`."""
+def _on_two(nodes: Sequence[Document]) -> Accelerator | None:
+    """The first accelerator that two nodes offer, so that two pods can try its backend."""
+    offered = [node["status"].get("allocatable", {}) for node in nodes]
+    rows = (row for row in accelerators.TABLE if row.backend)
+    return next((row for row in rows if sum(each.get(row.resource, "0") != "0" for each in offered) > 1), None)
+
+
+def pod(
+    name: str,
+    index: int,
+    wanted: Wanted,
+    *,
+    rank: bool,
+    on: Accelerator | None = None,
+    address: str = "$(OUTLAST_ADDRESS)",
+) -> Document:
+    """The pod that looks; with `rank` it meets the other one, which listens on `address`, each with one device of `on`."""
     arguments = ["--timeout", f"{wanted.timeout_s:.0f}"]
     arguments += ["--mark", MARK]
-    arguments += ["--image", "--outlast", __version__] if index == 0 else []
+    if index == 0:
+        kinds = [f"{row.device}:{row.files}" for row in accelerators.TABLE if row.files]
+        arguments += ["--image", "--outlast", __version__, "--accelerators", *kinds]
     arguments += ["--dns", *NAMES]
     arguments += ["--store", wanted.store] if wanted.store and index == 0 else []
     if rank:
-        arguments += ["--rank", str(index), "--address", address, "--backend", "nccl" if gpu else "gloo"]
+        arguments += ["--rank", str(index), "--address", address]
+        arguments += ["--backend", on.backend, "--device", on.device] if on else []
     volumes = {place: place.strip("/").replace("/", "-") for place in PLACES}
-    device = {_GPU: 1} if gpu else {}
+    device = {on.resource: 1} if on else {}
     apart = {
         "requiredDuringSchedulingIgnoredDuringExecution": [
             {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {LABEL: name}}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import importlib
 import importlib.metadata
 import importlib.util
@@ -55,8 +56,11 @@ def telling(name: str, remedy: str) -> Iterator[None]:
 # The image
 
 
-def image(asking: str) -> None:
-    """Python, Outlast, which is to be of the version that is `asking`, torch and the command."""
+def image(asking: str, accelerators: Sequence[str] = ()) -> None:
+    """Python, Outlast, which is to be of the version that is `asking`, torch and the command.
+
+    Each of `accelerators` is torch's device type and the pattern of its files in /dev: `cuda:nvidia[0-9]*`.
+    """
     have = sys.version_info[:2] >= LEAST_PYTHON
     least = ".".join(map(str, LEAST_PYTHON))
     say("python", "pass" if have else "fail", platform.python_version(), "" if have else f"use Python {least} or newer")
@@ -66,7 +70,7 @@ def image(asking: str) -> None:
     _version("numpy", "numpy", "pip install outlast[train]", needed=True)
     _bytecode()
     _command()
-    _accelerators()
+    _accelerators(accelerators)
 
 
 def _bytecode() -> None:
@@ -139,16 +143,19 @@ def _command() -> None:
     say("command", outcome, text[-1] if text else f"exit code {done.returncode}", remedy if done.returncode else "")
 
 
-def _accelerators() -> None:
+def _accelerators(kinds: Sequence[str]) -> None:
     try:
         import torch
     except Exception:  # `torch` has said so already
         return
-    if torch.cuda.is_available():
-        say("gpu", "pass", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
-    elif os.path.exists("/dev/nvidia0"):
-        remedy = "use an image whose torch is built for CUDA, no newer than the driver"
-        say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
+    for device, files in (each.split(":") for each in kinds):
+        module = getattr(torch, device, None)
+        if module and module.is_available():
+            version = f"{device.upper()} {getattr(torch.version, device, None) or 'of unknown version'}"
+            say("gpu", "pass", f"{module.device_count()} × {module.get_device_name(0)}, {version}")
+        elif glob.glob(f"/dev/{files}"):
+            remedy = f"use an image whose torch is built for {device.upper()}, no newer than the driver"
+            say("gpu", "fail", "there is a GPU that torch cannot use", remedy)
 
 
 # Names
@@ -169,8 +176,8 @@ def dns(names: Sequence[str]) -> None:
 # The other pod
 
 
-def peer(rank: int, address: str, port: int, backend: str, timeout_s: float) -> None:
-    """Bandwidth between two pods, and an all-reduce of them. Rank 0 listens on `address`."""
+def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str = "cpu") -> None:
+    """Bandwidth between two pods, and an all-reduce of them, of tensors on `device`. Rank 0 listens on `address`."""
     remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
     with telling("network", remedy):
         if rank == 0:
@@ -178,7 +185,7 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float) -> 
         else:
             say("network", "pass", _send(address, port, timeout_s))
     with telling("all-reduce", f"see the network above; {backend} needs all ports between pods, and the same interface on both"):
-        sentence = _all_reduce(rank, address, port + 1, backend, timeout_s)
+        sentence = _all_reduce(rank, address, port + 1, backend, timeout_s, device)
         if rank == 0:
             say("all-reduce", "pass", sentence)
 
@@ -223,7 +230,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
     return f"TCP from {socket.gethostname()} to {address}: {total * 8 / seconds / 1e9:.1f} Gbit/s over one connection"
 
 
-def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float) -> str:
+def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
     from datetime import timedelta
 
     import torch
@@ -232,7 +239,6 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
     method = f"tcp://{address if ':' not in address else f'[{address}]'}:{port}"
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s))
     try:
-        device = "cuda" if backend == "nccl" else "cpu"
         tensor = torch.full((REDUCED,), float(rank + 1), device=device)  # (n,)
         dist.all_reduce(tensor)
         if tensor[0].item() != 3.0 or tensor[-1].item() != 3.0:
@@ -240,8 +246,7 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
         began = time.monotonic()
         for _ in range(ROUNDS):
             dist.all_reduce(tensor)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        getattr(torch, device).synchronize()
         seconds = (time.monotonic() - began) / ROUNDS
     finally:
         dist.destroy_process_group()
@@ -322,18 +327,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--address", default="")
     parser.add_argument("--port", type=int, default=29400)
     parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--accelerators", nargs="*", default=[])
     parser.add_argument("--timeout", type=float, default=120.0)
     asked = parser.parse_args(argv)
     global mark
     mark = asked.mark
     if asked.image:
-        image(asked.outlast)
+        image(asked.outlast, asked.accelerators)
     if asked.dns:
         dns(asked.dns)
     if asked.store:
         store(asked.store)
     if asked.rank is not None:
-        peer(asked.rank, asked.address, asked.port, asked.backend, asked.timeout)
+        peer(asked.rank, asked.address, asked.port, asked.backend, asked.timeout, asked.device)
 
 
 if __name__ == "__main__":

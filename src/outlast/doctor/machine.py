@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from outlast import __version__, units
+from outlast import __version__, accelerators, units
 from outlast.doctor import Check, failed, passed, warned
 
 LEAST_PYTHON = (3, 11)
@@ -22,10 +22,13 @@ _LEAST_SHARED = 2**30
 """Bytes of /dev/shm: workers of data loaders hand samples over in it."""
 _TORCH_S = 120
 
-ASK_TORCH = (
-    "import torch, torch.distributed as d; c = torch.cuda.is_available(); "
-    "print(torch.__version__, d.is_available(), c and torch.cuda.device_count(), c and torch.cuda.get_device_name(0), sep='|')"
-)
+_ASK_TORCH = """
+import sys, torch, torch.distributed as d
+modules = (getattr(torch, device, None) for device in sys.argv[1:])
+found = next((module for module in modules if module and module.is_available()), None)
+print(torch.__version__, d.is_available(), found and found.device_count(), found and found.get_device_name(0), sep="|")
+"""
+"""Run with the device types that torch may know."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def checks() -> Iterator[Check]:
         yield installed(extra)
     if not Path(sys.executable).with_name("py-spy").exists():  # where the agent looks
         yield warned("py-spy", "is not installed: a hang is ended without the stacks", "pip install 'outlast[train]'")
-    yield devices(shutil.which("nvidia-smi"))
+    yield devices()
     yield from free(Path.cwd(), "disk", _LEAST_FREE, "free some, or set `output` to a place that has room")
     if Path("/dev/shm").is_dir():
         yield from free(
@@ -72,7 +75,8 @@ def torch(interpreter: str) -> Check:
     """What torch says in a process of its own: it is heavy, and may crash."""
     remedy = "pip install 'outlast[train]'"
     try:
-        done = subprocess.run([interpreter, "-c", ASK_TORCH], capture_output=True, text=True, check=False, timeout=_TORCH_S)
+        command = [interpreter, "-c", _ASK_TORCH, *accelerators.BACKENDS]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
     except subprocess.TimeoutExpired:
         return failed("torch", f"is not imported after {_TORCH_S} s", "look at the disk that it is on, or install it again")
     if done.returncode:
@@ -82,11 +86,11 @@ def torch(interpreter: str) -> Check:
 
 
 def judged_torch(answer: str) -> Check:
-    """What the answer to ASK_TORCH means."""
+    """What the answer to _ASK_TORCH means."""
     version, distributed, count, name = answer.split("|")
     if distributed != "True":
         return failed("torch", f"{version} is built without torch.distributed", "install a build with it: pip install torch")
-    return passed("torch", f"{version}, {f'{count} × {name}' if count != 'False' else 'no GPU'}")
+    return passed("torch", f"{version}, {f'{count} × {name}' if count != 'None' else 'no GPU'}")
 
 
 def installed(extra: Extra) -> Check:
@@ -98,15 +102,17 @@ def installed(extra: Extra) -> Check:
     return passed(extra.name, ", ".join(f"{module} {metadata.version(module)}" for module in extra.modules))
 
 
-def devices(program: str | None) -> Check:
-    """The GPUs that the driver knows: those that torch does not see are a mistake of the installation."""
-    if program is None:
-        return passed("devices", "no NVIDIA driver on this machine")
-    done = subprocess.run([program, "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+def devices() -> Check:
+    """The accelerators that drivers know: those that torch does not see are a mistake of the installation."""
+    rows = [row for row in accelerators.TABLE if row.query]
+    row = next((row for row in rows if shutil.which(row.query[0])), None)
+    if row is None:
+        return passed("devices", f"no {' or '.join(row.vendor for row in rows)} driver on this machine")
+    done = subprocess.run(row.query, capture_output=True, text=True, check=False)
     names = done.stdout.strip().splitlines()
     if done.returncode or not names:
         said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        return warned("devices", f"nvidia-smi knows none: {said}", "see whether the driver is loaded (dmesg), or use CPUs")
+        return warned("devices", f"{row.query[0]} knows none: {said}", "see whether the driver is loaded (dmesg), or use CPUs")
     return passed("devices", f"{len(names)} × {names[0]}")
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from outlast import accelerators
 from outlast.workerfiles import progress
 
 BUSY = 0.01
@@ -96,22 +97,22 @@ def cpu_s() -> float:
     return time.process_time() - time.thread_time()
 
 
-def uses_gpu() -> bool:
-    """Whether this process has begun to use GPUs."""
+def accelerator() -> Any:
+    """The torch module of the accelerators that this process has begun to use; None if it uses none."""
     torch: Any = sys.modules.get("torch")
+    modules = (getattr(torch, device, None) for device in accelerators.BACKENDS)
     with contextlib.suppress(AttributeError):  # half imported
-        return bool(torch and torch.cuda.is_initialized())
-    return False
+        return next((module for module in modules if module and module.is_initialized()), None)
+    return None
 
 
 def work() -> Work:
     """What others do for this process."""
-    torch: Any = sys.modules.get("torch")
     allocated: tuple[int, ...] = ()
-    if uses_gpu():
+    if module := accelerator():
         with contextlib.suppress(Exception):  # allocators that do not count
-            stats = [torch.cuda.memory_stats_as_nested_dict(gpu) for gpu in range(torch.cuda.device_count())]
-            allocated = tuple(each["allocation"]["all"]["allocated"] for each in stats)
+            stats = [module.memory_stats(index) for index in range(module.device_count())]
+            allocated = tuple(each["allocation.all.allocated"] for each in stats)
     return Work(_children_s(os.getpid()), allocated)
 
 

@@ -223,7 +223,7 @@ class Watch:
 
     def _sight(self, frame: FrameType) -> motion.Sight:
         """What there is to see now. Cheap: this happens once a second while training runs."""
-        spins = motion.uses_gpu() or where(frame)[0] in _COUNTED
+        spins = motion.accelerator() is not None or where(frame)[0] in _COUNTED
         return motion.Sight(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
     def _counts(self) -> tuple[Any, ...]:
@@ -267,7 +267,7 @@ class Watch:
     def _standing(self, frame: FrameType) -> Standing:
         """Where we are."""
         waits, at = where(frame)
-        blocks = waits not in ("backward", "forward") or not motion.uses_gpu()
+        blocks = waits not in ("backward", "forward") or motion.accelerator() is None
         self._looks += 1
         return Standing(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outlast import backoff, contract
+from outlast import accelerators, backoff, contract
 from outlast.clock import Seen
 from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
@@ -48,7 +48,8 @@ _PREFIX = "[rank ${rank}] "
 """Of each line that one of several processes writes."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _ECHO = re.compile(
-    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|nccl",
+    r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
+    + "|".join(accelerators.BACKENDS.values()),
     re.IGNORECASE,
 )
 """How collectives complain when somebody else has died. Such an error is an echo, not the cause."""

@@ -14,13 +14,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from outlast import contract
+from outlast import accelerators, contract
 from outlast.contract import Label
 from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import cel, names
 from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document
-from outlast.manifests.resources import ACCELERATORS
 
 CONTAINER = "elasticjob-worker"
 """The container that torchrun is in, if there are several."""
@@ -82,7 +81,7 @@ def processes(job: Mapping[str, Any]) -> int:
     count = told[1] if told else given
     if count in ("gpu", "auto"):
         limits = (container.get("resources") or {}).get("limits") or {}
-        count = next((str(amount) for device, amount in limits.items() if device in ACCELERATORS.values()), "1")
+        count = next((str(amount) for device, amount in limits.items() if accelerators.known(device)), "1")
     return int(count) if count.isdecimal() else 1
 
 

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from outlast import contract, spec
-from outlast.agent.agent import processes_per_worker
+from outlast import accelerators, contract, spec
 from outlast.clock import Seen
 from outlast.errors import OutlastError
 from outlast.local.state_dir import Places
@@ -88,7 +87,7 @@ class Staff:
         self._places, self._job, self._run, self._output, self._code = places, job, run, output, code
         self._store, self._owner = store, owner
         self.gpus = gpus()
-        self.processes = processes_per_worker(job)
+        self.processes = job.spec.processes()
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._vain: collections.Counter[int] = collections.Counter()
@@ -227,7 +226,7 @@ class Staff:
             "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
             "PYTHONHASHSEED": "0",
             "PYTHONUNBUFFERED": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(devices(self.gpus, fields.resources.gpu, index)),
+            **{name: ",".join(devices(shown, fields.resources.gpu, index)) for name, shown in self.gpus.items()},
             contract.Env.JOB: self._job.metadata.name,
             contract.Env.RUN: self._run,
             contract.Env.WORKER: str(index),
@@ -248,12 +247,16 @@ class Staff:
         return {**environ, **references.values(fields.env, environ)}
 
 
-def gpus() -> list[str]:
-    """The GPUs that this machine shows to us, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+def gpus() -> dict[str, list[str]]:
+    """The accelerators that this machine shows to us, by the variable that names them (`CUDA_VISIBLE_DEVICES`)."""
+    return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
+
+
+def _shown(row: accelerators.Accelerator) -> list[str]:
+    visible = os.environ.get(row.visible)
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    return sorted(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
+    return sorted(path.name.removeprefix(row.files.partition("[")[0]) for path in Path("/dev").glob(row.files))
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:

@@ -12,7 +12,7 @@ https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/t
 
 from __future__ import annotations
 
-from outlast import contract, spec
+from outlast import accelerators, contract, spec
 
 Rule = dict[str, str]
 
@@ -186,7 +186,7 @@ RULES: dict[str, list[Rule]] = {
         rule(
             "!has(self.processesPerWorker) || type(self.processesPerWorker) != int || !has(self.resources) || "
             "!has(self.resources.gpu) || self.resources.gpu == 0 || int(self.processesPerWorker) <= self.resources.gpu || "
-            f"(has(self.resources.accelerator) && self.resources.accelerator in {list(spec.MANY_CORES)})",
+            f"(has(self.resources.accelerator) && self.resources.accelerator in {list(accelerators.SHARED)})",
             "processesPerWorker is above resources.gpu; each process needs a GPU of its own",
             at=".processesPerWorker",
         ),

@@ -1,32 +1,15 @@
 """What a worker's container is given: the one place that decides requests, limits, processes and threads.
 
 Memory and accelerators are both requested and limited. Cores are only requested, unless the job names a limit: it would hold data
-loaders back while other cores are idle. `processes` is what the agent decides from the same job file
-(`agent.agent.processes_per_worker`).
+loaders back while other cores are idle.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass
 
-from outlast import spec, units
+from outlast import accelerators, spec, units
 from outlast.manifests.request import wrong
-
-ACCELERATORS = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "neuron": "aws.amazon.com/neuron"}
-"""The resource that a device plugin offers, by the short name of the accelerator."""
-DEVICES = (
-    *ACCELERATORS.values(),
-    "nvidia.com/gpu.shared",
-    "nvidia.com/mig-*",
-    "aws.amazon.com/neuroncore",
-    "aws.amazon.com/neurondevice",
-    "google.com/tpu",
-    "gpu.intel.com/i915",
-    "gpu.intel.com/xe",
-    "habana.ai/gaudi",
-)
-"""All resources that stand for accelerators or parts of them, as their device plugins name them; patterns."""
 
 Quantities = dict[str, str | int]
 
@@ -48,14 +31,9 @@ class Share:
         return {key: value for key, value in (("requests", self.requests), ("limits", self.limits)) if value}
 
 
-def device(resource: str) -> bool:
-    """Whether a resource of a node or a pod is an accelerator."""
-    return any(fnmatch.fnmatchcase(resource, pattern) for pattern in DEVICES)
-
-
 def accelerator(wanted: spec.Resources) -> str:
     """The resource of the accelerators; empty for none."""
-    return ACCELERATORS.get(wanted.accelerator, wanted.accelerator) if wanted.gpu else ""
+    return accelerators.resource(wanted.accelerator) if wanted.gpu else ""
 
 
 def share(job: spec.Job) -> Share:

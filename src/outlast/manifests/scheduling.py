@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outlast import spec
+from outlast import accelerators, spec
 from outlast.manifests import labels, resources
 from outlast.manifests.request import Document
 
@@ -99,8 +99,6 @@ def tolerated(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
     """Tolerations of the taints that keep nodes for those who want such accelerators, and of those that mark spot machines."""
     taints: dict[str, None] = {}
     for device in devices:
-        vendor = f"{device.partition('/')[0]}/"  # parts of a device are behind the taint of the whole: nvidia.com/mig-1g.10gb
-        wholes = (taint for taint in resources.ACCELERATORS.values() if taint.startswith(vendor))
-        taints |= dict.fromkeys([device, *wholes])
+        taints |= dict.fromkeys(accelerators.taints(device))
     found: list[Document] = [{"key": taint, "operator": "Exists", "effect": "NoSchedule"} for taint in taints]
     return found + ([{"key": name, "operator": "Exists"} for name in _SPOT_TAINTS] if spot else [])

@@ -31,7 +31,7 @@ from outlast.data import cifar
 from outlast.errors import NotFound, OutlastError
 from outlast.recipes import results, settings
 from outlast.recipes.settings import flag
-from outlast.training import Stream, checkpoint, session
+from outlast.training import Stream, checkpoint, device, session
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,14 @@ def evaluate(s: Settings) -> None:
     """Accuracy on the held-out images, overall and per class."""
     output = Path(os.environ.get(contract.Env.OUTPUT, "out"))
     images = cifar.test(directory(s))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    accelerator = device.find()
+    where = torch.device(accelerator.type if accelerator else "cpu")
     model = network()
     weights = restore(model, output)
-    model.to(device).eval()  # BatchNorm's running statistics, not those of the test images
+    model.to(where).eval()  # BatchNorm's running statistics, not those of the test images
 
     parts = torch.from_numpy(images.x).split(250)  # (250, 3, 32, 32) each
-    predicted = torch.cat([model(pixels(x.to(device))).argmax(1).cpu() for x in parts]).numpy()  # (n,)
+    predicted = torch.cat([model(pixels(x.to(where))).argmax(1).cpu() for x in parts]).numpy()  # (n,)
     right = predicted == images.y  # (n,)
     overall, classes = percent(right), {}
     for label, name in enumerate(images.names):

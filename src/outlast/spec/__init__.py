@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from outlast.spec.job_file import absent, anchor, dump, load, no_such_file, of, parse
 from outlast.spec.locations import ARCHIVES, STORES, archive, local, pinned
-from outlast.spec.model import MANY_CORES, OWN, Checkpoint, Environment, Job, Metadata, Resources, Restarts, Spec, Workers
+from outlast.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Resources, Restarts, Spec, Workers
 from outlast.spec.schema import schema
 
 __all__ = [
     "ARCHIVES",
-    "MANY_CORES",
     "OWN",
     "STORES",
     "Checkpoint",

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import core_schema
 
-from outlast import contract, units
+from outlast import accelerators, contract, units
 from outlast.spec import validation
 from outlast.spec.document import Place
 from outlast.spec.locations import ARCHIVES, OTHER_ARCHIVES, STORES, archive, local, pinned
@@ -180,7 +180,10 @@ Mount = Annotated[
 Directory = Annotated[str, Pattern(r"[\w.-]*[\w-]", "must be a directory's name: letters, digits, dashes and dots")]
 Accelerator = Annotated[
     str,
-    Pattern(r"nvidia|amd|neuron|[\w.-]+/[\w.-]+", "must be nvidia, amd, neuron or a resource such as nvidia.com/gpu"),
+    Pattern(
+        rf"{'|'.join(accelerators.RESOURCES)}|[\w.-]+/[\w.-]+",
+        f"must be {', '.join(accelerators.RESOURCES)} or a resource such as nvidia.com/gpu",
+    ),
 ]
 LABEL_VALUE = r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?"
 TAINT_KEY = Pattern(

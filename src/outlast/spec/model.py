@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from outlast import contract, units
+from outlast import accelerators, contract, units
 from outlast.spec import fields, validation
 from outlast.spec.document import Place
 from outlast.spec.fields import (
@@ -40,8 +40,6 @@ from outlast.spec.validation import Checked
 
 OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
 """Directories of a pod that nothing may be mounted over, since programs there need their files. Valid RE2."""
-MANY_CORES = ("neuron", "aws.amazon.com/neuron", "aws.amazon.com/neurondevice")
-"""Accelerators with several cores each, so that one may serve several processes."""
 
 
 class Metadata(Checked):
@@ -139,8 +137,10 @@ class Resources(Checked):
     """Memory: `16Gi`."""
     gpu: Whole = 0
     """Number of GPUs. Each worker sees only its own. Without GPUs on this machine `outlast run` trains on the CPU."""
-    accelerator: Accelerator = "nvidia"
-    """Kind of GPU: `nvidia`, `amd`, `neuron` (AWS Trainium and Inferentia), or the full name of a Kubernetes resource."""
+    accelerator: Accelerator = Field(
+        default="nvidia",
+        description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource.",
+    )
     shared_memory: Memory | None = None
     """Size of `/dev/shm`, which data loaders and NCCL use: `4Gi`. It counts toward `memory`."""
 
@@ -398,7 +398,7 @@ class Spec(Checked):
         return max(1, self.resources.gpu) if count == "auto" else int(count)
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        own = self.resources.accelerator not in MANY_CORES
+        own = self.resources.accelerator not in accelerators.SHARED
         if self.processes_per_worker != "auto" and own and 0 < self.resources.gpu < self.processes_per_worker:
             yield (
                 ("processesPerWorker",),

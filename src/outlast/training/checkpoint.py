@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from outlast.errors import OutlastError
+from outlast.training import device
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
@@ -267,8 +268,8 @@ class _Planner(DefaultLoadPlanner):
 
 def _generators() -> dict[str, Any]:
     kept = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        kept["cuda"] = torch.cuda.get_rng_state()
+    if found := device.find():
+        kept[found.type] = found.random_state()
     return kept
 
 
@@ -276,8 +277,8 @@ def _set_generators(kept: Mapping[str, Any]) -> None:
     random.setstate(kept["python"])
     np.random.set_state(kept["numpy"])
     torch.set_rng_state(kept["torch"])
-    if "cuda" in kept and torch.cuda.is_available():
-        torch.cuda.set_rng_state(kept["cuda"])
+    if (found := device.find()) and found.type in kept:
+        found.set_random_state(kept[found.type])
 
 
 # Restoring

@@ -13,7 +13,7 @@ def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> Distrib
 
     A backward pass over nothing makes it do so; the model is as before afterwards. A collective.
     """
-    net = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, **options)
+    net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
     if options.get("find_unused_parameters"):
         return net  # which keeps DDP from laying them out anew
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -41,7 +41,7 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import stall
 from outlast.ledger import Ledger
-from outlast.training import checkpoint, metrics, mistakes, newest, replicas, saver, weights
+from outlast.training import checkpoint, device, metrics, mistakes, newest, replicas, saver, weights
 from outlast.training import stream as streams
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
@@ -129,16 +129,14 @@ class Session:
             raise OutlastError("a process group exists already; session.open() joins it itself: remove init_process_group()")
         stall.watch().start()
         self._report()
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(self.device)
+        accelerator = device.find()
+        self.device = accelerator.bind(self.local_rank) if accelerator else torch.device("cpu")
         with self._writing():
             self._directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self._directory, os.W_OK | os.X_OK):
                 raise PermissionError(None, "Permission denied")
             self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        backend = accelerator.backend if accelerator else "gloo"
         if "RANK" in env:
             dist.init_process_group(backend)
         else:

@@ -1,0 +1,103 @@
+"""The accelerators that Outlast knows, one row each. Pure.
+
+A new accelerator is one row of `TABLE`. Only if torch's module for it differs from `torch.cuda`, it also needs a class in
+`training.device`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator."""
+
+    resource: str
+    """Kubernetes resource that the device plugin offers, and the taint of nodes reserved for it."""
+    name: str = ""
+    """Short name in job files. Without one, job files name the resource."""
+    about: str = ""
+    """What the short name stands for, if that is not obvious."""
+    others: tuple[str, ...] = ()
+    """Other resources of the same devices, such as parts of one; patterns."""
+    shared: tuple[str, ...] = ()
+    """Resources of which one unit has cores for several processes."""
+    device: str = ""
+    """Device type in torch; `torch.<device>` is its module."""
+    backend: str = ""
+    """Backend of torch.distributed for collectives between such devices. Its name also marks its errors."""
+    files: str = ""
+    """Pattern of the device files in /dev. The part that `[0-9]*` matches names the device."""
+    visible: str = ""
+    """Environment variable with the devices that a process may use."""
+    query: tuple[str, ...] = ()
+    """Command that prints the model of each device on this machine, one a line."""
+    vendor: str = ""
+    """Name of the vendor, as users know it."""
+    label: str = ""
+    """Label, with the value `true`, of nodes that have such devices, even if no device plugin offers them."""
+    image: str = ""
+    """Stage of images/Dockerfile that is built for it."""
+
+
+TABLE = (
+    Accelerator(
+        "nvidia.com/gpu",
+        name="nvidia",
+        others=("nvidia.com/gpu.shared", "nvidia.com/mig-*"),
+        device="cuda",
+        backend="nccl",
+        files="nvidia[0-9]*",
+        visible="CUDA_VISIBLE_DEVICES",
+        query=("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
+        vendor="NVIDIA",
+        label="nvidia.com/gpu.present",
+        image="cuda",
+    ),
+    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # as torch's build for ROCm names them
+    Accelerator(
+        "aws.amazon.com/neuron",
+        name="neuron",
+        about="AWS Trainium and Inferentia",
+        others=("aws.amazon.com/neuroncore", "aws.amazon.com/neurondevice"),
+        shared=("aws.amazon.com/neuron", "aws.amazon.com/neurondevice"),
+        vendor="AWS",
+        image="neuron",
+    ),
+    Accelerator("google.com/tpu", vendor="Google"),
+    Accelerator("gpu.intel.com/i915", others=("gpu.intel.com/xe",), vendor="Intel"),
+    Accelerator("habana.ai/gaudi", vendor="Intel"),
+)
+
+NAMED = tuple(row for row in TABLE if row.name)
+RESOURCES = {row.name: row.resource for row in NAMED}
+"""Resource by short name."""
+BACKENDS = {row.device: row.backend for row in TABLE if row.device}
+"""Backend for collectives by torch's device type."""
+SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
+"""Values of `resources.accelerator` that several processes may share one of."""
+IMAGES = tuple(row.image for row in TABLE if row.image)
+
+
+def resource(name: str) -> str:
+    """The Kubernetes resource that `resources.accelerator` means."""
+    return RESOURCES.get(name, name)
+
+
+def described() -> str:
+    """The short names, as the reference of the job file lists them."""
+    return ", ".join(f"`{row.name}`{f' ({row.about})' if row.about else ''}" for row in NAMED)
+
+
+def known(resource: str) -> bool:
+    """Whether a resource of a node or a pod is an accelerator or part of one."""
+    return any(fnmatch.fnmatchcase(resource, pattern) for row in TABLE for pattern in (row.resource, *row.others))
+
+
+def taints(resource: str) -> list[str]:
+    """Taints of nodes that are reserved for a resource. Parts of a device are behind the taint of the whole device."""
+    domain = f"{resource.partition('/')[0]}/"
+    wholes = (row.resource for row in NAMED if row.resource.startswith(domain))
+    return list(dict.fromkeys([resource, *wholes]))
