@@ -187,7 +187,9 @@ def test_a_refusal_says_what_refuses(team: Team) -> None:
         place.chaos("train", "term", worker=7, rng=random.Random(0))
 
 
-def test_harm_in_a_cluster_is_confirmed(team: Team, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_injection_in_a_cluster_is_confirmed(
+    team: Team, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     api, place = team
 
     def run(*words: str) -> tuple[int, str]:
@@ -198,7 +200,7 @@ def test_harm_in_a_cluster_is_confirmed(team: Team, capsys: pytest.CaptureFixtur
 
     assert run("train", "term", "--worker", "0") == (
         2,
-        "Error: term harms train in namespace n of here; add --yes if it may be harmed\n",
+        "Error: term injects faults into train in namespace n of here; add --yes to confirm\n",
     )
     monkeypatch.setattr(sys, "stdin", tty := io.StringIO("no\n"))
     monkeypatch.setattr(tty, "isatty", lambda: True)

@@ -198,7 +198,7 @@ def test_the_chaos_schedule_is_checked_and_handed_on(
     code, _, err = outlast(backend, "run", job_file, "--chaos", schedule)
     assert code == 2
     assert err.splitlines() == [
-        f"Error: {schedule}: entry 2: no such chaos: 'explode'; there are kill-process, kill-worker, stop, slow, term, evict",
+        f"Error: {schedule}: entry 2: no fault 'explode'; choose one of kill-process, kill-worker, stop, slow, term, evict",
         f"{schedule}: entry 3: say when: `at: 20s` or `step: 40`",
         f"{schedule}: entry 4: worker is 'x'; expected the index of a worker, or random",
     ]
@@ -440,7 +440,7 @@ def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Pa
         time.sleep(0.01)
 
 
-def test_chaos_strikes_once_or_again_and_again(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+def test_chaos_injects_a_fault_once_or_repeatedly(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
     backend = fake.FakeBackend(tmp_path, steps=10_000)
     outlast(backend, "run", job_file, "--detach")
     while backend.status("job").state is not State.RUNNING:
@@ -453,23 +453,24 @@ def test_chaos_strikes_once_or_again_and_again(tmp_path: Path, outlast: Outlast,
     assert "10ms" in err
     struck = [outlast(backend, "chaos", "term", "--every", "0.01s", "--times", 8, "--seed", 1)[1] for _ in range(2)]
     workers = [[line.split(" at ")[0] for line in lines.splitlines()] for lines in struck]
-    assert workers[0] == workers[1], "the same seed harms the same workers"
+    assert workers[0] == workers[1], "the same seed picks the same workers"
     assert len(set(workers[0])) == 2
-    assert outlast(backend, "chaos", "explode")[2].startswith("Error: no such chaos: 'explode'")
+    assert outlast(backend, "chaos", "explode")[2].startswith("Error: no fault 'explode'")
     for wrong in (["term", "--times", 2], ["term", "--worker", 1, "--random"], ["a", "b", "term"]):
         assert outlast(backend, "chaos", *wrong)[0] == 2
+    assert "choose the worker with --worker 1" in outlast(backend, "chaos", "kill-worker", 1)[2]
     backend.cancel("job")
 
 
-def test_a_schedule_strikes_each_entry_once_when_it_is_due(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
+def test_a_schedule_injects_each_fault_once_when_it_is_due(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
     backend = fake.FakeBackend(tmp_path, steps=60)
     outlast(backend, "run", job_file, "--detach")
-    strikes = chaos.parse("[{step: 20, do: term, worker: 1}, {at: 0s, step: 10, do: stop}, {step: 99, do: slow}]")
-    assert strikes[1] == chaos.Strike("stop", at=timedelta(0), step=10)
-    done = list(chaos.play(backend, "job", strikes, random.Random(0)))
+    faults = chaos.parse("[{step: 20, do: term, worker: 1}, {at: 0s, step: 10, do: stop}, {step: 99, do: slow}]")
+    assert faults[1] == chaos.Fault("stop", at=timedelta(0), step=10)
+    done = list(chaos.play(backend, "job", faults, random.Random(0)))
     assert [sentence.split(":")[0] for sentence in done] == ["stop", "term"]
     assert [int(sentence.split()[-1]) >= step for sentence, step in zip(done, (10, 20), strict=True)] == [True, True]
-    assert chaos.seed(strikes).random() == chaos.seed(strikes).random()
+    assert chaos.seed(faults).random() == chaos.seed(faults).random()
 
 
 @pytest.mark.parametrize(

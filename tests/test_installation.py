@@ -456,7 +456,7 @@ def test_uninstall_does_not_delete_jobs_that_it_was_not_told_to(
     cluster.put(a_job())
     code, out, err = outlast(capsys, "uninstall", "--crds")
     assert (code, out) == (2, "")
-    assert err == "Error: 1 ElasticJob of fake would be deleted with --crds (team/train); add --yes if they may be\n"
+    assert err == "Error: 1 ElasticJob of fake would be deleted with --crds (team/train); add --yes to confirm\n"
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "no")
     assert outlast(capsys, "uninstall", "--crds")[0::2] == (2, "Error: nothing was changed\n")

@@ -119,7 +119,7 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
     assert outlast(here, "forget", "--older-than", "7d") == (0, "no job has ended longer than 7d ago\n")
     code, said = outlast(here, "forget", "job")
     assert code == 2
-    assert said.endswith("Error: this removes 1 job; add --yes if they may be removed\n")
+    assert said.endswith("Error: this removes 1 job; add --yes to confirm\n")
     code, said = outlast(here, "forget", "--all-finished", "--yes")
     assert code == 0
     assert re.fullmatch(
@@ -444,7 +444,7 @@ def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here)
     assert [event["kind"] for event in here.backend.events("job")] == ["submitted", "finished"]
 
 
-def test_workers_without_a_launcher_are_ours_and_can_be_harmed_and_killed(here: Here) -> None:
+def test_workers_without_a_launcher_are_ours_and_can_be_faultsed_and_killed(here: Here) -> None:
     here.submit()
     with a_process(**{contract.Env.STATE: str(here.places.worker(0))}) as ours:
         worker = WorkerStatus(index=0, pid=ours.pid, ranks=[RankStatus(rank=1, local_rank=0, pid=ours.pid)])
@@ -522,49 +522,49 @@ def test_a_damaged_wish_is_written_anew_by_run(here: Here) -> None:
     assert Wanted.read(here.places) == Wanted(2)
 
 
-# Harm ends with the run
+# Fault injection ends with the run
 
 
-HARMFUL: dict[str, Callable[[Here], Iterator[str]]] = {
+INJECTIONS: dict[str, Callable[[Here], Iterator[str]]] = {
     "play": lambda here: chaos.play(
         here.backend, "job", chaos.parse("[{step: 0, do: term}, {step: 99, do: stop}]"), random.Random(0)
     ),
     "repeat": lambda here: chaos.repeat(
-        here.backend, "job", "term", worker=None, every=timedelta(hours=1), times=None, rng=random.Random(0)
+        here.backend, "job", chaos.Fault("term"), every=timedelta(hours=1), times=None, rng=random.Random(0)
     ),
 }
 
 
-@pytest.mark.parametrize("how", HARMFUL)
+@pytest.mark.parametrize("how", INJECTIONS)
 @pytest.mark.parametrize("end", ["Interrupted", "Suspended", "Failed", "replaced", "removed"])
 @pytest.mark.timeout(30)
-def test_harm_ends_when_the_run_ends_leaves_or_is_replaced(here: Here, how: str, end: str) -> None:
+def test_fault_injection_stops_when_the_run_stops_or_is_replaced(here: Here, how: str, end: str) -> None:
     here.submit()
     with here.launcher():
-        harm = HARMFUL[how](here)
-        assert next(harm).startswith("term: no worker runs now")
+        faults = INJECTIONS[how](here)
+        assert next(faults).startswith("term: no worker runs now")
         if end == "removed":
             here.places.run.unlink()
         elif end == "replaced":
             here.leave(State.RUNNING, run="another")
         else:
             here.leave(State(end))
-        assert list(harm) == []
+        assert list(faults) == []
 
 
-def test_harm_to_a_job_that_nobody_knows_is_a_mistake(here: Here) -> None:
-    for harm in HARMFUL.values():
+def test_a_fault_for_an_unknown_job_is_an_error(here: Here) -> None:
+    for faults in INJECTIONS.values():
         with pytest.raises(NotFound):
-            next(harm(here))
+            next(faults(here))
 
 
-def test_harm_is_repeated_as_often_as_was_asked_for(here: Here) -> None:
+def test_a_fault_is_repeated_the_given_number_of_times(here: Here) -> None:
     here.submit()
     with here.launcher():
-        harm = chaos.repeat(
-            here.backend, "job", "term", worker=None, every=timedelta(milliseconds=1), times=3, rng=random.Random(0)
+        faults = chaos.repeat(
+            here.backend, "job", chaos.Fault("term"), every=timedelta(milliseconds=1), times=3, rng=random.Random(0)
         )
-        assert len(list(itertools.islice(harm, 9))) == 3
+        assert len(list(itertools.islice(faults, 9))) == 3
 
 
 def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:

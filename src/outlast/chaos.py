@@ -1,13 +1,12 @@
-"""Harm done on purpose: which, to whom, when.
+"""Fault injection: which fault, on which worker, when.
 
-`outlast chaos` strikes once or every so often; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a YAML
-list such as
+`outlast chaos` injects one fault, once or repeatedly; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a
+YAML list such as
 
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}
 
-How a worker is harmed is the backend's business. What is random comes from a seed, so that the same command does the same harm
-again.
+How a fault is injected is up to the backend. Random choices come from a seed, so that the same command injects the same faults.
 """
 
 from __future__ import annotations
@@ -32,19 +31,20 @@ ACTIONS = {
     "kill-worker": "SIGKILL a worker: its agent and all its processes",
     "stop": "SIGSTOP one training process, so that it hangs",
     "slow": "stop and continue one training process for a while, so that it is slow",
-    "term": "SIGTERM a worker, as a machine that goes away does",
-    "evict": "evict a worker's pod, as the drain of its node does; on this machine the same as term",
+    "term": "SIGTERM a worker, as when its machine is taken away",
+    "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""What can be done to a worker. In a cluster kill-worker deletes its pod without grace, and term with it."""
+"""The faults. In a cluster kill-worker deletes the pod without grace, term with it."""
 SLOW = (20, 0.4, 0.1)
-"""What `slow` does: how often it stops a process, for how many seconds, and for how many it lets it run."""
+"""Parameters of `slow`: number of stops, seconds stopped, seconds running in between."""
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
+"""Poll interval for jobs of this machine."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Strike:
-    """One entry of a schedule. It is due when both `at` and `step` are reached, as far as they are given."""
+class Fault:
+    """One fault. It is due when `at` and `step`, as far as they are given, have both been reached."""
 
     do: str
     """One of `ACTIONS`."""
@@ -53,22 +53,22 @@ class Strike:
     at: timedelta | None = None
     """Time since the run was submitted."""
     step: int | None = None
-    """A step that the training has reached."""
+    """A step of the training."""
 
     def due(self, elapsed: timedelta, step: int) -> bool:
-        """Whether the time has come."""
+        """Whether to inject it now."""
         return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
 
 
 def check(action: str) -> str:
-    """The action itself; raises OutlastError for one that does not exist."""
+    """The action, if it exists; raises OutlastError otherwise."""
     if action not in ACTIONS:
-        raise OutlastError(f"no such chaos: {action!r}; there are {', '.join(ACTIONS)}")
+        raise OutlastError(f"no fault {action!r}; choose one of {', '.join(ACTIONS)}")
     return action
 
 
-def load(path: Path) -> tuple[Strike, ...]:
-    """The schedule in a file; raises OutlastError with everything that is wrong with it."""
+def load(path: Path) -> tuple[Fault, ...]:
+    """The schedule in a file; raises OutlastError with every mistake in it."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -78,8 +78,8 @@ def load(path: Path) -> tuple[Strike, ...]:
     return parse(text, source=str(path))
 
 
-def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Strike, ...]:
-    """The schedule in a YAML text; raises OutlastError with everything that is wrong with it."""
+def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
+    """The schedule in a YAML text; raises OutlastError with every mistake in it."""
     import yaml
 
     try:
@@ -88,19 +88,19 @@ def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Strike, ...]:
         raise OutlastError(f"{source} is not YAML: {error}") from error
     if not isinstance(entries, list):
         raise OutlastError(f"{source}: expected a list of entries such as `- {{step: 40, do: kill-worker, worker: 1}}`")
-    strikes: list[Strike] = []
+    faults: list[Fault] = []
     problems: list[str] = []
     for number, entry in enumerate(entries, 1):
         try:
-            strikes.append(_strike(entry))
+            faults.append(_fault(entry))
         except OutlastError as error:
             problems.append(f"{source}: entry {number}: {error}")
     if problems:
         raise OutlastError("\n".join(problems))
-    return tuple(strikes)
+    return tuple(faults)
 
 
-def _strike(entry: object) -> Strike:
+def _fault(entry: object) -> Fault:
     if not isinstance(entry, dict) or "do" not in entry:
         raise OutlastError("expected a mapping with `do`, and with `at` or `step`")
     if unknown := [str(key) for key in entry if key not in ("at", "step", "do", "worker")]:
@@ -114,7 +114,7 @@ def _strike(entry: object) -> Strike:
         raise OutlastError(f"worker is {worker!r}; expected the index of a worker, or random")
     if step is not None and not _is_count(step):
         raise OutlastError(f"step is {step!r}; expected a number of steps")
-    return Strike(
+    return Fault(
         do=check(str(entry["do"])),
         worker=None if worker == "random" else worker,
         at=every(str(entry["at"])) if "at" in entry else None,
@@ -134,47 +134,46 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def seed(strikes: Sequence[Strike]) -> random.Random:
-    """The randomness of a schedule: the same for the same schedule."""
-    return random.Random(repr(strikes))
+def seed(faults: Sequence[Fault]) -> random.Random:
+    """The random generator of a schedule: the same for the same schedule."""
+    return random.Random(repr(faults))
 
 
 def play(
     backend: Backend,
     name: str,
-    strikes: Sequence[Strike],
+    faults: Sequence[Fault],
     rng: random.Random,
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Carry out a schedule, each entry once when it is due; yields what was done.
+    """Inject every fault of a schedule once, when it is due; yields a sentence for each.
 
-    Ends with the schedule, or when the run ends, leaves or is replaced. `say` is told that a cluster does not answer.
+    Stops after the last one, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
     """
-    left = list(strikes)
+    left = list(faults)
     run = backend.status(name).run
     while left and (status := _status(backend, name, run, say)) is not None:
         elapsed = timedelta(seconds=time.time() - status.submitted)
-        for strike in [strike for strike in left if strike.due(elapsed, status.step)]:
-            left.remove(strike)
-            yield _attempt(backend, name, strike.do, strike.worker, rng)
+        for fault in [fault for fault in left if fault.due(elapsed, status.step)]:
+            left.remove(fault)
+            yield _attempt(backend, name, fault, rng)
         time.sleep(_pause_s(backend))
 
 
 def repeat(
     backend: Backend,
     name: str,
-    action: str,
+    fault: Fault,
     *,
-    worker: int | None,
     every: timedelta,
     times: int | None,
     rng: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Do the same harm again and again, first now; yields what was done.
+    """Inject the same fault now and then at an interval; yields a sentence for each.
 
-    Ends after `times`, or when the run ends, leaves or is replaced.
+    Stops after `times`, or when the run stops or is replaced.
     """
     done = 0
     run = backend.status(name).run
@@ -183,18 +182,18 @@ def repeat(
         if time.monotonic() < due:
             time.sleep(min(_pause_s(backend), max(0.0, due - time.monotonic())))
             continue
-        yield _attempt(backend, name, action, worker, rng)
+        yield _attempt(backend, name, fault, rng)
         done += 1
         due = time.monotonic() + every.total_seconds()
 
 
 def _pause_s(backend: Backend) -> float:
-    """Between two looks at the clock and at the step: of this machine often, of a cluster as often as it is worth it."""
-    return _LOOK_S if backend.look_s < 1 else backend.look_s
+    """Poll interval: short for this machine, the backend's own for a cluster."""
+    return _POLL_S if backend.look_s < 1 else backend.look_s
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """Where the run stands; None when it has ended or left, or the name has gone to another one: that is not ours to harm."""
+    """The run's status; None when it has stopped, or when another run has its name: we leave that one alone."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
@@ -202,9 +201,9 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
     return status if status.state.active and status.run == run else None
 
 
-def _attempt(backend: Backend, name: str, action: str, worker: int | None, rng: random.Random) -> str:
-    """One strike of many: that there is nothing to strike at this moment (everybody is restarting) does not end the others."""
+def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
+    """Inject one of many. One without a target at this moment, e.g. while the workers restart, does not end the others."""
     try:
-        return backend.chaos(name, action, worker=worker, rng=rng)
+        return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:
-        return f"{action}: {error}"
+        return f"{fault.do}: {error}"

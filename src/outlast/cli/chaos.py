@@ -1,4 +1,4 @@
-"""`outlast chaos`: harm a running job on purpose."""
+"""`outlast chaos`: inject faults into a running job."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Annotated
 
 import typer
 
-from outlast import chaos as harm
+from outlast import chaos as faults
 from outlast.backoff import RANDOM
 from outlast.cli import terminal, which
 from outlast.cli.which import ContextOption, NamespaceOption
 
 
 def _completed(incomplete: str) -> list[str]:
-    """For the shell's completion: actions, then jobs."""
-    return [*(action for action in harm.ACTIONS if action.startswith(incomplete)), *which.names(incomplete)]
+    """Shell completion: actions, then jobs."""
+    return [*(action for action in faults.ACTIONS if action.startswith(incomplete)), *which.names(incomplete)]
 
 
 def chaos(
     ctx: typer.Context,
     words: Annotated[list[str], typer.Argument(hidden=True, autocompletion=_completed)],
-    worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Harm this worker.")] = None,
-    random_: Annotated[bool, typer.Option("--random", help="Harm a random worker, as without --worker.")] = False,
-    every: Annotated[str | None, typer.Option(metavar="TIME", help="Again and again, so often, until the job ends.")] = None,
-    times: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --every: so many times.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed harms the same workers again.")] = None,
+    worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Inject it into this worker.")] = None,
+    random_: Annotated[bool, typer.Option("--random", help="Pick a random worker, as without --worker.")] = False,
+    every: Annotated[str | None, typer.Option(metavar="TIME", help="Repeat at this interval until the job ends.")] = None,
+    times: Annotated[int | None, typer.Option(metavar="N", min=1, help="With --every: number of times.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="The same seed picks the same workers.")] = None,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="In a cluster: do not ask.")] = False,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Harm a running job, to see that it outlasts it.
+    """Inject a fault into a running job, to see it recover.
 
     \b
     Actions:
@@ -40,13 +40,13 @@ def chaos(
       kill-worker   SIGKILL a worker: its agent and all its processes
       stop          SIGSTOP one training process, so that it hangs
       slow          stop and continue one training process for a while
-      term          SIGTERM a worker, as a machine that goes away does
-      evict         as the drain of its node does
+      term          SIGTERM a worker, as when its machine is taken away
+      evict         evict a worker's pod, as draining its node does; here: term
 
-    In a cluster kill-worker deletes the worker's pod without grace, term deletes it, and evict asks for its eviction, which a
-    PodDisruptionBudget may refuse; processes are harmed by a program that is run in the pod.
+    In a cluster kill-worker deletes the worker's pod without grace, term deletes it with grace, and evict requests its eviction,
+    which a PodDisruptionBudget may refuse. The other actions run a program in the pod.
 
-    In place of an action a FILE (.yaml) names a schedule, as for outlast run --chaos.
+    A schedule (FILE.yaml), as for outlast run --chaos, may take the place of the action.
 
     \b
     Examples:
@@ -60,29 +60,32 @@ def chaos(
         raise typer.BadParameter("--worker and --random exclude each other")
     if times is not None and every is None:
         raise typer.BadParameter("--times needs --every")
-    if len(words) == 2 and words[0] in harm.ACTIONS:
+    if len(words) == 2 and words[0] in faults.ACTIONS:
         words = words[::-1]
+    if len(words) == 2 and words[0].isdecimal():
+        raise typer.BadParameter(f"{words[0]} is not the name of a job; choose the worker with --worker {words[0]}")
     action = words[-1]
-    strikes = harm.load(Path(action)) if action.endswith((".yaml", ".yml")) else None
-    if strikes is None:
-        harm.check(action)
+    schedule = faults.load(Path(action)) if action.endswith((".yaml", ".yml")) else None
+    if schedule is None:
+        faults.check(action)
     elif worker is not None or random_ or every is not None:
-        raise typer.BadParameter(f"{action} says itself whom and when to harm; leave out --worker, --random and --every")
+        raise typer.BadParameter(f"{action} names the workers and the times; leave out --worker, --random and --every")
     place = which.place(ctx, which.first(words), namespace, context)
     name, _ = which.and_last(place, words, "ACTION")
     if (there := which.in_cluster(place)) is not None and not yes:
         where = f"{there.cluster.namespace} of {there.cluster.context or there.cluster.server}"
-        terminal.confirm(f"{action} harms {name} in namespace {where}", "it may be harmed")
+        terminal.confirm(f"{action} injects faults into {name} in namespace {where}")
     rng = random.Random(seed := RANDOM.randrange(10_000) if seed is None else seed)
-    if strikes is not None:
-        said = harm.play(place, name, strikes, harm.seed(strikes), say=_say)
+    if schedule is not None:
+        said = faults.play(place, name, schedule, faults.seed(schedule), say=_say)
     elif every is None:
         print(place.chaos(name, action, worker=worker, rng=rng))
         return
     else:
         if worker is None:
             print(f"the seed is {seed}", file=sys.stderr)
-        said = harm.repeat(place, name, action, worker=worker, every=harm.every(every), times=times, rng=rng, say=_say)
+        fault = faults.Fault(action, worker)
+        said = faults.repeat(place, name, fault, every=faults.every(every), times=times, rng=rng, say=_say)
     for sentence in said:
         print(sentence, flush=True)
 

@@ -1,4 +1,4 @@
-"""`outlast forget`: remove what is kept of jobs that have ended."""
+"""`outlast forget`: remove jobs that have ended."""
 
 from __future__ import annotations
 
@@ -30,16 +30,19 @@ def forget(
     older_than: Annotated[
         str | None, typer.Option(metavar="TIME", help="All jobs that ended longer ago than this, such as 7d.")
     ] = None,
-    output: Annotated[bool, typer.Option("--output", help="Remove their output on this machine, too.")] = False,
+    output: Annotated[
+        bool, typer.Option("--output", help="Also remove their output on this machine, with what earlier runs left in previous/.")
+    ] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Remove what is kept of jobs that have ended.
+    """Remove jobs that have ended.
 
-    That is their state: they cannot go on any more, and outlast run starts them anew. With --output it is also checkpoints, logs,
-    results and the copy of their code on this machine. What is in a store stays. In a cluster it is the job and what was made for
-    it; claims and output stay. A job that has not ended is refused: outlast cancel ends it.
+    This removes their state: they cannot go on, and outlast run starts them from the beginning. --output also removes their
+    checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. What is in a store stays. In a
+    cluster it removes the job and the objects created for it; claims and output stay. A job that has not ended is refused: end it
+    with outlast cancel.
 
     \b
     Examples:
@@ -68,13 +71,13 @@ def forget(
         return
     here = place if isinstance(place, backend.LocalBackend) else None
     if here is None and output:
-        raise OutlastError("--output is for jobs of this machine; remove what a job left in a store or a volume there")
-    lines = {name: _kept(here, name, output) if here else f"{name}, and what was made for it" for name in chosen}
+        raise OutlastError("--output is for jobs of this machine; remove output in a store or a volume there")
+    lines = {name: _kept(here, name, output) if here else f"{name}, and the objects created for it" for name in chosen}
     if not yes:
         print("\n".join(lines.values()))
         cluster = which.in_cluster(place)
         where = f" in namespace {cluster.cluster.namespace} of {cluster.cluster.context}" if cluster else ""
-        terminal.confirm(f"this removes {show.count(len(chosen), 'job')}{where}", "they may be removed")
+        terminal.confirm(f"this removes {show.count(len(chosen), 'job')}{where}")
     for name, line in lines.items():
         if here:
             here.forget(name, output=output)
@@ -96,7 +99,7 @@ def _age(text: str | None) -> timedelta | None:
 
 
 def _kept(here: LocalBackend, name: str, output: bool) -> str:
-    """What goes and what stays of a job of this machine."""
+    """What is removed and what is kept of a job of this machine."""
     state, there, url = here.kept(name)
     said = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():

@@ -176,4 +176,4 @@ def _confirm(jobs: list[str], where: str) -> None:
     """Ask whether these jobs may be deleted. Raises OutlastError when not, or when nobody can be asked."""
     named = ", ".join(jobs[:5]) + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "")
     what = f"{len(jobs)} ElasticJob{'s' * (len(jobs) > 1)} of {where} would be deleted with --crds ({named})"
-    terminal.confirm(what, "they may be")
+    terminal.confirm(what)

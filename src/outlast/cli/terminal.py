@@ -180,10 +180,10 @@ def prefix(worker: int, *, colour: bool) -> str:
     return f"\033[{_PREFIXES[worker % len(_PREFIXES)]}m{text}{_RESET}" if colour else text
 
 
-def confirm(what: str, may: str) -> None:
-    """Ask whether this may be done. Raises OutlastError when not, or when nobody can be asked."""
+def confirm(what: str) -> None:
+    """Ask the user to confirm. Raises OutlastError if the answer is not yes, or there is no terminal to ask on."""
     if sys.stdin is None or not sys.stdin.isatty():
-        raise OutlastError(f"{what}; add --yes if {may}")
+        raise OutlastError(f"{what}; add --yes to confirm")
     if input(f"{safe(what)}. Type yes to go on: ").strip() != "yes":
         raise OutlastError("nothing was changed")
 
