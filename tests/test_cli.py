@@ -341,7 +341,10 @@ def test_only_what_changed_is_said() -> None:
     old = a_status(warnings=["a"])
     assert show.changes(None, old) == ["Running: world of 2", "warning: a"]
     assert show.changes(old, a_status(warnings=["a"], step=41)) == []
-    counting = [a_status(reason=f"waiting for worker 1 ({n} s left), then it starts", warnings=["a"]) for n in (9, 8)]
+    waits = "waiting for worker 1, then it starts"
+    counting = [
+        a_status(reason=f"waiting for worker 1 ({n} s left), then it starts", waits=waits, warnings=["a"]) for n in (9, 8)
+    ]
     assert show.changes(counting[0], counting[1]) == []
     assert show.changes(old, a_status(reason="", warnings=["a"])) == []
     assert show.changes(old, a_status(reason="", state=State.RESTARTING, warnings=["a", "b"])) == ["Restarting", "warning: b"]

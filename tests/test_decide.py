@@ -14,7 +14,7 @@ import pytest
 from outlast.contract import RENEW_S, Annotation, Label
 from outlast.kube import kinds
 from outlast.kube import pods as podwords
-from outlast.operator import job_status
+from outlast.operator import job_status, metrics
 from outlast.operator.metrics import Metrics
 from outlast.operator.snapshot import Limits
 from simulated import BEGAN, EVERY, STEP_S, Cluster, Killed, trains
@@ -367,10 +367,21 @@ def test_a_script_that_fails_at_one_step_ends_the_job() -> None:
 
 
 def test_a_script_that_hangs_at_one_step_ends_the_job() -> None:
-    hung = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True}
+    hung = {"reason": "rank 0 on worker 0 hung: no progress for 750 s", "code": 137, "hung": True, "cause": "hang"}
     cluster = failed_three_times_at_step_7(**hung)
     assert cluster.status["reason"] == "rank 0 on worker 0 hung: no progress for 750 s; it has hung here 3 times in a row"
     assert cluster.status["conditions"][-1]["reason"] == "NoProgress"
+    assert cluster.status["lastFailure"]["cause"] == "hang"
+
+
+def test_no_words_of_a_script_change_why_its_job_ended() -> None:
+    cluster = training(restarts={"limit": 0})
+    cluster.fail(0)
+    agent = next(each for each in cluster.agents.values() if each.failure)
+    agent.failure["reason"] = "rank 0 on worker 0 raised OSError: retried 5 times in a row, it hung: out of memory"
+    cluster.until(lambda c: c.status["state"] == "Failed")
+    assert cluster.status["conditions"][-1]["reason"] == "BackoffLimitExceeded"
+    assert metrics.cause(cluster.status) == "error"
 
 
 @pytest.mark.parametrize("index", [0, 1])

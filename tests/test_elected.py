@@ -311,7 +311,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     link.cut = False
     bench.turn(candidate, keep=(member,), seconds=3.0)
     assert voice.ended == [("Succeeded", "worker 0 is done", 0)]
-    assert member.closed == sockets.Closed("worker 0 is done", 0)
+    assert member.closed == sockets.Closed("worker 0 is done", 0, "JobSucceeded")
 
 
 def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(bench: Bench) -> None:

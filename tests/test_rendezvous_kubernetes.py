@@ -321,7 +321,7 @@ def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Opera
     assert client.closed == sockets.Closed("it is so", code)
     assert (tmp_path / contract.END).exists() == noted
     if noted:
-        assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code}
+        assert json.loads((tmp_path / contract.END).read_text()) == {"reason": "it is so", "code": code, "end": ""}
 
 
 def test_a_pod_that_was_replaced_ends_and_leaves_the_lease_to_its_successor(

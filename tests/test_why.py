@@ -22,7 +22,7 @@ from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
+from outlast.status import End, Failure, FailureCause, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
 NOW = 1_800_000_000.0
@@ -781,7 +781,7 @@ def test_a_job_here_that_failed_shows_the_traceback_of_the_first_rank() -> None:
         (a_status(State.CANCELLED, reason="cancelled by the user"), "cancelled", False),
         (a_status(State.FAILED, reason="x", exit_code=78), "configuration", True),
         (a_status(State.FAILED, reason="x", exit_code=137), "killed", True),
-        (a_status(State.FAILED, reason="the deadline is over", exit_code=1), "deadline", True),
+        (a_status(State.FAILED, reason="too late", end=End.DEADLINE, exit_code=1), "deadline", True),
         (a_status(State.RESTARTING, reason="lost worker 1"), "restarting", True),
         (a_status(State.RUNNING, launcher=None), "launcher", True),
         (a_status(State.RUNNING, world=[0, 1], step=3, steps=9), "training", False),
@@ -818,7 +818,7 @@ def test_a_job_here_that_starts_for_long_is_wrong() -> None:
 
 
 def test_a_hang_names_the_file_with_its_stacks() -> None:
-    failure = Failure(worker=0, rank=0, code=137, reason="rank 0 on worker 0 hung: no progress for 60 s")
+    failure = Failure(worker=0, rank=0, code=137, cause=FailureCause.HANG, reason="no progress")
     status = a_status(State.FAILED, reason="restart 1 of 0", failure=failure)
     (cause,) = local_job.causes(status, [{"t": NOW, "kind": "hang", "stacks": "/out/stacks.txt"}], NOW)
     assert cause.rule == "hang"
@@ -828,14 +828,14 @@ def test_a_hang_names_the_file_with_its_stacks() -> None:
 HUNG = "rank 1 on worker 1 hung: no progress for 12 s after step 5: rank 0 is in run.save(5) (train.py:20), rank 1 is in lock"
 
 
-def failures(*steps: int | None, reason: str = HUNG, every_s: float = 60.0) -> list[dict[str, Any]]:
+def failures(*steps: int | None, cause: str = "hang", every_s: float = 60.0) -> list[dict[str, Any]]:
     began = NOW - every_s * len(steps)
-    said = {"kind": "failure", "reason": reason, "counted": True}
+    said = {"kind": "failure", "reason": HUNG, "cause": cause, "counted": True}
     return [{"t": began + every_s * index, "step": step, **said} for index, step in enumerate(steps)]
 
 
 def a_run_that_goes_on(**fields: Any) -> JobStatus:
-    failure = Failure(worker=1, rank=1, code=137, reason=HUNG, step=5)
+    failure = Failure(worker=1, rank=1, code=137, cause=FailureCause.HANG, reason=HUNG, step=5)
     return a_status(
         State.RUNNING, **{"world": [0, 1], "replicas": 2, "step": 5, "steps": 24, "restarts": 14, "failure": failure, **fields}
     )
@@ -883,7 +883,7 @@ def test_an_elastic_job_that_hangs_again_and_again_is_not_well() -> None:
         "step": 5,
         "checkpoint": {"step": 4},
         "failures": [record, record],
-        "lastFailure": {"reason": HUNG},
+        "lastFailure": {"reason": HUNG, "cause": "hang"},
     }
     job = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}, "status": status}
     pod = a_pod(phase="Running", node="node-a")

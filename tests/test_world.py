@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from outlast.rendezvous import world
-from outlast.rendezvous.world import Call, Closed, Decision, Member, Patience, Standing, State, Wait, Wanted, World
+from outlast.rendezvous.world import Call, Cause, Closed, Decision, Member, Patience, Standing, State, Wait, Wanted, World
 
 WAITING, TRAINING, LEAVING, DONE = Standing.WAITING, Standing.TRAINING, Standing.LEAVING, Standing.DONE
 PATIENCE = Patience(start=30, recovery=1, growth=5, leave=120, answer=10)
@@ -129,21 +129,21 @@ def test_a_running_world_is_left_alone():
 
 
 def test_losing_a_worker_calls_the_others_at_once():
-    assert decided(*training(0, 1), world=a_world(0, 1, 2)) == Call(5, "lost worker 2", False, NOW)
+    assert decided(*training(0, 1), world=a_world(0, 1, 2)) == Call(5, "lost worker 2", False, NOW, cause=Cause.LOST)
 
 
 def test_losing_every_worker_calls_for_the_next_generation():
-    assert decided(world=a_world(0, 1, 2)) == Call(5, "lost workers 0, 1 and 2", False, NOW)
+    assert decided(world=a_world(0, 1, 2)) == Call(5, "lost workers 0, 1 and 2", False, NOW, cause=Cause.LOST)
 
 
 def test_failed_processes_call_the_others_at_once():
     members = [*training(0, 1), a_worker(2, TRAINING, 4, failed=True)]
-    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 failed", False, NOW)
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 failed", False, NOW, cause=Cause.FAILED)
 
 
 def test_failed_processes_of_a_worker_that_waits_already_call_the_others():
     members = [*training(0, 1), a_worker(2, WAITING, 4, failed=True)]
-    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 failed", False, NOW)
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 failed", False, NOW, cause=Cause.FAILED)
 
 
 def test_a_failure_of_an_older_generation_is_history():
@@ -153,12 +153,12 @@ def test_a_failure_of_an_older_generation_is_history():
 
 def test_a_worker_that_waits_though_its_world_trains_brings_all_together():
     members = [*training(0, 1), a_worker(2, WAITING, 4)]
-    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 left generation 4 untold", False, NOW)
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 left generation 4 untold", False, NOW, cause=Cause.LEFT)
 
 
 def test_workers_that_stopped_with_one_that_leaves_have_saved_as_planned():
     members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4), a_worker(2, LEAVING, 4)]
-    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 is leaving", True, NOW, (2,))
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 2 is leaving", True, NOW, (2,), cause=Cause.LEAVING)
 
 
 def test_members_get_time_to_take_up_their_world():
@@ -178,7 +178,7 @@ def test_a_late_message_does_not_call_a_world_together():
 def test_a_member_that_does_not_take_up_its_world_brings_all_together():
     members = [*training(0, 1), a_worker(2, WAITING, 0)]
     assert decided(*members, world=a_world(0, 1, 2, at=NOW), now=NOW + 10) == Call(
-        5, "worker 2 did not take up generation 4 within 10 s", False, NOW + 10
+        5, "worker 2 did not take up generation 4 within 10 s", False, NOW + 10, cause=Cause.LATE
     )
 
 
@@ -297,7 +297,7 @@ def test_a_newcomer_waits_until_the_world_is_old_enough_to_grow():
 
 def test_a_newcomer_calls_for_a_planned_change():
     members = [*training(0, 1), a_worker(2)]
-    assert decided(*members, world=a_world(0, 1)) == Call(5, "growing from 2 to 3 with worker 2", True, NOW)
+    assert decided(*members, world=a_world(0, 1)) == Call(5, "growing from 2 to 3 with worker 2", True, NOW, cause=Cause.GROW)
 
 
 def test_a_newcomer_waits_for_the_others_that_are_expected():
@@ -306,13 +306,15 @@ def test_a_newcomer_waits_for_the_others_that_are_expected():
         "2 workers train in generation 4; worker 3 may join soon (4 s left)", NOW + 5
     )
     assert decided(*members, world=a_world(0, 1), want=want, now=NOW + 5) == Call(
-        5, "growing from 2 to 3 with worker 3", True, NOW + 5
+        5, "growing from 2 to 3 with worker 3", True, NOW + 5, cause=Cause.GROW
     )
 
 
 def test_all_expected_newcomers_join_at_once():
     members, want = [*training(0, 1), a_worker(3), a_worker(2)], wanted(4, expected={0, 1, 2, 3})
-    assert decided(*members, world=a_world(0, 1), want=want) == Call(5, "growing from 2 to 4 with workers 2 and 3", True, NOW)
+    assert decided(*members, world=a_world(0, 1), want=want) == Call(
+        5, "growing from 2 to 4 with workers 2 and 3", True, NOW, cause=Cause.GROW
+    )
 
 
 def test_a_newcomer_that_fits_no_allowed_size_is_a_spare():
@@ -348,7 +350,7 @@ def test_a_newcomer_that_went_again_is_not_missed():
 
 def test_a_smaller_target_calls_for_a_planned_change_and_says_who_leaves():
     assert decided(*training(0, 1, 2), world=a_world(2, 0, 1), want=wanted(2)) == Call(
-        5, "shrinking from 3 to 2", True, NOW, (1,)
+        5, "shrinking from 3 to 2", True, NOW, (1,), cause=Cause.SHRINK
     )
 
 
@@ -370,19 +372,19 @@ def test_shrinking_drops_those_that_leave_anyway():
 
 def test_a_target_between_allowed_sizes_shrinks_to_the_smaller_one():
     assert decided(*training(0, 1, 2, 3), world=a_world(0, 1, 2, 3), want=wanted(3, sizes=(1, 2, 4))) == Call(
-        5, "shrinking from 4 to 2", True, NOW, (2, 3)
+        5, "shrinking from 4 to 2", True, NOW, (2, 3), cause=Cause.SHRINK
     )
 
 
 def test_a_leaving_worker_calls_for_a_planned_change():
     members = [*training(0, 2), a_worker(1, LEAVING, 4)]
-    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 1 is leaving", True, NOW, (1,))
+    assert decided(*members, world=a_world(0, 1, 2)) == Call(5, "worker 1 is leaving", True, NOW, (1,), cause=Cause.LEAVING)
 
 
 def test_another_leaving_worker_joins_the_pending_call():
     members = [*training(0), a_worker(1, LEAVING, 4), a_worker(2, LEAVING, 4)]
     assert decided(*members, world=a_world(0, 1, 2), called=a_call(planned=True, at=NOW - 1, leaving=(2,))) == Call(
-        5, "workers 1 and 2 are leaving", True, NOW - 1, (1, 2)
+        5, "workers 1 and 2 are leaving", True, NOW - 1, (1, 2), cause=Cause.LEAVING
     )
 
 
@@ -394,14 +396,14 @@ def test_a_leaving_worker_that_has_gone_is_no_failure():
 
 def test_a_worker_lost_while_others_save_makes_the_call_unplanned():
     assert decided(*training(0, 2), world=a_world(0, 1, 2), called=a_call(planned=True, at=NOW - 5)) == Call(
-        5, "lost worker 1", False, NOW
+        5, "lost worker 1", False, NOW, cause=Cause.LOST
     )
 
 
 def test_a_worker_that_fails_while_others_save_makes_the_call_unplanned():
     members = [*training(0), a_worker(1, WAITING, 4, failed=True)]
     assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, at=NOW - 5, leaving=(7,))) == Call(
-        5, "worker 1 failed", False, NOW, (7,)
+        5, "worker 1 failed", False, NOW, (7,), cause=Cause.FAILED
     )
 
 
@@ -411,7 +413,7 @@ def test_a_worker_started_again_unseen_makes_the_call_unplanned_after_a_while():
         "waiting for worker 0 to save (111 s left)", NOW + 10
     )
     assert decided(*members, world=a_world(0, 1), called=called, now=NOW + 10) == Call(
-        5, "worker 1 did not take up generation 4 within 10 s", False, NOW + 10
+        5, "worker 1 did not take up generation 4 within 10 s", False, NOW + 10, cause=Cause.LATE
     )
 
 
@@ -425,7 +427,7 @@ def test_a_worker_lost_after_all_have_saved_changes_nothing_but_the_size():
 def test_a_planned_call_becomes_unplanned_when_grace_runs_out():
     members = [a_worker(0, WAITING, 4), a_worker(1, TRAINING, 4)]
     assert decided(*members, world=a_world(0, 1), called=a_call(planned=True), now=NOW + 120) == Call(
-        5, "worker 1 did not save within 120 s", False, NOW + 120
+        5, "worker 1 did not save within 120 s", False, NOW + 120, cause=Cause.LATE
     )
 
 
@@ -465,7 +467,7 @@ def test_a_world_that_ends_is_not_disturbed():
 
 def test_a_failure_at_the_end_calls_those_that_are_done_too():
     members = [a_worker(0, DONE, 4), a_worker(1, TRAINING, 4, failed=True)]
-    called = Call(5, "worker 1 failed", False, NOW)
+    called = Call(5, "worker 1 failed", False, NOW, cause=Cause.FAILED)
     assert decided(*members, world=a_world(0, 1)) == called
     members = [a_worker(0, DONE, 4), a_worker(1, WAITING, 4, failed=True)]
     assert decided(*members, world=a_world(0, 1), called=called, want=wanted(2)) == Wait(
@@ -482,7 +484,9 @@ def test_a_call_names_the_cause_and_not_its_echo():
         a_worker(0, WAITING, 4, failed=True),
         a_worker(1, WAITING, 4, failed=True, why="rank 1 on worker 1 raised ValueError"),
     ]
-    assert decided(*members, world=a_world(0, 1)) == Call(5, "rank 1 on worker 1 raised ValueError", False, NOW)
+    assert decided(*members, world=a_world(0, 1)) == Call(
+        5, "rank 1 on worker 1 raised ValueError", False, NOW, cause=Cause.FAILED
+    )
 
 
 def test_one_that_was_done_and_has_gone_is_not_awaited_for_long():
@@ -502,7 +506,9 @@ def test_a_planned_call_at_the_end_is_over_when_all_are_done():
 
 def test_some_done_and_some_saved_train_the_last_steps_again():
     members = [a_worker(0, DONE, 4), a_worker(1, WAITING, 4)]
-    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True)) == Call(5, "only worker 0 is done", False, NOW)
+    assert decided(*members, world=a_world(0, 1), called=a_call(planned=True)) == Call(
+        5, "only worker 0 is done", False, NOW, cause=Cause.PARTLY_DONE
+    )
 
 
 def test_a_done_of_an_older_world_is_forgotten():
@@ -517,7 +523,7 @@ def test_a_done_of_an_older_world_is_forgotten():
 
 def test_suspending_lets_all_save():
     assert decided(*training(0, 1), world=a_world(0, 1), want=wanted(0)) == Call(
-        5, "suspended: no workers are wanted", True, NOW, (0, 1)
+        5, "suspended: no workers are wanted", True, NOW, (0, 1), cause=Cause.SUSPEND
     )
 
 
@@ -566,23 +572,25 @@ def test_a_decider_started_again_lets_training_go_on_while_members_report():
 
 
 def test_a_member_that_does_not_report_to_the_new_decider_is_lost():
-    assert decided(*training(1), world=a_world(0, 1), since=NOW - 10) == Call(5, "lost worker 0", False, NOW)
+    assert decided(*training(1), world=a_world(0, 1), since=NOW - 10) == Call(5, "lost worker 0", False, NOW, cause=Cause.LOST)
 
 
 def test_a_failure_is_not_kept_waiting_by_members_that_have_yet_to_report():
     assert decided(a_worker(1, TRAINING, 4, failed=True), world=a_world(0, 1), since=NOW) == Call(
-        5, "worker 1 failed", False, NOW
+        5, "worker 1 failed", False, NOW, cause=Cause.FAILED
     )
 
 
 def test_a_decider_that_knows_no_world_goes_beyond_what_it_hears_of():
-    assert decided(*training(0, 1, generation=7)) == Call(8, "generation 7 of workers 0 and 1 was not decided here", True, NOW)
+    assert decided(*training(0, 1, generation=7)) == Call(
+        8, "generation 7 of workers 0 and 1 was not decided here", True, NOW, cause=Cause.FOREIGN
+    )
 
 
 def test_a_generation_from_elsewhere_is_passed_by_a_pending_call():
     members = [*training(0), a_worker(1, TRAINING, 6)]
     assert decided(*members, world=a_world(0, 1), called=a_call(planned=True, leaving=(3,))) == Call(
-        7, "generation 6 of worker 1 was not decided here", True, NOW, (3,)
+        7, "generation 6 of worker 1 was not decided here", True, NOW, (3,), cause=Cause.FOREIGN
     )
 
 

@@ -9,7 +9,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     exited       worker, code, reason, interrupted       launcher: a worker ended
     called       generation, reason, planned             launcher: form up for this generation
     world        generation, workers, reason             launcher: this generation's world, in rank order
-    failure      generation, worker, rank, code, reason, step, counted    launcher
+    failure      generation, worker, rank, code, reason, cause, step, counted    launcher
     scaled       replicas                                launcher, at the user's word
     resumed                                              command line: an unfinished run goes on
     finished     state, reason, step, code               launcher

@@ -47,6 +47,39 @@ class State(enum.StrEnum):
         return self in (State.RUNNING, State.RESIZING)
 
 
+class FailureCause(enum.StrEnum):
+    """What a worker failed of, for programs; people read the sentence beside it."""
+
+    UNKNOWN = ""
+    """Not told, or told by a version that knows other causes."""
+    OUT_OF_MEMORY = "oom"
+    HANG = "hang"
+    """Killed for standing still."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCause:
+        return cls.UNKNOWN
+
+
+class End(enum.StrEnum):
+    """Why a job ended for good: also the reason of its condition on Kubernetes, where that writes them in CamelCase."""
+
+    UNKNOWN = ""
+    SUCCEEDED = "JobSucceeded"
+    NO_PROGRESS = "NoProgress"
+    """The same step failed too often."""
+    MISCONFIGURED = "WrongConfiguration"
+    LIMIT = "BackoffLimitExceeded"
+    """`restarts.limit` is used up."""
+    DEADLINE = "DeadlineExceeded"
+    STARTUP_DEADLINE = "StartupDeadlineExceeded"
+    INVALID = "InvalidJob"
+
+    @classmethod
+    def _missing_(cls, value: object) -> End:
+        return cls.UNKNOWN
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="ignore", populate_by_name=True)
 
@@ -126,6 +159,7 @@ class Failure(_Model):
     code: int
     reason: str
     """One sentence: `rank 1 on worker 1 was killed by SIGKILL`."""
+    cause: FailureCause = FailureCause.UNKNOWN
     traceback: str = ""
     """The tail of the traceback, where there was one."""
     step: int | None = None
@@ -150,6 +184,10 @@ class JobStatus(_Model):
     state: State = State.PENDING
     reason: str = ""
     """The sentence of the last decision; the same one stands in the log and the ledger."""
+    waits: str = ""
+    """While it waits: `reason` without the seconds that are left, which change all the time."""
+    end: End = End.UNKNOWN
+    """Why it ended for good, if it did."""
     replicas: int = 0
     min: int = 0
     max: int = 0

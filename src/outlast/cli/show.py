@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import json
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -225,17 +224,13 @@ def jobs(statuses: Sequence[JobStatus], now: float) -> str:
     return table(("NAME", "STATE", "WORKERS", "STEP", "RESTARTS", "GOODPUT", "AGE", "REASON"), rows)
 
 
-_LEFT = re.compile(r" \(\d+ s left\)")
-"""What changes every second in a reason: the panel shows it, lines need it once."""
-
-
 def _rank(rank: RankStatus) -> str:
     return str(rank.rank) if rank.step is None else f"{rank.rank}:{rank.step}"
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
     """What a reader who has seen `old` must be told now, one sentence a line."""
-    same = old is not None and old.state == new.state and _LEFT.sub("", new.reason) in ("", _LEFT.sub("", old.reason))
+    same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
     told = [] if same else [state(new)]
     known = old.warnings if old is not None else []
     return told + [f"warning: {warning}" for warning in new.warnings if warning not in known]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
+from outlast.status import FailureCause
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Cause:
     """False for what is as the user wants it: finished, suspended, training."""
 
 
-def repeated_failures(same: Sequence[int | None], failures: int, reason: str) -> str:
+def repeated_failures(same: Sequence[int | None], failures: int, cause: str) -> str:
     """That so many failures came without progress. `same` are the steps of the last of them, which are equal."""
-    how = "hung" if "hung: " in reason else "failed"
+    how = "hung" if cause == FailureCause.HANG else "failed"
     if len(same) < 2:
         return f"it has failed {failures} times without a new checkpoint"
     more = f" ({failures} failures without a new checkpoint)" if failures > len(same) else ""

@@ -37,9 +37,9 @@ def failing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     if len(since) < 2 or status.get("state") != "Running" or status.get("step", 0) > max(step or 0 for step in steps):
         return
     same = [step for step in takewhile(lambda step: step == steps[0], steps) if step is not None]
-    reason = str(failure.get("reason", ""))
-    said = f"it trains at step {status.get('step', 0)}, but {repeated_failures(same, len(since), reason)}"
-    yield Cause("failing", said, (reason,), f"correct it; `outlast logs {snapshot.name}` shows all")
+    repeated = repeated_failures(same, len(since), str(failure.get("cause", "")))
+    said = f"it trains at step {status.get('step', 0)}, but {repeated}"
+    yield Cause("failing", said, (str(failure.get("reason", "")),), f"correct it; `outlast logs {snapshot.name}` shows all")
 
 
 # Queues

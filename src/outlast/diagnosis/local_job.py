@@ -8,7 +8,7 @@ from itertools import takewhile
 from outlast import contract, units
 from outlast.diagnosis.cause import Cause, repeated_failures
 from outlast.ledger import Event
-from outlast.status import Failure, JobStatus, State
+from outlast.status import End, Failure, FailureCause, JobStatus, State
 
 _LAST = 3
 """How many of the newest incidents are evidence."""
@@ -59,7 +59,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             restarts = f", after {status.restarts} failure{'s' * (status.restarts > 1)}" if status.restarts else ""
             train = f"{len(status.world)} of {status.replicas} workers train, {at}"
             if (repeated := _repeated(status, events, now)) and status.failure:
-                stacks = _stacks(events) if "hung: " in status.failure.reason else ""
+                stacks = _stacks(events) if status.failure.cause is FailureCause.HANG else ""
                 remedy = f"correct it{stacks}; `outlast logs {name}` shows all"
                 yield Cause("failing", f"{train}, but {repeated}", _said(status.failure, events), remedy)
                 return
@@ -89,7 +89,7 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
             f"correct the job file or the script as it says, and {again}",
         )
     hung = [event for event in events if event["kind"] == "hang"]
-    if hung and failure is not None and "hung" in failure.reason:
+    if hung and failure is not None and failure.cause is FailureCause.HANG:
         same = "ranks that wait for each other must make the same collective calls in the same order"
         remedy = f"see what it waits for; {same}{_stacks(events)}; {tried}"
         return Cause("hang", f"it has failed: {status.reason}", _said(failure, events), remedy)
@@ -101,7 +101,7 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
             "when nobody killed it the machine had no memory left (dmesg says so): lower the batch or processesPerWorker, "
             f"and {again}",
         )
-    if "deadline" in status.reason.lower():
+    if status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
         return Cause("deadline", f"it has failed: {status.reason}", _said(failure, events), f"raise the deadline and {again}")
     return Cause("failing-script", f"it has failed: {status.reason}", _said(failure, events), tried)
 
@@ -115,7 +115,7 @@ def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
         return ""
     if status.steps is None and not status.step and now - since[0]["t"] > since[0]["t"] - since[1]["t"]:
         return ""  # tells no steps, and has run for longer than before the last failure
-    return repeated_failures(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("reason", "")))
+    return repeated_failures(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("cause", "")))
 
 
 def _stacks(events: Sequence[Event]) -> str:
@@ -126,7 +126,7 @@ def _stacks(events: Sequence[Event]) -> str:
 def _said(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
     """The first failing rank with its traceback, else the newest failures of the ledger."""
     if failure is not None:
-        at = f" at step {failure.step}" if failure.step is not None and "hung: " not in failure.reason else ""
+        at = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{at}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
     return tuple(str(event.get("reason", "")) for event in events if event["kind"] == "failure")[-_LAST:]
 

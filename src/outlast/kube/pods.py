@@ -51,6 +51,7 @@ class End:
     counted: bool
     """Whether it is a failure, and no interruption."""
     time: float
+    out_of_memory: bool = False
 
 
 # Metadata
@@ -227,7 +228,15 @@ def command_missing(message: str) -> str | None:
 
 
 def waits(pod: Document) -> str:
-    """Why a worker has not begun; empty when it has, or when nothing is wrong: `cannot be scheduled: 0/3 nodes are available`."""
+    """Why a worker has not begun; empty when it has: `waits to be scheduled`."""
+    if phase(pod) not in ("Pending", "Running") or running(pod):
+        return ""
+    ordinary = f"is being started on {pod['spec']['nodeName']}" if "nodeName" in pod["spec"] else "waits to be scheduled"
+    return stuck(pod) or ordinary
+
+
+def stuck(pod: Document) -> str:
+    """Why a worker does not begin by itself; empty when nothing keeps it: `cannot be scheduled: 0/3 nodes are available`."""
     if phase(pod) not in ("Pending", "Running") or running(pod):
         return ""
     if unscheduled := condition(pod, "PodScheduled", "False"):
@@ -242,9 +251,7 @@ def waits(pod: Document) -> str:
         if held and held.get("reason") not in _ORDINARY:
             detail = f": {_sentence(held['message'])}" if held.get("message") else ""
             return f"cannot start: {held.get('reason') or 'it waits'}{detail}"
-    if "nodeName" not in pod["spec"]:
-        return "waits to be scheduled"
-    return f"is being started on {pod['spec']['nodeName']}"
+    return ""
 
 
 def _unfinished_init(pod: Document) -> Document:
@@ -278,7 +285,7 @@ def end(pod: Document) -> End | None:
         said = _DISRUPTIONS.get(target.get("reason", ""), f"was disrupted ({target.get('reason')})")
         return End(code, f"{said}{_more(target.get('message'))}", False, when)
     if ended.get("reason") == "OOMKilled":
-        return End(code, f"{out_of_memory(pod, container_name(pod))}; raise resources.memory", True, when)
+        return End(code, f"{out_of_memory(pod, container_name(pod))}; raise resources.memory", True, when, out_of_memory=True)
     if status.get("reason") == "Evicted":
         return End(code, f"was evicted by its node{_more(status.get('message'))}", False, when)
     if status.get("reason") == "DeadlineExceeded":

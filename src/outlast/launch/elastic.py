@@ -27,6 +27,7 @@ from outlast.clock import Seen
 from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
+from outlast.status import FailureCause
 from outlast.workerfiles import output, progress
 
 MONITOR_S = 0.05
@@ -41,6 +42,8 @@ _SCRIPTS = (
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError"),
 )
 """Errors that say that the script is wrong, or does not go with what is installed."""
+_MEMORY = ("OutOfMemoryError", "MemoryError")
+"""Errors of torch, for any accelerator, and of Python."""
 _STEPS = ("first step", "train")
 """Phases in which a hang says something of the step. Who hangs while it opens, restores or saves waits for a store or a disk.
 A plain script that tells no steps stands at step 0 if it hangs before it has run for as long as it then stands still."""
@@ -174,8 +177,8 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     code = record.get("code") or contract.exit_code(process.exitcode)
     worker = os.environ[contract.Env.WORKER]
     what = verdict.get("reason") or record.get("message") or _how(process.exitcode)
-    killed = record.get("type") == record.get("message", "").removeprefix("was killed by ")  # `shim.record_death`
-    sentence = record and not record.get("traceback") and not verdict and not killed  # one that stands by itself
+    # Errors of ours are sentences that stand by themselves; what `shim.record_death` leaves has no code.
+    sentence = "code" in record and not record.get("traceback") and not verdict
     reached = progress.read(state, process.local_rank)
     if reached and reached.generation != handler.generation:
         reached = None
@@ -188,6 +191,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "rank": rank,
         "code": code,
         "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
+        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if record.get("type") in _MEMORY else "",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_echo(record)),

@@ -38,7 +38,7 @@ from outlast.rendezvous import restarts, world
 from outlast.rendezvous.coordinator import Decider, Terms, after, cause_first
 from outlast.rendezvous.transports import sockets
 from outlast.report import goodput
-from outlast.status import CheckpointStatus, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
+from outlast.status import CheckpointStatus, End, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
 from outlast.workerfiles import progress, saves
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Launcher(Decider):
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.patience.leave + CLOSING_S
-            self.farewell = sockets.Closed(reason, code)
+            self.farewell, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._reap()
         if self.staff.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
@@ -211,6 +211,7 @@ class Launcher(Decider):
             "judged": self.judged,
             "gpus": self.staff.gpus,
             "closing": self.closing,
+            "end": self.status.end,
             "workers": self.staff.records(),
         }
         with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
@@ -265,10 +266,10 @@ class Launcher(Decider):
 
     def _decide(self) -> None:
         match self.decide(self.wanted.replicas, (worker.index for worker in self.staff.staying())):
-            case world.Wait(reason):
+            case world.Wait() as wait:
                 called = self.known.called
                 if (called and self.clock() - called.at > WAITED_S) or (not called and not self.known.world):
-                    self.status.reason = reason
+                    self.status.reason, self.status.waits = wait.reason, wait.steady
 
     def send(self, id: int, kind: str, content: object) -> None:
         self.server.send(id, kind, content)
@@ -310,17 +311,19 @@ class Launcher(Decider):
     def failed(self, failure: Failure) -> None:
         self.status.failure = failure
 
-    def over(self, state: State, reason: str, code: int) -> None:
-        self._close(state, reason, code)
+    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
+        self._close(state, reason, code, end)
 
     def _keep_deadlines(self) -> None:
         """End a job that does not get to train, or trains for too long. Time in which the machine slept is not the job's."""
         now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
-            self._close(State.FAILED, f"training has not begun within startupDeadlineSeconds ({startup})", contract.Exit.FAILED)
+            reason = f"training has not begun within startupDeadlineSeconds ({startup})"
+            self._close(State.FAILED, reason, contract.Exit.FAILED, End.STARTUP_DEADLINE)
         elif active and self.started is not None and now - self.started > active:
-            self._close(State.FAILED, f"the job has run for activeDeadlineSeconds ({active})", contract.Exit.FAILED)
+            reason = f"the job has run for activeDeadlineSeconds ({active})"
+            self._close(State.FAILED, reason, contract.Exit.FAILED, End.DEADLINE)
 
     # What the user wants
 
@@ -345,10 +348,11 @@ class Launcher(Decider):
 
     # The end
 
-    def _close(self, state: State, reason: str, code: int) -> None:
+    def _close(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         """Decide the end: workers that trained to it are told so, the others are told to leave."""
         if self.closing is not None:
             return
+        self.status.end = end
         self.closing = (state, reason, code)
         self.remember()
         if state is State.FAILED and self.status.state is State.RESTARTING:
@@ -376,7 +380,7 @@ class Launcher(Decider):
         assert self.closing is not None
         pushing = [w for w in self.staff.present.values() if self.staff.said(w).get("state") == Phase.PUSHING]
         if self.store and pushing and self.clock() - self.closed_at > WAITED_S:
-            self.status.reason = f"{self.closing[1]}; pushing what is left to {self.store}"
+            self.status.reason, self.status.waits = f"{self.closing[1]}; pushing what is left to {self.store}", ""
         if self.clock() > self.close_by:
             for worker in list(self.staff.present.values()):
                 if not self.close_by or self.staff.said(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
@@ -401,7 +405,7 @@ class Launcher(Decider):
                 self.heart.stop(left=True)
         self.status.finished = time.time()
         self.status.exit_code = code
-        self.status.state, self.status.reason = state, reason
+        self.status.state, self.status.reason, self.status.waits = state, reason, ""
         self.status.launcher = None
         self._show(final=True)  # before the whole ledger is read, during which we may be killed
         self._folder.shutdown(cancel_futures=True)
@@ -450,7 +454,7 @@ class Launcher(Decider):
     # What there is to see
 
     def say(self, state: State, reason: str) -> None:
-        self.status.state, self.status.reason = state, reason
+        self.status.state, self.status.reason, self.status.waits = state, reason, ""
         with contextlib.suppress(OSError):  # a full disk costs the log, not the job
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {state}: {reason}", flush=True)
 

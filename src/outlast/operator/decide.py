@@ -27,8 +27,8 @@ from outlast.operator.rules import ends, failures, progress
 from outlast.operator.snapshot import Pod, Seen
 from outlast.rendezvous import world
 from outlast.rendezvous.etcd import schema
-from outlast.rendezvous.world import Call, Standing
-from outlast.status import Failure, State
+from outlast.rendezvous.world import Call, Cause, Standing
+from outlast.status import End, Failure, State
 
 SETTLE_S = 1.0
 """Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
@@ -106,7 +106,7 @@ def unreadable(look: Look) -> None:
     if wire.UNREADABLE in look.seen.document and look.memory.started is None and not look.seen.pods:
         look.know(observed=look.seen.generation)
         reason = f"the job cannot be read: {look.seen.problem}"
-        return look.finish(State.FAILED, reason, contract.Exit.MISCONFIGURED, "InvalidJob")
+        return look.finish(State.FAILED, reason, contract.Exit.MISCONFIGURED, End.INVALID)
     look.over = True
     look.say(State.PENDING, f"the job cannot be understood: {look.seen.problem}", "InvalidJob", warning=True)
     look.know(observed=look.seen.generation)
@@ -173,15 +173,14 @@ def too_late(look: Look) -> None:
     whole, first = look.fields.active_deadline_seconds, look.fields.startup_deadline_seconds
     if whole is not None:
         if look.now >= started + whole:
-            return look.finish(
-                State.FAILED, f"the job has run for activeDeadlineSeconds ({whole:g})", contract.Exit.GIVEN_UP, "DeadlineExceeded"
-            )
+            sentence = f"the job has run for activeDeadlineSeconds ({whole:g})"
+            return look.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.DEADLINE)
         look.again(started + whole)
     if first is not None and not look.memory.formed:
         if look.now >= started + first:
             pending = next((f": worker {pod.index} {pod.waits}" for pod in look.alive if pod.waits), "")
             sentence = f"no world was formed within startupDeadlineSeconds ({first:g}){pending}"
-            return look.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, "StartupDeadlineExceeded")
+            return look.finish(State.FAILED, sentence, contract.Exit.GIVEN_UP, End.STARTUP_DEADLINE)
         look.again(started + first)
 
 
@@ -215,9 +214,11 @@ def world_learned(look: Look) -> None:
         _called(look, dataclasses.replace(call, at=at))
     if said.closed is None:
         return
-    if said.closed.code == contract.Exit.DONE:
-        return look.finish(State.SUCCEEDED, said.closed.reason, contract.Exit.DONE, "JobSucceeded")
-    look.finish(State.FAILED, said.closed.reason, said.closed.code, failures.why_failed(said.closed.reason, said.closed.code))
+    reason, code = said.closed.reason, said.closed.code
+    if code == contract.Exit.DONE:
+        return look.finish(State.SUCCEEDED, reason, code, End.SUCCEEDED)
+    untold = End.MISCONFIGURED if code == contract.Exit.MISCONFIGURED else End.LIMIT
+    look.finish(State.FAILED, reason, code, End(said.closed.end) or untold)
 
 
 def _failures_learned(look: Look, said: schema.Said) -> None:
@@ -264,12 +265,12 @@ def world_decided(look: Look) -> None:
             case world.World():
                 _formed(look, decision)
             case world.Closed(reason, True):
-                return look.finish(State.SUCCEEDED, reason, contract.Exit.DONE, "JobSucceeded")
+                return look.finish(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED)
             case world.Closed(reason):
                 return _suspended(look, reason)
-            case world.Wait(reason, again):
-                _waits(look, state, reason)
-                look.again(again)
+            case world.Wait() as wait:
+                _waits(look, state, wait.steady)
+                look.again(wait.look_again)
                 break
     if pending:
         first = min(failure.time for _, failure in pending)
@@ -312,11 +313,12 @@ def _called(look: Look, call: Call) -> None:
     look.trained_until_now()
     look.know(called=call)
     state = State.RESIZING if call.planned else State.RESTARTING
-    look.say(state, call.reason, "Resizing" if call.planned else _why(call.reason), note=True, warning=not call.planned)
+    what = "Resizing" if call.planned else "WorkerLost" if call.cause is Cause.LOST else "WorkerFailed"
+    look.say(state, call.reason, what, note=True, warning=not call.planned)
 
 
 def _formed(look: Look, new: world.World) -> None:
-    look.know(world=new, called=None, closed=None, formed=True)
+    look.know(world=new, called=None, closed=None, formed=True, blocked=None)
     for pod in look.alive:
         if pod.index in look.members:
             look.expected.pop(pod.uid, None)  # its end in this world is its own
@@ -335,9 +337,10 @@ def _waits(look: Look, state: world.State, reason: str) -> None:
     if look.wanted == 0:
         return look.say(State.SUSPENDED, reason, "Suspending")
     there = [(pod, look.ends[pod.uid]) for pod in look.past if pod.uid in look.ends and pod.uid not in look.deletes]
-    ended = [f"worker {pod.index} {pod.kept or end.sentence}" for pod, end in there]
-    stuck = [*(f"worker {pod.index} {pod.waits}" for pod in look.alive if _stuck(pod)), *ended] or [look.seen.refused]
-    blocked = next((each for each in stuck if each in look.memory.reason), stuck[0])  # who is named stays so: fewer writes
+    ended = [(pod.index, f"worker {pod.index} {pod.kept or end.sentence}") for pod, end in there]
+    stuck = dict([*((pod.index, f"worker {pod.index} {pod.stuck}") for pod in look.alive if pod.stuck), *ended])
+    named = look.memory.blocked if look.memory.blocked in stuck else next(iter(stuck), None)  # stays the same: fewer writes
+    blocked = look.seen.refused if named is None else stuck[named]
     before = look.memory.state
     going = before in (State.RESIZING, State.RESTARTING)
     if going and not blocked:
@@ -346,6 +349,8 @@ def _waits(look: Look, state: world.State, reason: str) -> None:
     came = max((told.member.since for told in look.seen.told.values()), default=0.0)
     if before is state_now and not blocked and (settled := look.until(came, ARRIVE_S)) is not None:
         return look.again(settled)
+    if not look.said:
+        look.know(blocked=named)
     look.say(state_now, f"{reason}; {blocked}" if blocked else reason, "WorkersPending" if blocked else "WaitingForWorkers")
 
 
@@ -362,7 +367,7 @@ def _suspended(look: Look, reason: str) -> None:
         if look.elected:
             look.know(world=None, called=None)
         elif look.memory.world is not None:
-            look.know(world=None, called=Call(generation + 1, "the run goes on", False, look.now))
+            look.know(world=None, called=Call(generation + 1, "the run goes on", False, look.now, cause=Cause.RESUME))
     look.say(State.SUSPENDED, reason if look.seen.pods else "suspended", "Suspended")
 
 
@@ -377,7 +382,9 @@ def resumed(look: Look) -> None:
             return look.say(held, "resumed; the workers that still leave are waited for", "Resuming")
         look.lived_until(job_status.since(look.memory.conditions, _HELD) or look.now)
         generation = look.memory.generation
-        call = Call(generation + 1, "the run goes on", False, look.now) if look.memory.world else look.memory.called
+        call = look.memory.called
+        if look.memory.world:
+            call = Call(generation + 1, "the run goes on", False, look.now, cause=Cause.RESUME)
         call = None if look.elected else call
         look.know(closed=None, world=None, called=call, started=look.now, formed=False)
         look.setup = desired.setup(look.seen)
@@ -452,21 +459,11 @@ def _avoided(look: Look) -> tuple[str, ...]:
     return tuple(sorted({*leaving, *(node for node, count in counts.items() if count >= AVOID)}))
 
 
-def _stuck(pod: Pod) -> bool:
-    """Whether a pod waits for something that people should know of."""
-    return bool(pod.waits) and not pod.waits.startswith(("waits to be scheduled", "is being started"))
-
-
 def _goes(look: Look, pod: Pod) -> bool:
     """Whether a pod that is not of this job goes by itself, or with the earlier job of this name that it is of."""
     owners = pod.document["metadata"].get("ownerReferences") or ()
     kind, name = (look.seen.document["apiVersion"], look.seen.document["kind"]), look.seen.name
     return pod.leaves or any((each["apiVersion"], each["kind"], each["name"]) == (*kind, name) for each in owners)
-
-
-def _why(reason: str) -> str:
-    """The CamelCase reason of an unplanned call."""
-    return "WorkerLost" if reason.startswith("lost") else "WorkerFailed"
 
 
 RULES: tuple[Callable[[Look], None], ...] = (

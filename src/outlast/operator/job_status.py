@@ -21,7 +21,7 @@ from outlast.kube import pods as podwords
 from outlast.manifests import labels
 from outlast.rendezvous.etcd.schema import Wanted
 from outlast.rendezvous.restarts import History, Record
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.world import Call, Cause, World
 from outlast.status import State
 
 Document = dict[str, Any]
@@ -90,6 +90,8 @@ class Memory:
 
     state: State | None = None
     reason: str = ""
+    blocked: int | None = None
+    """The worker that `reason` names since it cannot begin."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
@@ -149,6 +151,7 @@ def read(status: Mapping[str, Any]) -> Memory:
     return Memory(
         state=_sound(lambda: State(status["state"]), None) if status.get("state") else None,
         reason=status.get("reason", ""),
+        blocked=status.get("blocked"),
         run=told.get("run", ""),
         world=_sound(lambda: _world(told["world"]), None) if told.get("world") else None,
         called=_sound(lambda: _call(called), None) if called else None,
@@ -207,6 +210,7 @@ def write(
         "observedGeneration": memory.observed,
         "state": str(memory.state) if memory.state else None,
         "reason": memory.reason,
+        "blocked": memory.blocked,
         "replicas": pods,
         "selector": ",".join(f"{key}={value}" for key, value in labels.selector(job).items()),
         "workersText": f"{inside}/{low}-{high}" if low != high else f"{inside}/{low}",
@@ -356,7 +360,8 @@ def _world(fields: Mapping[str, Any]) -> World:
 
 
 def _call(fields: Mapping[str, Any]) -> Call:
-    return Call(fields["generation"], fields["reason"], fields["planned"], fields["at"], tuple(fields.get("leaving") or ()))
+    leaving, cause = tuple(fields.get("leaving") or ()), Cause(fields.get("cause") or "")
+    return Call(fields["generation"], fields["reason"], fields["planned"], fields["at"], leaving, cause)
 
 
 def _silent(fields: Mapping[str, Any]) -> Silent:

@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from outlast import contract
 from outlast.operator.plan import Note
+from outlast.status import FailureCause
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
 
@@ -145,11 +146,9 @@ class _Jobs:
 def cause(status: Mapping[str, Any]) -> str:
     """Of what the last failure was one: `oom`, `hang`, `killed` or `error`. Few words: each is a series."""
     failure = status.get("lastFailure") or status.get("failure") or {}
-    reason, code = str(failure.get("reason") or ""), failure.get("code")
-    if "OOMKilled" in reason or "out of memory" in reason:
-        return "oom"
-    if "hung: " in reason or "has said nothing" in reason:
-        return "hang"
+    if told := FailureCause(failure.get("cause") or ""):
+        return str(told)
+    code = failure.get("code")
     return "killed" if isinstance(code, int) and contract.killed(contract.exit_code(code)) else "error"
 
 

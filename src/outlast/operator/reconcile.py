@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,8 @@ from outlast.operator.plan import Deletion, Document, Note, Plan
 from outlast.operator.snapshot import Pod, Seen, Told
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
-from outlast.status import State
+from outlast.status import End, State
 
-_SECONDS_LEFT = re.compile(r" \(\d+ s left\)")
 UNHEARD = "Unheard"
 """Reason of the condition while most workers cannot be heard."""
 
@@ -142,7 +140,6 @@ class Look:
             return
         self.said = True
         before = self.seen.memory
-        reason = _SECONDS_LEFT.sub("", reason)
         created = ("Created", "JobCreated", "the operator has taken it up")
         conditions = self.memory.conditions or job_status.conditioned((), *created, self.seen.generation, self.now)
         now_true = created if state is State.PENDING else (str(state), what, reason)
@@ -177,12 +174,12 @@ class Look:
         if when is not None:
             self._times.append(when)
 
-    def finish(self, state: State, reason: str, code: int, what: str) -> None:
+    def finish(self, state: State, reason: str, code: int, end: End) -> None:
         """The job has come to its end."""
         self.trained_until_now()
         self.know(finished=self.now, closed=(reason, code))
         self.said = False  # nothing is more important
-        self.say(state, reason, what, note=True)
+        self.say(state, reason, str(end), note=True)
         self.over = True
 
     def trained_until_now(self) -> None:

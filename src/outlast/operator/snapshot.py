@@ -132,6 +132,11 @@ class Pod:
         return podwords.waits(self.document)
 
     @property
+    def stuck(self) -> str:
+        """What keeps it from beginning, if people should know of it."""
+        return podwords.stuck(self.document)
+
+    @property
     def kept(self) -> str:
         """What keeps it although it has gone: finalizers, which others are to remove; empty when nothing does."""
         meta = self.document["metadata"]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Self
 from outlast import contract
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Standing
-from outlast.status import Failure, State
+from outlast.rendezvous.world import Cause, Standing
+from outlast.status import End, Failure, State
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -29,7 +29,7 @@ SETTLE_S = 1.0
 CAUSE_S = 0.5
 """How long the echoes of a failure wait for its cause."""
 
-_FACTS = ("rank", "code", "reason", "traceback", "log_tail", "time", "step", "hung", "early")
+_FACTS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early")
 """What a `Failure` takes from `sockets.Report.failure`."""
 
 
@@ -126,7 +126,7 @@ class Decider(abc.ABC):
         """A failure has been judged."""
 
     @abc.abstractmethod
-    def over(self, state: State, reason: str, code: int) -> None:
+    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         """There is no further world, and workers are to end with this code."""
 
     # What members say
@@ -191,7 +191,7 @@ class Decider(abc.ABC):
             case world.World():
                 self._publish_world(decision)
             case world.Closed(reason, True):
-                self.over(State.SUCCEEDED, reason, contract.Exit.DONE)
+                self.over(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED)
             case world.Closed(reason):
                 self.over(State.SUSPENDED, reason, contract.Exit.INTERRUPTED)
         return decision
@@ -252,10 +252,10 @@ class Decider(abc.ABC):
         verdict = restarts.judge(self.history, judged, committed, self.clock(), self.policy, everywhere=everywhere)
         counted = isinstance(verdict, restarts.Stop) or verdict.counted
         self.failed(failure.model_copy(update={"counted": counted}))
-        facts = failure.model_dump(include={"generation", "worker", "rank", "code", "reason", "step"})
+        facts = failure.model_dump(include={"generation", "worker", "rank", "code", "reason", "cause", "step"})
         self.note("failure", **facts, counted=counted)
         if isinstance(verdict, restarts.Stop):
-            self.over(State.FAILED, verdict.reason, verdict.code)
+            self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
             return False
         self.history = verdict.history
         self.restarts += counted
@@ -273,5 +273,6 @@ def cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
 def after(generation: int, now: float) -> world.State:
     """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind. `now` is
     the time of the decider's clock."""
-    called = world.Call(generation + 1, "the run goes on" if generation > 1 else "training starts", False, now)
+    cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
+    called = world.Call(generation + 1, reason, False, now, cause=cause)
     return world.State({}, called=called) if generation else world.State({})

@@ -26,7 +26,7 @@ from outlast.errors import OutlastError
 from outlast.ledger import Ledger
 from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.transports import sockets
-from outlast.status import Failure, State
+from outlast.status import End, Failure, State
 
 TICK_S = 0.1
 LISTENING = 3
@@ -126,11 +126,9 @@ class Host(coordinator.Decider):
         """Pods that were asked for are expected; one more may come when somebody scales."""
         expected = {*range(self._replicas), *self.reports}
         decision = self.decide(min(len(expected), self._most), expected)
-        if isinstance(decision, world.Wait) and self.known.world is None:
-            reason = decision.reason.partition(" (")[0]  # without the seconds that are left
-            if reason != self._said:
-                self._said = reason
-                print(f"outlast | {decision.reason}", flush=True)
+        if isinstance(decision, world.Wait) and self.known.world is None and decision.steady != self._said:
+            self._said = decision.steady
+            print(f"outlast | {decision.reason}", flush=True)
         self.judge_when_settled()
 
     # What a decider is
@@ -162,12 +160,12 @@ class Host(coordinator.Decider):
         if failure.traceback:
             print(failure.traceback, flush=True)
 
-    def over(self, state: State, reason: str, code: int) -> None:
+    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         if self.farewell is not None or state is State.SUSPENDED:
             return  # whoever suspends the job takes its pods away
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED:
             code = contract.Exit.GIVEN_UP
-        self.farewell = sockets.Closed(reason, code)
+        self.farewell = sockets.Closed(reason, code, end)
         self.note("finished", state=str(state), reason=reason, code=code)
         self.say(state, reason)
         self._over(state, reason, code)

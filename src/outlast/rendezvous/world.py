@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 class Standing(enum.StrEnum):
@@ -56,6 +56,35 @@ class Member:
     """What failed, in a sentence; empty when that is not known or only echoes another's failure."""
 
 
+class Cause(enum.StrEnum):
+    """Why workers are called together, for programs; people read the sentence beside it."""
+
+    UNKNOWN = ""
+    """Not told, or told by a version that knows other causes."""
+    START = "start"
+    RESUME = "resume"
+    """The run goes on after nobody trained it."""
+    LOST = "lost"
+    """Workers are gone."""
+    FAILED = "failed"
+    LEFT = "left"
+    """Workers came out of the world without a word."""
+    LATE = "late"
+    """Workers did not take up the world, or did not save, in time."""
+    PARTLY_DONE = "partly-done"
+    """Some have finished and the others will not."""
+    FOREIGN = "foreign"
+    """There is a world that another coordinator decided."""
+    LEAVING = "leaving"
+    SHRINK = "shrink"
+    GROW = "grow"
+    SUSPEND = "suspend"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Cause:
+        return cls.UNKNOWN
+
+
 @dataclass(frozen=True)
 class Call:
     """The workers are to come together for `generation`.
@@ -70,6 +99,7 @@ class Call:
     at: float = 0.0
     leaving: tuple[int, ...] = ()
     """Workers that go: once they have saved, their absence is no failure."""
+    cause: Cause = Cause.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -91,6 +121,12 @@ class Wait:
 
     reason: str
     look_again: float | None = None
+    steady: str = field(default="", compare=False)
+    """`reason` without the seconds that are left: the same each time while nothing changes."""
+
+    def __post_init__(self) -> None:
+        if not self.steady:
+            object.__setattr__(self, "steady", self.reason)
 
 
 @dataclass(frozen=True)
@@ -239,16 +275,21 @@ class _Situation:
         """Members of the world with this standing, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
-    def call(self, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
-        return Call(self.next, reason, planned, self.now, tuple(leaving))
+    def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
+        return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
-    def drop(self, reason: str) -> Call | None:
+    def drop(self, cause: Cause, reason: str) -> Call | None:
         """An unplanned call, unless there is nothing more to drop."""
         if self.called is None:
-            return self.call(reason, planned=False)
+            return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:
-            return replace(self.called, reason=reason, planned=False, at=self.now)
+            return replace(self.called, cause=cause, reason=reason, planned=False, at=self.now)
         return None
+
+    def wait(self, what: str, end: float | None, *, then: str = "", look_again: float | None = None) -> Wait:
+        """Wait until `end`, and say how long that is; look again at `look_again`, else then."""
+        left = f" ({math.ceil(end - self.now)} s left)" if end not in (None, math.inf) else ""
+        return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
 
 # The world has come to its end, or cannot go on
@@ -271,34 +312,35 @@ def generation_from_elsewhere(s: _Situation) -> Decision | None:
         return None
     planned = (s.called is None or s.called.planned) and bool(s.training) and not any(m.failed for m in beyond)
     reason = f"generation {s.newest} of {_workers(m.id for m in beyond)} was not decided here"
-    return s.call(reason, planned=planned, leaving=s.called.leaving if s.called else ())
+    return s.call(Cause.FOREIGN, reason, planned=planned, leaving=s.called.leaving if s.called else ())
 
 
 def lost_workers(s: _Situation) -> Decision | None:
     leaving = frozenset(s.called.leaving if s.called is not None else ())
     lost = [id for id in s.lost if id not in leaving]
-    return s.drop(f"lost {_workers(lost)}") if lost else None
+    return s.drop(Cause.LOST, f"lost {_workers(lost)}") if lost else None
 
 
 def failed_workers(s: _Situation) -> Decision | None:
     failed = [m for m in s.inside if m.failed and m.standing is not Standing.DONE]
     if not failed:
         return None
-    return s.drop(next((m.why for m in failed if m.why), "") or f"{_workers(m.id for m in failed)} failed")
+    why = next((m.why for m in failed if m.why), "") or f"{_workers(m.id for m in failed)} failed"
+    return s.drop(Cause.FAILED, why)
 
 
 def workers_left_untold(s: _Situation) -> Decision | None:
     left = s.those(Standing.WAITING)
     if not s.running or not left or s.those(Standing.LEAVING):  # with one that leaves, the others save and stop as well
         return None
-    return s.drop(f"{_workers(left)} left generation {s.generation} untold")
+    return s.drop(Cause.LEFT, f"{_workers(left)} left generation {s.generation} untold")
 
 
 def world_not_taken_up(s: _Situation) -> Decision | None:
     """A worker was started again unseen, or never heard of its world; the others make no step without it."""
     if not s.late or s.late_until is not None:
         return None
-    return s.drop(f"{_workers(s.late)} did not take up generation {s.generation} within {s.patience.answer:g} s")
+    return s.drop(Cause.LATE, f"{_workers(s.late)} did not take up generation {s.generation} within {s.patience.answer:g} s")
 
 
 # A call is pending
@@ -307,7 +349,7 @@ def world_not_taken_up(s: _Situation) -> Decision | None:
 def grace_ran_out(s: _Situation) -> Decision | None:
     if s.called is None or not s.training or s.until(s.called.at, s.patience.leave) is not None:
         return None
-    return s.drop(f"{_workers(m.id for m in s.training)} did not save within {s.patience.leave:g} s")
+    return s.drop(Cause.LATE, f"{_workers(m.id for m in s.training)} did not save within {s.patience.leave:g} s")
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
@@ -315,7 +357,8 @@ def done_without_the_others(s: _Situation) -> Decision | None:
     done = [m.id for m in s.members.values() if m.standing is Standing.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
-    return replace(s.called, reason=f"only {_workers(done)} {_are(done)} done", planned=False, at=s.now)
+    reason = f"only {_workers(done)} {_are(done)} done"
+    return replace(s.called, cause=Cause.PARTLY_DONE, reason=reason, planned=False, at=s.now)
 
 
 def more_workers_leave(s: _Situation) -> Decision | None:
@@ -324,7 +367,7 @@ def more_workers_leave(s: _Situation) -> Decision | None:
     leaving = tuple(sorted({*s.called.leaving, *s.those(Standing.LEAVING)}))
     if len(leaving) == len(s.called.leaving):
         return None
-    return replace(s.called, reason=f"{_workers(leaving)} {_are(leaving)} leaving", leaving=leaving)
+    return replace(s.called, cause=Cause.LEAVING, reason=f"{_workers(leaving)} {_are(leaving)} leaving", leaving=leaving)
 
 
 # A world runs; it is not disturbed while it begins or ends
@@ -332,10 +375,9 @@ def more_workers_leave(s: _Situation) -> Decision | None:
 
 def world_begins(s: _Situation) -> Decision | None:
     if s.running and s.unheard:
-        return Wait(f"waiting for {_workers(s.unheard)} to report{_left(s, s.unheard_until)}", s.unheard_until)
+        return s.wait(f"waiting for {_workers(s.unheard)} to report", s.unheard_until)
     if s.running and s.late:
-        whom = f"{_workers(s.late)} to take up generation {s.generation}"
-        return Wait(f"waiting for {whom}{_left(s, s.late_until)}", s.late_until)
+        return s.wait(f"waiting for {_workers(s.late)} to take up generation {s.generation}", s.late_until)
     return None
 
 
@@ -353,13 +395,12 @@ def suspended(s: _Situation) -> Decision | None:
         return None
     busy = [m.id for m in s.training] + s.those(Standing.LEAVING)
     if s.running and busy:
-        return s.call("suspended: no workers are wanted", planned=True, leaving=s.ranks)
+        return s.call(Cause.SUSPEND, "suspended: no workers are wanted", planned=True, leaving=s.ranks)
     if s.called is not None and busy:
         end = s.until(s.called.at, s.patience.leave if s.called.planned else s.patience.answer)
         if end is not None:
-            return Wait(
-                f"waiting for {_workers(busy)} to {_verb(s)}{_left(s, end)}, then the job is suspended", s.look_again(end)
-            )
+            what, then = f"waiting for {_workers(busy)} to {_verb(s)}", ", then the job is suspended"
+            return s.wait(what, end, then=then, look_again=s.look_again(end))
     return Closed("suspended: no workers are wanted", done=False)
 
 
@@ -387,12 +428,13 @@ def forming(s: _Situation) -> Decision | None:
 
     look_again = s.look_again(coming_until if unready else None, absent_until if lacking else None)
     if unready:
-        return Wait(f"waiting for {_workers(unready)} to {_verb(s)}{_left(s, coming_until)}", look_again)
+        return s.wait(f"waiting for {_workers(unready)} to {_verb(s)}", coming_until, look_again=look_again)
     whom = _workers(absent[:lacking]) if absent else _count(lacking, "more worker")
     if absent_until == math.inf:
         return Wait(f"waiting for {whom}: {_here(s, here)}", look_again)
     fewer = largest(s.wanted.sizes, min(s.target, len(here)))
-    return Wait(f"waiting for {whom}{_left(s, absent_until)}, then training {_goes_on(s)} with {fewer} of {s.target}", look_again)
+    then = f", then training {_goes_on(s)} with {fewer} of {s.target}"
+    return s.wait(f"waiting for {whom}", absent_until, then=then, look_again=look_again)
 
 
 # A world trains
@@ -400,12 +442,16 @@ def forming(s: _Situation) -> Decision | None:
 
 def workers_leave(s: _Situation) -> Decision | None:
     leaving = s.those(Standing.LEAVING)
-    return s.call(f"{_workers(leaving)} {_are(leaving)} leaving", planned=True, leaving=leaving) if leaving else None
+    if not leaving:
+        return None
+    return s.call(Cause.LEAVING, f"{_workers(leaving)} {_are(leaving)} leaving", planned=True, leaving=leaving)
 
 
 def too_many_workers(s: _Situation) -> Decision | None:
     surplus = s.ranks[s.target :]
-    return s.call(f"shrinking from {len(s.ranks)} to {s.target}", planned=True, leaving=surplus) if surplus else None
+    if not surplus:
+        return None
+    return s.call(Cause.SHRINK, f"shrinking from {len(s.ranks)} to {s.target}", planned=True, leaving=surplus)
 
 
 def newcomers(s: _Situation) -> Decision | None:
@@ -424,8 +470,8 @@ def newcomers(s: _Situation) -> Decision | None:
     end = max((end for end in ends if end is not None), default=None)
     who = _workers(waiting[: size - len(s.ranks)])
     if end is None:
-        return s.call(f"growing from {len(s.ranks)} to {size} with {who}", planned=True)
-    return Wait(f"{_trains(s)}; {who} may join soon{_left(s, end)}", end)
+        return s.call(Cause.GROW, f"growing from {len(s.ranks)} to {size} with {who}", planned=True)
+    return s.wait(f"{_trains(s)}; {who} may join soon", end)
 
 
 def all_is_well(s: _Situation) -> Decision | None:
@@ -495,7 +541,7 @@ def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
 
 def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     size = f"{len(chosen)} of {s.target}" if len(chosen) < s.target else f"all {s.target}" if s.target > 1 else "1 worker"
-    why = f"{s.called.reason}; " if s.called and s.called.reason != "the run goes on" else ""
+    why = f"{s.called.reason}; " if s.called and s.called.cause is not Cause.RESUME else ""
     generation = s.called.generation if s.called else s.next
     reason = f"{why}training {_goes_on(s)} with {size}"
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)
@@ -532,10 +578,6 @@ def _count(number: int, noun: str) -> str:
 def _here(s: _Situation, here: Sequence[Member]) -> str:
     least = s.wanted.sizes[0]
     return f"{len(here)} of at least {_count(least, 'worker')} {'is' if 1 in (len(here), least) else 'are'} here"
-
-
-def _left(s: _Situation, end: float | None) -> str:
-    return f" ({math.ceil(end - s.now)} s left)" if end not in (None, math.inf) else ""
 
 
 def _verb(s: _Situation) -> str:

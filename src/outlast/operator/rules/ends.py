@@ -13,7 +13,7 @@ from outlast.operator.rules import failures
 from outlast.operator.snapshot import Limits, Pod
 from outlast.rendezvous import world
 from outlast.rendezvous.world import Standing
-from outlast.status import Failure, State
+from outlast.status import End, Failure, FailureCause, State
 
 BREATH_S = 10.0
 """A pause after a pod that was lost as soon as it was made: its node would refuse the next one as well."""
@@ -25,7 +25,7 @@ def workers_done(look: Look) -> None:
     """All that are wanted have ended with success although nobody has said that it is over: an earlier run was complete."""
     done = {pod.index for pod in look.past if pod.succeeded}
     if look.wanted and done and len(done) >= look.wanted and not look.alive:
-        look.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, "JobSucceeded")
+        look.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
 
 
 def ended_workers(look: Look) -> None:
@@ -38,14 +38,11 @@ def ended_workers(look: Look) -> None:
         counted = end.counted and not (pod.leaves and contract.killed(end.code))  # killed, because somebody has deleted it
         if pod.uid not in look.expected and pod.uid not in silent:
             if end.code == contract.Exit.GIVEN_UP:  # who counts processes has counted enough of them
-                look.know(failure=failures.kept(look, failures.of_pod(look, pod, end.code, end.sentence, end.time), pod.node))
+                look.know(failure=failures.kept(look, failures.of_pod(look, pod, end), pod.node))
                 reason = f"worker {pod.index} says that the run is given up"
-                return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, "BackoffLimitExceeded")
+                return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
-                failure, generation = (
-                    failures.of_pod(look, pod, end.code, end.sentence, end.time),
-                    reconcile.generation_of(look, pod),
-                )
+                failure, generation = failures.of_pod(look, pod, end), reconcile.generation_of(look, pod)
                 if generation and look.memory.judged >= generation:
                     look.know(failure=failures.kept(look, failure, pod.node))
                 else:
@@ -110,7 +107,14 @@ def silent_workers(look: Look) -> None:
             continue
         counted.add(each.generation)
         reason = f"worker {each.worker} has said nothing for {look.seen.limits.silence_s:g} s"
-        failure = Failure(worker=each.worker, code=137, reason=reason, generation=each.generation, time=each.since)
+        failure = Failure(
+            worker=each.worker,
+            code=137,
+            reason=reason,
+            cause=FailureCause.HANG,
+            generation=each.generation,
+            time=each.since,
+        )
         failures.judge(look, failure, raised=None, node=each.node)
         if look.over:
             return

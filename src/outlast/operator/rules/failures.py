@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from outlast import contract
+from outlast.kube import pods
 from outlast.operator import desired, reconcile
 from outlast.operator.job_status import Blame
 from outlast.operator.plan import Document, Note
@@ -12,7 +13,7 @@ from outlast.operator.reconcile import Look
 from outlast.operator.snapshot import Pod
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
-from outlast.status import Failure, State
+from outlast.status import Failure, FailureCause, State
 
 
 def reported(look: Look) -> list[tuple[bool, Failure]]:
@@ -58,10 +59,14 @@ def judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world.
     look.know(judged=max(look.memory.judged, generation))
 
 
-def of_pod(look: Look, pod: Pod, code: int, sentence: str, when: float) -> Failure:
-    generation = look.memory.world.generation if look.memory.world else 0
+def of_pod(look: Look, pod: Pod, end: pods.End) -> Failure:
     return Failure(
-        worker=pod.index, code=code, reason=f"worker {pod.index} {sentence}", generation=generation, time=when or look.now
+        worker=pod.index,
+        code=end.code,
+        reason=f"worker {pod.index} {end.sentence}",
+        cause=FailureCause.OUT_OF_MEMORY if end.out_of_memory else FailureCause.UNKNOWN,
+        generation=look.memory.world.generation if look.memory.world else 0,
+        time=end.time or look.now,
     )
 
 
@@ -75,7 +80,7 @@ def judge(look: Look, failure: Failure, *, raised: int | None, node: str, everyw
     look.know(failure=kept(look, told, node))
     if isinstance(verdict, restarts.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
-        return look.finish(State.FAILED, verdict.reason, code, why_failed(verdict.reason, code))
+        return look.finish(State.FAILED, verdict.reason, code, verdict.kind)
     nodes = {blame.record: blame.node for blame in known.blames}
     blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
     look.know(blames=blames, restarts=known.restarts + counted)
@@ -87,7 +92,7 @@ def kept(look: Look, failure: Failure, node: str) -> Document:
     """A failure as the status keeps it, with the last lines of its worker's log: as its agent says, else as its pod ended."""
     pod = look.pod(failure.worker)
     words = failure.log_tail or (pod.last_words if pod is not None else "")
-    kept = failure.model_dump(exclude_none=True, exclude={"log_tail"})
+    kept = failure.model_dump(exclude_none=True, exclude={"log_tail"} if failure.cause else {"log_tail", "cause"})
     return {**kept, "node": node, **({"logTail": words} if words else {})}
 
 
@@ -114,10 +119,3 @@ def interrupted(look: Look, pod: Pod, what: str, sentence: str) -> None:
         look.notes.append(Note("Normal", what, sentence))
         look.know(interruptions=look.memory.interruptions + 1)
         look.expected[pod.uid] = None
-
-
-def why_failed(reason: str, code: int) -> str:
-    """The CamelCase reason of a job that failed for good."""
-    if "times in a row" in reason:
-        return "NoProgress"
-    return "WrongConfiguration" if code == contract.Exit.MISCONFIGURED else "BackoffLimitExceeded"

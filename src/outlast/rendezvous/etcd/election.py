@@ -24,7 +24,7 @@ from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import Store
 from outlast.rendezvous.transports import sockets
-from outlast.status import Failure, State
+from outlast.status import End, Failure, State
 
 TICK_S = 0.1
 LINGER_S = 600
@@ -204,7 +204,7 @@ class Term(coordinator.Decider):
             report = replace(report, failure={**report.failure, "time": self.clock()})
         given_up = self._office.asked and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
         if given_up and report.failure and report.generation >= self.generation():  # not one that the others have gone on without
-            self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED)
+            self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED, End.LIMIT)
         self.heard(report)
 
     def _learn(self, record: schema.Record) -> None:
@@ -251,7 +251,7 @@ class Term(coordinator.Decider):
             decision = self.decide(replicas, expected)
             self.judge_when_settled()
             if decision is None or isinstance(decision, world.Wait):
-                self._why = decision.reason.partition(" (")[0] if decision else self._why  # without the seconds that are left
+                self._why = decision.steady if decision else self._why
                 break
         self._publish()
 
@@ -267,7 +267,7 @@ class Term(coordinator.Decider):
         now, members = self.known.world, self.known.members.values()
         if now and not any(m.generation >= now.generation for m in members if m.id in now.members):
             floor = max(self.known.floor, self.generation())
-            called = world.Call(floor + 1, "nobody of the last world is left", False, self.clock())
+            called = world.Call(floor + 1, "nobody of the last world is left", False, self.clock(), cause=world.Cause.LOST)
             self.known = replace(self.known, world=None, called=called, floor=floor, since=-math.inf)
 
     def _said(self) -> schema.Said:
@@ -382,12 +382,12 @@ class Term(coordinator.Decider):
         if failure.traceback:
             self._effects.append(lambda: self._office.voice.say(failure.traceback))
 
-    def over(self, state: State, reason: str, code: int) -> None:
+    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         if self.farewell is not None or state is State.SUSPENDED:
             return  # whoever suspends the job takes its workers away
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and not self._office.asked:
             code = contract.Exit.GIVEN_UP
-        self.farewell = sockets.Closed(reason, code)
+        self.farewell = sockets.Closed(reason, code, end)
         self.note("finished", state=str(state), reason=reason, code=code)
         self.say(state, reason)
         self._effects.append(lambda: self._office.voice.over(state, reason, code))

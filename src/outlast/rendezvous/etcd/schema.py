@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 from outlast import contract
 from outlast.etcd import KeyValue
 from outlast.rendezvous.transports.sockets import Closed, Report, is_count, is_number, world_from
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.world import Call, Cause, World
 
 
 @dataclass(frozen=True)
@@ -201,11 +201,11 @@ class Said:
         parts: dict[str, Any] = {}
         if said.get("called"):
             call = {"generation": is_count, "reason": _text, "planned": _flag, "at": is_number, "leaving": _counts}
-            if (called := _fitting(Call, said["called"], **call)) is None:
+            if (called := _fitting(Call, said["called"], **call, cause=_text)) is None:
                 return None
-            parts["called"] = Call(**called)
+            parts["called"] = Call(**{**called, "cause": Cause(called.get("cause", ""))})
         if said.get("closed"):
-            if (closed := _fitting(Closed, said["closed"], reason=_text, code=is_count)) is None:
+            if (closed := _fitting(Closed, said["closed"], reason=_text, code=is_count, end=_text)) is None:
                 return None
             parts["closed"] = Closed(**closed)
         failures = tuple((each[0], each[1], each[2]) for each in said.get("failures", ()))

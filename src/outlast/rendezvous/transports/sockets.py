@@ -77,9 +77,11 @@ class Report:
     """host:port where it would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
-    """What failed in `generation`: `{rank, code, reason, traceback, log_tail, time, echo, step, committed}`. `log_tail`: the last
-    lines that it wrote; may be lacking. `echo` marks an error that only echoes another's death. `step` and `committed`: how far
-    the training was, and what is saved; None for a plain script."""
+    """What failed in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
+
+    `cause` is a `status.FailureCause`, `log_tail` the last lines that it wrote; both may be lacking. `echo` marks an error that
+    only echoes another's death. `step` and `committed`: how far the training was, and what is saved; None for a plain script.
+    """
 
     @classmethod
     def of(cls, said: object) -> Self:
@@ -142,6 +144,8 @@ class Closed:
     reason: str
     code: int
     """What the worker is to exit with."""
+    end: str = ""
+    """Why, a `status.End`."""
 
 
 class Client:
