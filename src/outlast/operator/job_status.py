@@ -22,6 +22,7 @@ from outlast.manifests import labels
 from outlast.rendezvous.etcd.schema import Wanted
 from outlast.rendezvous.restarts import History, Record
 from outlast.rendezvous.world import Call, Cause, World
+from outlast.report import goodput
 from outlast.status import State
 
 Document = dict[str, Any]
@@ -205,7 +206,7 @@ def write(
     """
     low, high = sizes
     world, progress = memory.world, memory.progress
-    good = goodput(memory, now)
+    good = goodput_until(memory, now)
     found: Document = {
         "observedGeneration": memory.observed,
         "state": str(memory.state) if memory.state else None,
@@ -266,7 +267,7 @@ def write(
     return _without_nothing(found)
 
 
-def goodput(memory: Memory, now: float) -> float | None:
+def goodput_until(memory: Memory, now: float) -> float | None:
     """Share of the wall time in which steps were done that were kept; None before the first step. While a job is held, no time
     passes.
 
@@ -279,9 +280,7 @@ def goodput(memory: Memory, now: float) -> float | None:
     now_trained, now_executed = training(account, kept, end, memory.progress.rate)
     trained, executed = account.trained_s + now_trained, account.executed + now_executed
     wall = account.lived_s + max(0.0, end - int(memory.started))
-    if executed <= 0 or wall <= 0:
-        return None
-    return round(min(1.0, trained * min(1.0, kept / executed) / wall), 4)
+    return goodput.estimated(trained, executed, kept, wall)
 
 
 def training(account: Account, step: int, until: float, rate: float | None) -> tuple[float, int]:

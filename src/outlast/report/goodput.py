@@ -114,6 +114,16 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
     )
 
 
+def estimated(trained_s: float, executed: int, kept: int, wall_s: float) -> float | None:
+    """Goodput from totals, where no ledger can be read: all steps are taken to be equally long. None before the first step.
+
+    `executed` steps took `trained_s` seconds of the `wall_s` that the job has run; the results of `kept` of them count.
+    """
+    if executed <= 0 or wall_s <= 0:
+        return None
+    return round(min(1.0, trained_s * min(1.0, kept / executed) / wall_s), 4)
+
+
 _Stretch = tuple[int, int, Bucket]
 
 
