@@ -17,7 +17,7 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=2000)
 parser.add_argument("--save-every", type=int, default=100, help="steps")
-parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step, to look on")
+parser.add_argument("--pause", type=float, default=0.0, help="seconds to sleep after each step")
 args = parser.parse_args()
 
 told = []
