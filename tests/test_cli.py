@@ -571,9 +571,9 @@ def test_a_job_that_does_not_train_has_no_rate_and_a_script_without_steps_has_no
 
 def test_a_log_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
     machine = local.LocalBackend(tmp_path)
-    places = machine._places("job")
-    places.state.mkdir(parents=True)
-    Run("r", 0.0, "job.yaml", str(tmp_path / "out"), str(tmp_path)).write(places)
+    state_dir = machine._state_dir("job")
+    state_dir.path.mkdir(parents=True)
+    Run("r", 0.0, "job.yaml", str(tmp_path / "out"), str(tmp_path)).write(state_dir)
     with pytest.raises(NotFound, match="job has no log of worker 9; no worker has begun"):
         list(machine.logs("job", worker=9))
     (tmp_path / "out" / "logs").mkdir(parents=True)

@@ -103,26 +103,28 @@ def test_a_mended_run_goes_on_from_its_newest_checkpoint_and_says_so(here: Here,
 def test_what_counted_against_a_run_that_failed_is_forgotten_but_not_its_generation(here: Here, verb: str) -> None:  # noqa: F811
     run = here.submit()
     here.save(10, run, generation=4)
-    here.places.memory.write_text(json.dumps({"generation": 5, "closing": ["Failed", "a bug", 1], "history": [[1.0, 10, 13]]}))
+    here.state_dir.recovery.write_text(
+        json.dumps({"generation": 5, "closing": ["Failed", "a bug", 1], "history": [[1.0, 10, 13]]})
+    )
     here.leave(State.FAILED)
     here.submit() if verb == "submit" else here.backend.resume("job")
-    assert not here.places.memory.exists()
-    assert (Run.read(here.places).run, Run.read(here.places).generation) == (run, 5)
+    assert not here.state_dir.recovery.exists()
+    assert (Run.read(here.state_dir).run, Run.read(here.state_dir).generation) == (run, 5)
     assert here.backend.notices[0].startswith("goes on from step 10 of the run that failed ")
 
 
 def test_a_run_that_was_begun_when_its_code_lay_in_the_state_keeps_what_it_wrote(here: Here) -> None:  # noqa: F811
     here.submit()
     here.leave(State.INTERRUPTED)
-    work, old = here.output / contract.WORK, here.places.state / "code"
+    work, old = here.output / contract.WORK, here.state_dir.path / "code"
     work.rename(old)
     (old / ".outlast-files").unlink()
     (old / "checkpoint.pt").write_text("step 10")
-    dataclasses.replace(Run.read(here.places), code=str(old)).write(here.places)
+    dataclasses.replace(Run.read(here.state_dir), code=str(old)).write(here.state_dir)
     here.write("train.py", "mended")
     here.submit()
     assert here.code() == {"train.py": "mended", "checkpoint.pt": "step 10"}
-    assert (Run.read(here.places).code, old.exists()) == (str(work), False)
+    assert (Run.read(here.state_dir).code, old.exists()) == (str(work), False)
 
 
 def test_only_a_run_that_has_succeeded_is_begun_anew(here: Here) -> None:  # noqa: F811
@@ -194,7 +196,7 @@ def test_the_time_until_a_run_goes_on_is_idle_and_everything_sums_up() -> None:
 def ends(here: Here, store: str, state: State) -> None:  # noqa: F811
     """What the launcher and the pusher leave in the store."""
     here.leave(state)
-    place, record = open_(f"{store}/job"), Run.read(here.places)
+    place, record = open_(f"{store}/job"), Run.read(here.state_dir)
     runs.end(place, record.run, state, "as told", 1, by=record.owner)
     place.put("job.yaml", here.output / "job.yaml")
 
@@ -211,10 +213,10 @@ def two(tmp_path: Path) -> tuple[Here, Here]:
 def test_a_run_in_a_store_goes_on_wherever_it_is_run_again(two: tuple[Here, Here], state: State, where: int) -> None:
     store = f"memory://{uuid.uuid4()}"
     run = two[0].submit(output=store, args=["--lr=0.1"])
-    before = Run.read(two[0].places)
+    before = Run.read(two[0].state_dir)
     ends(two[0], store, state)
     assert two[where].submit(output=store, args=["--lr=0.2"]) == run
-    now, there = Run.read(two[where].places), runs.read(open_(f"{store}/job"))
+    now, there = Run.read(two[where].state_dir), runs.read(open_(f"{store}/job"))
     assert there is not None
     assert (there.run, there.state, there.owner, there.before) == (run, "Running", now.owner, (before.owner,))
     assert now.generation > before.generation
@@ -238,7 +240,7 @@ def test_what_a_run_had_from_another_shell_is_named_and_not_shown(here: Here, mo
         monkeypatch.setenv(name, value)
     here.submit(env={"OF_THE_JOB": "1"})
     assert here.backend.notices == []
-    assert "hunter2" not in here.places.shell.read_text()
+    assert "hunter2" not in here.state_dir.shell.read_text()
     here.leave(State.SUSPENDED)
     monkeypatch.delenv("API_KEY")
     monkeypatch.setenv("DATA_ROOT", "/second")

@@ -17,7 +17,7 @@ from outlast.errors import OutlastError
 from outlast.local import workers
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
-from outlast.local.state_dir import Places
+from outlast.local.state_dir import StateDir
 from outlast.local.workers import Ended, Worker
 from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.handler import Handler
@@ -77,7 +77,7 @@ def a_launcher(directory: Path, machine: Machine, **fields: object) -> Launcher:
     (directory / "job.yaml").write_text(json.dumps(document))
     backend = LocalBackend(directory / "state", start=lambda *_: None)
     backend.submit(spec.load(directory / "job.yaml"), source=directory / "job.yaml")
-    return Launcher(Places(directory / "state" / "jobs" / "job"), machine.awake())
+    return Launcher(StateDir(directory / "state" / "jobs" / "job"), machine.awake())
 
 
 def disturbed(machine: Machine, how: str) -> None:
@@ -107,33 +107,33 @@ def test_a_deadline_counts_the_time_in_which_the_machine_ran(tmp_path: Path, how
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_an_agent_is_silent_when_its_file_has_not_changed_while_we_looked(tmp_path: Path, how: str) -> None:
     machine = Machine()
-    staff = a_launcher(tmp_path, machine).staff
-    staff.adopt([{"index": 0, "pid": os.getpid(), "attempt": 1}])
+    pool = a_launcher(tmp_path, machine).pool
+    pool.adopt([{"index": 0, "pid": os.getpid(), "attempt": 1}])
     file = tmp_path / "state" / "jobs" / "job" / "workers" / "0" / contract.WORKER
     file.parent.mkdir(parents=True)
     file.touch()
-    assert staff.silent() == []
+    assert pool.silent() == []
     disturbed(machine, how)
-    assert staff.silent() == []
+    assert pool.silent() == []
     os.utime(file, (1.0, 1.0))  # a clock was set back: it lives all the same
     for _ in range(int(workers.AGENT_SILENCE_S) + 1):
-        assert staff.silent() == []
+        assert pool.silent() == []
         machine.goes_on(1.0)
-    assert [worker.index for worker in staff.silent()] == [0]
+    assert [worker.index for worker in pool.silent()] == [0]
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_later(tmp_path: Path, how: str) -> None:
     machine = Machine()
-    staff = a_launcher(tmp_path, machine).staff
+    pool = a_launcher(tmp_path, machine).pool
     for _ in range(10):
-        staff._vain[0] += 1
-    staff.pause(0)
+        pool._failed_starts[0] += 1
+    pool.pause(0)
     disturbed(machine, how)
-    assert staff.missing(2) == [1]
+    assert pool.missing(2) == [1]
     for _ in range(int(max(workers.BACKOFF_S))):
         machine.goes_on(1.0)
-        missing = staff.missing(2)
+        missing = pool.missing(2)
     assert missing == [0, 1]
 
 
@@ -230,7 +230,7 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
             machine.goes_on(0.1)
             launcher.judge_when_settled()
         counted.append(launcher.restarts)
-        launcher.staff._vain[1] += index  # it is started again
+        launcher.pool._failed_starts[1] += index  # it is started again
     assert counted == [1, 1, 2]
 
 
@@ -255,7 +255,7 @@ def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, st
         )
     launcher.status.step, launcher.stepped = step, True
     assert launcher._what_is_saved() == said
-    taken_up = Launcher(launcher.places, Machine().awake())
+    taken_up = Launcher(launcher.state_dir, Machine().awake())
     taken_up._recover()
     assert (taken_up.status.step, taken_up.status.reason) == (saved, f"goes on from step {saved}" if saved else "")
 
@@ -265,15 +265,15 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     for step in (20, 40):
         (first.output / "work" / f"checkpoint-{step}").mkdir(parents=True)
         (first.output / "work" / f"checkpoint-{step}" / "model.pt").touch()
-    launcher = Launcher(first.places, Machine().awake())
+    launcher = Launcher(first.state_dir, Machine().awake())
     launcher._recover()
     assert launcher.status.saved is not None
     assert launcher.status.saved.name == "work/checkpoint-40"
     launcher.formed(world.World(2, (0, 1), "", ""))
     launcher.known = world.State({}, world.World(2, (0, 1), "", "", 0.0))
     of_worker = {"logged": [9, 100, 1]}
-    launcher.staff.present[0] = Worker(0, 1, 1)
-    monkeypatch.setattr(launcher.staff, "said", lambda _: of_worker)
+    launcher.pool.present[0] = Worker(0, 1, 1)
+    monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
     record = SimpleNamespace(phase="started", generation=2, step=0, steps=None)
     monkeypatch.setattr("outlast.local.launcher.progress.read", lambda *_: record)
     launcher._read_progress()

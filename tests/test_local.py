@@ -26,7 +26,7 @@ from outlast import chaos, checkpoints, cli, contract, files, locks, spec
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.local import backend
 from outlast.local.backend import LocalBackend
-from outlast.local.state_dir import Places, Wanted
+from outlast.local.state_dir import Request, StateDir
 from outlast.shipping import tree
 from outlast.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
@@ -39,7 +39,7 @@ class Here:
     def __init__(self, directory: Path) -> None:
         self.started: list[list[str]] = []
         self.backend = LocalBackend(directory / "state", start=self._start)
-        self.places = Places(directory / "state" / "jobs" / "job")
+        self.state_dir = StateDir(directory / "state" / "jobs" / "job")
         self.output = directory / "state" / "runs" / "job"
         self.source = directory / "src"
         self.source.mkdir()
@@ -64,9 +64,9 @@ class Here:
 
     def leave(self, state: State, **fields: object) -> None:
         """What the launcher writes when it leaves."""
-        status = JobStatus.model_validate_json(self.places.status.read_bytes())
+        status = JobStatus.model_validate_json(self.state_dir.status.read_bytes())
         last = status.model_copy(update={"state": state, "reason": "as told", "finished": time.time(), "exit_code": 75, **fields})
-        files.replace(self.places.status, last.model_dump_json())
+        files.replace(self.state_dir.status, last.model_dump_json())
 
     def save(self, step: int, run: str, generation: int = 3) -> None:
         """A checkpoint, as the run commits one."""
@@ -81,7 +81,7 @@ class Here:
     @contextlib.contextmanager
     def launcher(self, **fields: object) -> Iterator[None]:
         """A launcher lives that has written this status."""
-        with open(self.places.lock, "a") as lock:
+        with open(self.state_dir.lock, "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.leave(State.RUNNING, **{"finished": None, "exit_code": None, **fields})
             yield
@@ -123,10 +123,10 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
     code, said = outlast(here, "forget", "--all-finished", "--yes")
     assert code == 0
     assert re.fullmatch(
-        rf"removed job: {here.places.state} \(.* KiB\); its output stays in {here.output} \(.*B; --output removes it, too\)\n",
+        rf"removed job: {here.state_dir.path} \(.* KiB\); its output stays in {here.output} \(.*B; --output removes it, too\)\n",
         said,
     )
-    assert (here.places.state.exists(), (here.output / "last.pt").exists(), here.backend.list()) == (False, True, [])
+    assert (here.state_dir.path.exists(), (here.output / "last.pt").exists(), here.backend.list()) == (False, True, [])
 
     here.submit()
     here.leave(State.SUCCEEDED)
@@ -134,19 +134,19 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
     with open(here.output / contract.OWNER, "a") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         code, said = outlast(here, "forget", "job", "--output", "--yes")
-        assert (code, here.places.run.exists()) == (2, True)
+        assert (code, here.state_dir.run.exists()) == (2, True)
         assert "is in use by the job in" in said
     (here.output / contract.OWNER).write_text(str(here.source))
     code, said = outlast(here, "forget", "job", "--output", "--yes")
-    assert (code, here.places.run.exists()) == (2, True)
+    assert (code, here.state_dir.run.exists()) == (2, True)
     assert f"is that of the job in {here.source} now; forget job without --output" in said
-    (here.output / contract.OWNER).write_text(str(here.places.state))
+    (here.output / contract.OWNER).write_text(str(here.state_dir.path))
     assert outlast(here, "forget", "job", "--output", "-y")[0] == 0
-    assert (here.output.exists(), here.places.state.exists()) == (False, False)
+    assert (here.output.exists(), here.state_dir.path.exists()) == (False, False)
 
 
 def test_git_ignores_the_state_but_nothing_that_is_not_ours(here: Here) -> None:
-    state = here.places.state.parent.parent
+    state = here.state_dir.path.parent.parent
     state.mkdir()
     (state / "mine.py").write_text("")
     here.submit()
@@ -191,7 +191,7 @@ def test_an_output_that_holds_the_code_or_the_job_file_is_refused_before_anythin
 @pytest.mark.parametrize("left", [State.FAILED, State.INTERRUPTED])
 def test_a_run_does_not_go_on_with_the_files_of_another_job(here: Here, left: State) -> None:
     run = here.submit()
-    for ours in (here.places.state, "/before/it/was/moved"):
+    for ours in (here.state_dir.path, "/before/it/was/moved"):
         (here.output / contract.OWNER).write_text(str(ours))
         here.leave(left)
         assert here.submit() == run
@@ -245,15 +245,15 @@ def test_resume_waits_for_workers_that_were_told_to_leave(here: Here, monkeypatc
         with pytest.raises(AlreadyRunning, match="job is running"):
             here.backend.resume("job")
         here.backend.suspend("job")
-        looks: list[Places] = []
+        looks: list[StateDir] = []
 
-        def launched(places: Places) -> bool:
-            looks.append(places)
+        def has_launcher(state_dir: StateDir) -> bool:
+            looks.append(state_dir)
             if len(looks) == 5:
                 here.leave(State.SUSPENDED)
             return len(looks) < 6
 
-        monkeypatch.setattr(Places, "launched", launched)
+        monkeypatch.setattr(StateDir, "has_launcher", has_launcher)
         here.backend.resume("job")
     assert here.backend.status("job").state is State.PENDING
 
@@ -377,7 +377,7 @@ def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> N
     here.save(40, run)
     saved = CheckpointStatus(step=40, path="p", time=1.0)
     here.leave(State.INTERRUPTED, started=1.0, checkpoint=saved, step=40, min=1, max=3, rate=12.4)
-    os.utime(here.places.run, (1.0, 1.0))
+    os.utime(here.state_dir.run, (1.0, 1.0))
     before = here.backend.status("job")
     here.submit() if verb == "submit" else here.backend.resume("job")
     expected = {
@@ -391,9 +391,9 @@ def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> N
     }
     assert here.backend.status("job") == before.model_copy(update=expected)
     assert (before.run, before.started) == (run, 1.0)
-    assert here.places.taken_up() > time.time() - 60
-    assert Wanted.read(here.places) == Wanted(2)
-    assert here.started[-1][1:] == ["-m", "outlast.local.launcher", str(here.places.state)]
+    assert here.state_dir.started_at() > time.time() - 60
+    assert Request.read(here.state_dir) == Request(2)
+    assert here.started[-1][1:] == ["-m", "outlast.local.launcher", str(here.state_dir.path)]
     assert len(here.started) == 2
 
 
@@ -411,16 +411,16 @@ def a_process(**environ: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_process_belongs_to_the_worker_whose_directory_is_in_its_environment(tmp_path: Path) -> None:
-    places = Places(tmp_path)
-    assert not places.owns(1, os.getpid())
-    with a_process(**{contract.Env.STATE: str(places.worker(1))}) as process:
-        assert [places.owns(index, process.pid) for index in (0, 1)] == [False, True]
-        assert not Places(tmp_path / "other").owns(1, process.pid)
+    state_dir = StateDir(tmp_path)
+    assert not state_dir.owns(1, os.getpid())
+    with a_process(**{contract.Env.STATE: str(state_dir.worker(1))}) as process:
+        assert [state_dir.owns(index, process.pid) for index in (0, 1)] == [False, True]
+        assert not StateDir(tmp_path / "other").owns(1, process.pid)
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not places.owns(1, process.pid), "a zombie works for nobody"
+        assert not state_dir.owns(1, process.pid), "a zombie works for nobody"
         process.wait()
-        assert not places.owns(1, process.pid)
+        assert not state_dir.owns(1, process.pid)
 
 
 def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here) -> None:
@@ -436,7 +436,7 @@ def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here)
             }.items():
                 with pytest.raises(OutlastError, match=rf"^{whom} \(pid {stranger.pid}\) is gone already$"):
                     here.backend.chaos("job", action, worker=0, rng=random.Random(0))
-        os.utime(here.places.run, (1.0, 1.0))
+        os.utime(here.state_dir.run, (1.0, 1.0))
         assert here.backend.status("job").reason == "all its processes are gone; `outlast run` goes on"
         here.backend.kill("job")
         assert here.backend.status("job").reason == "killed by the user"
@@ -446,10 +446,10 @@ def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here)
 
 def test_workers_without_a_launcher_are_ours_and_can_be_faultsed_and_killed(here: Here) -> None:
     here.submit()
-    with a_process(**{contract.Env.STATE: str(here.places.worker(0))}) as ours:
+    with a_process(**{contract.Env.STATE: str(here.state_dir.worker(0))}) as ours:
         worker = WorkerStatus(index=0, pid=ours.pid, ranks=[RankStatus(rank=1, local_rank=0, pid=ours.pid)])
         here.leave(State.RUNNING, workers=[worker], finished=None, step=40)
-        os.utime(here.places.run, (1.0, 1.0))
+        os.utime(here.state_dir.run, (1.0, 1.0))
         assert here.backend.status("job").reason == "the launcher is gone; its workers train on and will start it again"
         said = here.backend.chaos("job", "stop", worker=None, rng=random.Random(0))
         assert said == f"stopped rank 1 on worker 0 (pid {ours.pid}) at step 40"
@@ -484,7 +484,7 @@ def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, file:
     first = here.submit()
     (here.output / "model.pt").write_text("of the first")
     here.leave(State.INTERRUPTED)
-    path = here.places.state / file
+    path = here.state_dir.path / file
     path.write_text(content)
     sentence = f"{path} is empty, damaged or may not be read; {remedy}"
     calls: list[Callable[[], object]] = [
@@ -506,7 +506,7 @@ def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, file:
 
 def test_one_damaged_job_does_not_hide_the_others(here: Here) -> None:
     here.submit()
-    other = here.places.state.with_name("other")
+    other = here.state_dir.path.with_name("other")
     other.mkdir()
     (other / "run.json").touch()
     assert sorted(status.name for status in here.backend.list()) == ["job", "other"]
@@ -515,11 +515,11 @@ def test_one_damaged_job_does_not_hide_the_others(here: Here) -> None:
 def test_a_damaged_wish_is_written_anew_by_run(here: Here) -> None:
     here.submit()
     here.leave(State.INTERRUPTED)
-    here.places.wanted.write_text("")
+    here.state_dir.request.write_text("")
     with pytest.raises(OutlastError, match=r"wanted.json is empty, .*; `outlast run` with the job file writes it anew"):
         here.backend.resume("job")
     here.submit()
-    assert Wanted.read(here.places) == Wanted(2)
+    assert Request.read(here.state_dir) == Request(2)
 
 
 # Fault injection ends with the run
@@ -544,7 +544,7 @@ def test_fault_injection_stops_when_the_run_stops_or_is_replaced(here: Here, how
         faults = INJECTIONS[how](here)
         assert next(faults).startswith("term: no worker runs now")
         if end == "removed":
-            here.places.run.unlink()
+            here.state_dir.run.unlink()
         elif end == "replaced":
             here.leave(State.RUNNING, run="another")
         else:

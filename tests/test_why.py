@@ -795,13 +795,13 @@ def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bo
 
 def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp_path: Path) -> None:
     machine = local.LocalBackend(tmp_path)
-    places = machine._places("job")
-    places.state.mkdir(parents=True)
-    Run("r", 0.0, str(tmp_path / "job.yaml"), "", "").write(places)
-    places.status.write_text(a_status(State.FAILED).model_dump_json())
-    assert machine._read(places).file == ""
+    state_dir = machine._state_dir("job")
+    state_dir.path.mkdir(parents=True)
+    Run("r", 0.0, str(tmp_path / "job.yaml"), "", "").write(state_dir)
+    state_dir.status.write_text(a_status(State.FAILED).model_dump_json())
+    assert machine._read(state_dir).file == ""
     (tmp_path / "job.yaml").write_text("")
-    assert machine._read(places).file == str(tmp_path / "job.yaml")
+    assert machine._read(state_dir).file == str(tmp_path / "job.yaml")
     for state in (State.FAILED, State.CANCELLED):
         (cause,) = local_job.causes(a_status(state, file=str(tmp_path / "job.yaml")), [], NOW)
         assert cause.remedy.endswith(f"outlast run {tmp_path}/job.yaml")

@@ -29,7 +29,7 @@ from outlast.backends import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.launch import daemon
 from outlast.local import resumption, stored
-from outlast.local.state_dir import Places, Run, Wanted, logged
+from outlast.local.state_dir import Request, Run, StateDir, newest_metrics
 from outlast.prepare import code, prepare, python_env
 from outlast.runs import output as stored_output
 from outlast.spec import references
@@ -76,22 +76,22 @@ class LocalBackend:
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
         """Start a job, or go on with its run unless that has succeeded; the run's id."""
-        places = self._places(job.metadata.name)
-        self._not_running(places)
+        state_dir = self._state_dir(job.metadata.name)
+        self._not_running(state_dir)
         if job.spec.suspend:
             raise OutlastError("suspend is true in the job file; set it to false to train")
         if not job.spec.workers.replicas:
             raise OutlastError("workers.replicas is 0, which trains nothing; say how many, e.g. with --workers 1")
         placed = _placed(job, self._state)
-        unfinished = None if fresh else self._unfinished(places)
-        before = Run.read(places) if unfinished else None
-        if unfinished and before and (unfinished.state.final or not before.store) and not _ours(before, places):
+        unfinished = None if fresh else self._unfinished(state_dir)
+        before = Run.read(state_dir) if unfinished else None
+        if unfinished and before and (unfinished.state.final or not before.store) and not _ours(before, state_dir):
             unfinished = before = None  # its output is gone, or another run has it
         url = before.store if before else _store(placed)
         place = stored.reach(url) if url else None
         elsewhere = ended = None
         if place and not fresh:
-            home, ended = stored.home(places.state), self._ended(places)
+            home, ended = stored.home(state_dir.path), self._ended(state_dir)
             elsewhere = stored.unfinished(place, before, ended=ended, home=home, take_over=take_over, say=say)
         earlier = before or elsewhere
         run_id, submitted = (earlier.run, earlier.submitted) if earlier else (_new_run_id(), time.time())
@@ -102,39 +102,39 @@ class LocalBackend:
             code_here = spec.local(spec.pinned(placed.spec.code)[0]) if placed.spec.code else None
             _apart(output, source, *([code_here] if code_here else []))
             moved = _make_room(output, run_id)
-            if moved and not fresh and not places.run.exists():
+            if moved and not fresh and not state_dir.run.exists():
                 displaced = f"output: {output} held a run that is not known here; it is kept in {moved}, and this one starts anew"
-            places.run.unlink(missing_ok=True)  # first: half a state directory is no job
-            if places.state.exists():
-                shutil.rmtree(places.state)
-        generation = _afresh(places, before, unfinished) if before and unfinished else 0
+            state_dir.run.unlink(missing_ok=True)  # first: half a state directory is no job
+            if state_dir.path.exists():
+                shutil.rmtree(state_dir.path)
+        generation = _afresh(state_dir, before, unfinished) if before and unfinished else 0
         owner = secrets.token_hex(8)
         if place:
             new = runs.Run(run_id, job.metadata.name, submitted, owner=owner)
             replace = fresh or (earlier is None and ended is not None)
             generation = stored.take_over(place, output, new, before=before, replace=replace)
-        places.state.mkdir(parents=True, exist_ok=True)
+        state_dir.path.mkdir(parents=True, exist_ok=True)
         _ignored_by_git(self._state)
         if before:
-            _brought_over(Path(before.code), places.state, output / contract.WORK)
+            _brought_over(Path(before.code), state_dir.path, output / contract.WORK)
         code, changed, self.notices = _snapshot(
-            placed, source, output / contract.WORK, places.state, (self._state, output), submitted
+            placed, source, output / contract.WORK, state_dir.path, (self._state, output), submitted
         )
-        placed = _frozen(placed, places.state)
+        placed = _frozen(placed, state_dir.path)
         how = resumption.look(output, run_id, place, unfinished, elsewhere) if earlier else None
         if how:
-            old = places.job if before else output / "job.yaml"
+            old = state_dir.job if before else output / "job.yaml"
             kept = (before.store or before.output) if before else ""
             to = _store(placed) or str(_output(placed, self._state))
             self.notices = [how.sentence, *resumption.since(old, placed, changed, kept, to), *self.notices]
-        self.notices += [*filter(None, [displaced]), *_shell(places, run_id, placed)]
-        files.replace(places.job, spec.dump(placed), durable=True)
+        self.notices += [*filter(None, [displaced]), *_shell(state_dir, run_id, placed)]
+        files.replace(state_dir.job, spec.dump(placed), durable=True)
         files.replace(output / "job.yaml", spec.dump(_without_secrets(placed)), durable=True)
-        Wanted(placed.spec.workers.replicas).write(places)
+        Request(placed.spec.workers.replicas).write(state_dir)
         workers = placed.spec.workers
         status = unfinished or JobStatus(name=job.metadata.name, run=run_id, submitted=submitted, output=str(output))
-        _show_pending(places, status, how.short if how else "starting", workers.replicas)
-        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation, owner, command).write(places)
+        _show_pending(state_dir, status, how.short if how else "starting", workers.replicas)
+        Run(run_id, submitted, str(source.absolute()), str(output), str(code), url, generation, owner, command).write(state_dir)
         book = ledger.Ledger(output / contract.LEDGER, "cli")
         if before is None and elsewhere is None:
             book.write(
@@ -148,27 +148,27 @@ class LocalBackend:
         else:
             book.write("resumed")
         book.close()
-        self._launch(places)
+        self._launch(state_dir)
         if chaos is not None:
             self._strike(job.metadata.name, chaos)
         return run_id
 
     def ensure(self, name: str) -> bool:
         """Start a launcher if the job is unfinished and has none, nor one that still starts."""
-        places = self._known(name)
-        status = self._read(places)
-        if not status.state.active or places.launched():
+        state_dir = self._known(name)
+        status = self._read(state_dir)
+        if not status.state.active or state_dir.has_launcher():
             return False
-        if status.launcher is None and _starting(places):
+        if status.launcher is None and _starting(state_dir):
             return False
-        self._launch(places)
+        self._launch(state_dir)
         return True
 
-    def _not_running(self, places: Places) -> None:
+    def _not_running(self, state_dir: StateDir) -> None:
         """Raise AlreadyRunning if a launcher has the job; one that ends, or whose workers were told to leave, is awaited."""
-        began, name, told = time.monotonic(), places.state.name, False
-        while places.launched():
-            over = places.run.exists() and (self._read(places).finished is not None or Wanted.read(places).end)
+        began, name, told = time.monotonic(), state_dir.path.name, False
+        while state_dir.has_launcher():
+            over = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
             waited = time.monotonic() - began
             if not over or waited > _LEAVING_S:
                 raise AlreadyRunning(f"job {name} is running; `outlast status {name}` shows it, `outlast cancel {name}` ends it")
@@ -177,13 +177,13 @@ class LocalBackend:
                 told = True
             time.sleep(0.02)
 
-    def _launch(self, places: Places) -> None:
-        self._start([sys.executable, "-m", "outlast.local.launcher", str(places.state)], places.log)
+    def _launch(self, state_dir: StateDir) -> None:
+        self._start([sys.executable, "-m", "outlast.local.launcher", str(state_dir.path)], state_dir.log)
 
     def _strike(self, name: str, schedule: Path) -> None:
         """Carry out a chaos schedule beside the run, in a process of its own."""
         argv = [sys.executable, "-m", "outlast.local.fault_schedule", str(self._state), name, str(schedule.absolute())]
-        self._start(argv, self._places(name).log)
+        self._start(argv, self._state_dir(name).log)
 
     # Looking
 
@@ -202,14 +202,14 @@ class LocalBackend:
 
     def status(self, name: str) -> JobStatus:
         """Where a job stands now."""
-        places = self._known(name)
-        status = self._read(places)
-        if not status.state.active or places.launched():
+        state_dir = self._known(name)
+        status = self._read(state_dir)
+        if not status.state.active or state_dir.has_launcher():
             return status
-        if any(worker.pid and places.owns(worker.index, worker.pid) for worker in status.workers):
+        if any(worker.pid and state_dir.owns(worker.index, worker.pid) for worker in status.workers):
             reason = "the launcher is gone; its workers train on and will start it again"
             return status.model_copy(update={"launcher": None, "reason": reason})
-        if _starting(places):
+        if _starting(state_dir):
             return status
         reason = f"all its processes are gone; `outlast run` goes on{status.from_step}"
         return status.model_copy(
@@ -272,8 +272,8 @@ class LocalBackend:
 
     def scale(self, name: str, replicas: int) -> None:
         """Wish for another number of workers."""
-        places = self._active(name)
-        workers = spec.load(places.job).spec.workers
+        state_dir = self._active(name)
+        workers = spec.load(state_dir.job).spec.workers
         allowed = workers.allowed()
         if not replicas:
             raise OutlastError(f"0 workers train nothing; outlast suspend {name} saves, and holds the job until outlast resume")
@@ -289,44 +289,44 @@ class LocalBackend:
             bound = "min" if replicas < allowed[0] else "max" if replicas > allowed[-1] else ""
             remedy = f"; to change that, suspend it and run it again with --set workers.{bound}={replicas}" if bound else ""
             raise OutlastError(said + remedy)
-        self._wish(places, replicas=replicas)
+        self._request(state_dir, replicas=replicas)
 
     def suspend(self, name: str) -> None:
         """Save and give the workers back until `resume`."""
-        self._wish(self._active(name), end="suspend")
+        self._request(self._active(name), end="suspend")
 
     def interrupt(self, name: str) -> None:
         """Save and leave."""
-        self._wish(self._active(name), end="interrupt")
+        self._request(self._active(name), end="interrupt")
 
     def resume(self, name: str) -> None:
         """Go on with a job that was suspended, interrupted or cancelled, or that failed, with its code and file as they were."""
-        places = self._known(name)
-        self._not_running(places)
+        state_dir = self._known(name)
+        self._not_running(state_dir)
         status = self.status(name)
         if status.state is State.SUCCEEDED:
             raise OutlastError(f"job {name} has succeeded; `{status.again}` starts it anew")
-        run = Run.read(places)
-        if status.state.final and not _ours(run, places):
+        run = Run.read(state_dir)
+        if status.state.final and not _ours(run, state_dir):
             raise OutlastError(
                 f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew"
             )
-        run = dataclasses.replace(run, generation=_afresh(places, run, status))
+        run = dataclasses.replace(run, generation=_afresh(state_dir, run, status))
         if run.store:
             place, owner = stored.reach(run.store), secrets.token_hex(8)
-            stored.unfinished(place, run, ended=None, home=stored.home(places.state))
+            stored.unfinished(place, run, ended=None, home=stored.home(state_dir.path))
             new = runs.Run(run.run, name, run.submitted, owner=owner)
             generation = stored.take_over(place, Path(run.output), new, before=run)
             run = dataclasses.replace(run, generation=generation, owner=owner)
-        self._wish(places, end="")
+        self._request(state_dir, end="")
         how = resumption.look(Path(run.output), run.run, stored.reach(run.store) if run.store else None, status)
-        self.notices = [how.sentence, *_shell(places, run.run, spec.load(places.job))]
-        _show_pending(places, status, how.short, status.replicas)
-        run.write(places)
+        self.notices = [how.sentence, *_shell(state_dir, run.run, spec.load(state_dir.job))]
+        _show_pending(state_dir, status, how.short, status.replicas)
+        run.write(state_dir)
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "cli")
         book.write("resumed")
         book.close()
-        self._launch(places)
+        self._launch(state_dir)
 
     def cancel(self, name: str) -> None:
         """End the run; what is saved stays, and `submit` goes on from there."""
@@ -337,15 +337,15 @@ class LocalBackend:
         self._end(name, "kill", State.INTERRUPTED, "killed by the user")
 
     def _end(self, name: str, how: str, state: State, reason: str) -> None:
-        places = self._known(name)
-        if self._read(places).state.final:
-            raise OutlastError(f"job {name} has ended already ({self._read(places).state})")
-        self._wish(places, end=how)
-        if places.launched():
+        state_dir = self._known(name)
+        if self._read(state_dir).state.final:
+            raise OutlastError(f"job {name} has ended already ({self._read(state_dir).state})")
+        self._request(state_dir, end=how)
+        if state_dir.has_launcher():
             return
-        for worker in self._read(places).workers:
+        for worker in self._read(state_dir).workers:
             with contextlib.suppress(ProcessLookupError):
-                if worker.pid and places.owns(worker.index, worker.pid):
+                if worker.pid and state_dir.owns(worker.index, worker.pid):
                     os.killpg(worker.pid, signal.SIGKILL)
         update: dict[str, object] = {
             "state": state,
@@ -355,11 +355,11 @@ class LocalBackend:
             "launcher": None,
             "finished": time.time(),
         }
-        files.replace(places.status, self._read(places).model_copy(update=update).model_dump_json())
+        files.replace(state_dir.status, self._read(state_dir).model_copy(update=update).model_dump_json())
         book = ledger.Ledger(self.output(name) / contract.LEDGER, "cli")
-        book.write("finished", state=str(state), reason=reason, step=self._read(places).step, code=contract.Exit.FAILED)
+        book.write("finished", state=str(state), reason=reason, step=self._read(state_dir).step, code=contract.Exit.FAILED)
         book.close()
-        run = Run.read(places)
+        run = Run.read(state_dir)
         if run.store and state.final and (problem := stored.end(run, state, reason, contract.Exit.FAILED)):
             raise OutlastError(f"job {name} is {str(state).lower()} here, but {run.store} does not say so: {problem}")
 
@@ -368,19 +368,19 @@ class LocalBackend:
 
         What is in a store stays. Raises OutlastError for a job that has not ended, or whose output another job uses.
         """
-        places = self._known(name)
+        state_dir = self._known(name)
         status = self.status(name)
         if not status.state.final:
             raise OutlastError(f"job {name} has not ended ({status.state}); outlast cancel {name} ends it")
-        self._not_running(places)
-        there = Path(Run.read(places).output)
+        self._not_running(state_dir)
+        there = Path(Run.read(state_dir).output)
         if output:
             _unused(there)
-            if whose := _taken(there, places):
+            if whose := _taken(there, state_dir):
                 raise OutlastError(f"output {there} is that of the job in {whose} now; forget {name} without --output")
         try:
-            places.run.unlink()  # first: half a state directory is no job
-            shutil.rmtree(places.state)
+            state_dir.run.unlink()  # first: half a state directory is no job
+            shutil.rmtree(state_dir.path)
             if output and there.exists():
                 shutil.rmtree(there.resolve())
         except OSError as problem:
@@ -388,19 +388,19 @@ class LocalBackend:
 
     def kept(self, name: str) -> tuple[Path, Path, str]:
         """Where what is kept of a job lies: its state, its output, and the URL of that in its store or an empty one."""
-        places = self._known(name)
-        run = Run.read(places)
-        return places.state, Path(run.output), run.store
+        state_dir = self._known(name)
+        run = Run.read(state_dir)
+        return state_dir.path, Path(run.output), run.store
 
-    def _wish(self, places: Places, **changes: object) -> None:
-        dataclasses.replace(Wanted.read(places), **changes).write(places)  # type: ignore[arg-type]
+    def _request(self, state_dir: StateDir, **changes: object) -> None:
+        dataclasses.replace(Request.read(state_dir), **changes).write(state_dir)  # type: ignore[arg-type]
 
     # Harm
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Do one of `chaos.ACTIONS` and say what was done."""
         chaos.check(action)
-        status, places = self.status(name), self._known(name)
+        status, state_dir = self.status(name), self._known(name)
         target = _target(status, worker, rng, needs_process=action in ("kill-process", "stop", "slow"))
         number = {"kill-process": signal.SIGKILL, "kill-worker": signal.SIGKILL, "stop": signal.SIGSTOP}
         number |= {"term": signal.SIGTERM, "evict": signal.SIGTERM}
@@ -411,7 +411,7 @@ class LocalBackend:
             pid, whom = rank.pid, f"rank {rank.rank} on worker {target.index}"
         assert pid is not None
         gone = OutlastError(f"{whom} (pid {pid}) is gone already")
-        if not places.owns(target.index, pid):
+        if not state_dir.owns(target.index, pid):
             raise gone
         book = ledger.Ledger(Path(status.output) / contract.LEDGER, "chaos")
         book.write("chaos", action=action, worker=target.index, pid=pid)
@@ -430,17 +430,17 @@ class LocalBackend:
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` in one process of this terminal."""
-        places = self._known(name)
-        job = spec.load(places.job)
-        run = Run.read(places)
+        state_dir = self._known(name)
+        job = spec.load(state_dir.job)
+        run = Run.read(state_dir)
         environ = {
             **os.environ,
             contract.Env.JOB: name,
             contract.Env.RUN: run.run,
             contract.Env.OUTPUT: run.output,
             contract.Env.CODE: run.code,
-            contract.Env.STATE: str(places.state),
-            contract.Env.SHARED: str(places.state),
+            contract.Env.STATE: str(state_dir.path),
+            contract.Env.SHARED: str(state_dir.path),
         }
         environ |= references.values(job.spec.env, environ)
         preparation = prepare.Preparation(job, environ, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
@@ -452,51 +452,51 @@ class LocalBackend:
         finally:
             preparation.close()
 
-    # Places
+    # StateDir
 
-    def _places(self, name: str) -> Places:
-        return Places(self._state / "jobs" / name)
+    def _state_dir(self, name: str) -> StateDir:
+        return StateDir(self._state / "jobs" / name)
 
-    def _known(self, name: str) -> Places:
-        places = self._places(name)
-        if not places.run.exists():
+    def _known(self, name: str) -> StateDir:
+        state_dir = self._state_dir(name)
+        if not state_dir.run.exists():
             raise NotFound(f"no job {name!r} in {self._state}; `outlast list` shows those there are")
-        return places
+        return state_dir
 
-    def _active(self, name: str) -> Places:
-        places = self._known(name)
+    def _active(self, name: str) -> StateDir:
+        state_dir = self._known(name)
         if self._over(name):
             raise OutlastError(
                 f"job {name} does not run ({self.status(name).state}); `outlast run` or `outlast resume` starts it"
             )
-        return places
+        return state_dir
 
-    def _read(self, places: Places) -> JobStatus:
+    def _read(self, state_dir: StateDir) -> JobStatus:
         """What the launcher wrote last. Where nothing is, the run may still be gone on with."""
-        run = Run.read(places)
+        run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""
-            return JobStatus.model_validate_json(places.status.read_bytes()).model_copy(
-                update={"file": file, "command": run.command, "metrics": logged(Path(run.output))}
+            return JobStatus.model_validate_json(state_dir.status.read_bytes()).model_copy(
+                update={"file": file, "command": run.command, "metrics": newest_metrics(Path(run.output))}
             )
         except FileNotFoundError:
             lost = "its status is lost; `outlast run` goes on from the newest checkpoint"
-            name = places.state.name
+            name = state_dir.path.name
             return JobStatus(
                 name=name, run=run.run, state=State.INTERRUPTED, reason=lost, submitted=run.submitted, output=run.output
             )
         except (OSError, ValueError) as problem:
             remedy = "remove it and `outlast run` goes on from the newest checkpoint"
-            raise OutlastError(f"{places.status} is empty, damaged or may not be read; {remedy}") from problem
+            raise OutlastError(f"{state_dir.status} is empty, damaged or may not be read; {remedy}") from problem
 
-    def _ended(self, places: Places) -> Run | None:
+    def _ended(self, state_dir: StateDir) -> Run | None:
         """The run that has succeeded here, if one has: its store may not know that yet."""
-        return Run.read(places) if places.run.exists() and self._read(places).state is State.SUCCEEDED else None
+        return Run.read(state_dir) if state_dir.run.exists() and self._read(state_dir).state is State.SUCCEEDED else None
 
-    def _unfinished(self, places: Places) -> JobStatus | None:
-        if not places.run.exists():
+    def _unfinished(self, state_dir: StateDir) -> JobStatus | None:
+        if not state_dir.run.exists():
             return None
-        status = self._read(places)
+        status = self._read(state_dir)
         return None if status.state is State.SUCCEEDED else status
 
 
@@ -576,14 +576,14 @@ def _slow(pid: int) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def _shell(places: Places, run: str, job: spec.Job) -> list[str]:
+def _shell(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
     """Remember the shell that takes up a run; what the training had from the last one and will miss."""
     now = resumption.marks(os.environ, run)
     try:
-        was = dict(json.loads(places.shell.read_bytes()))
+        was = dict(json.loads(state_dir.shell.read_bytes()))
     except (OSError, ValueError, TypeError):  # a new run, or one of an earlier version
         was = {}
-    files.replace(places.shell, json.dumps(now))
+    files.replace(state_dir.shell, json.dumps(now))
     return list(resumption.shell(was, now, job.spec.env))
 
 
@@ -591,9 +591,9 @@ def _new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
 
 
-def _starting(places: Places) -> bool:
+def _starting(state_dir: StateDir) -> bool:
     """Whether the run was submitted or resumed so lately that its launcher may not hold its lock yet."""
-    return abs(time.time() - places.taken_up()) < _STARTING_S
+    return abs(time.time() - state_dir.started_at()) < _STARTING_S
 
 
 def _placed(job: spec.Job, state: Path) -> spec.Job:
@@ -620,7 +620,7 @@ def _without_secrets(job: spec.Job) -> spec.Job:
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
 
-def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int) -> None:
+def _show_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
     """Tell of a run that is taken up, and no longer of how it left. Its deadlines count from its next world."""
     pending = {
         "state": State.PENDING,
@@ -632,17 +632,17 @@ def _show_pending(places: Places, status: JobStatus, reason: str, replicas: int)
         "rate": None,
         "launcher": None,
     }
-    files.replace(places.status, status.model_copy(update=pending).model_dump_json(), durable=True)
+    files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
-def _afresh(places: Places, run: Run, status: JobStatus) -> int:
+def _afresh(state_dir: StateDir, run: Run, status: JobStatus) -> int:
     """The newest generation of a run that is taken up. If it had ended, what counted against it is forgotten: its failures, its
     restarts and its end."""
     found = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            found.append(json.loads(places.memory.read_text())["generation"])
-        places.memory.unlink(missing_ok=True)
+            found.append(json.loads(state_dir.recovery.read_text())["generation"])
+        state_dir.recovery.unlink(missing_ok=True)
     return max(found)
 
 
@@ -669,19 +669,19 @@ def _unused(output: Path) -> None:
         time.sleep(_LOOK_S)
 
 
-def _ours(run: Run, places: Places) -> bool:
+def _ours(run: Run, state_dir: StateDir) -> bool:
     """Whether a run that was left can go on: see `stored.ours`, and no job with its state elsewhere has had its output since."""
-    return stored.ours(run) and not _taken(Path(run.output), places)
+    return stored.ours(run) and not _taken(Path(run.output), state_dir)
 
 
-def _taken(output: Path, places: Places) -> str:
+def _taken(output: Path, state_dir: StateDir) -> str:
     """The state directory of another job that was the last to train in an output; empty if it was this one, or nobody. One that
     is not there may be ours, before it was moved."""
     try:
         whose = (output / contract.OWNER).read_text()
     except FileNotFoundError:
         return ""
-    return whose if whose and Path(whose).exists() and Path(whose).resolve() != places.state.resolve() else ""
+    return whose if whose and Path(whose).exists() and Path(whose).resolve() != state_dir.path.resolve() else ""
 
 
 def _free(output: Path) -> bool:

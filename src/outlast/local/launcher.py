@@ -32,8 +32,8 @@ from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.launch import titles
-from outlast.local.state_dir import Places, Run, Wanted
-from outlast.local.workers import Ended, Staff, Worker
+from outlast.local.state_dir import Request, Run, StateDir
+from outlast.local.workers import Ended, Worker, WorkerPool
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.coordinator import Decider, Terms, after, cause_first
 from outlast.rendezvous.transports import sockets
@@ -63,16 +63,16 @@ FOLD_SHARE = 0.02
 class Launcher(Decider):
     """All that is known and done for one job. `run` returns the exit code of the launcher."""
 
-    def __init__(self, places: Places, clock: Awake | None = None) -> None:
-        self.places = places
-        self.job = spec.load(places.job)
+    def __init__(self, state_dir: StateDir, clock: Awake | None = None) -> None:
+        self.state_dir = state_dir
+        self.job = spec.load(state_dir.job)
         super().__init__(Terms.of(self.job.spec), clock or Awake())
-        record = Run.read(places)
+        record = Run.read(state_dir)
         self.run_id = record.run
         self.output = Path(record.output)
         self.record, self.store = record, record.store
-        self.staff = Staff(
-            places,
+        self.pool = WorkerPool(
+            state_dir,
             self.job,
             run=self.run_id,
             output=self.output,
@@ -82,12 +82,12 @@ class Launcher(Decider):
             owner=record.owner,
         )
         self.ledger = ledgers.Ledger(self.output / contract.LEDGER, "launcher")
-        self.wanted = Wanted.read(places)
+        self.request = Request.read(state_dir)
         self.known = after(record.generation, self.clock())
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
-        self.submitted = self.clock() - max(0.0, time.time() - places.taken_up())
+        self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """When the run was taken up, by our clock."""
         self.started: float | None = None
         """When its first world was formed, by our clock."""
@@ -108,7 +108,7 @@ class Launcher(Decider):
             submitted=record.submitted,
             output=str(self.output),
             store=StoreStatus(url=self.store) if self.store else None,
-            processes=self.staff.processes,
+            processes=self.pool.processes,
             min=self.sizes[0],
             max=self.sizes[-1],
         )
@@ -128,27 +128,27 @@ class Launcher(Decider):
     async def run(self) -> int:
         """Decide until the job is over."""
         self._recover()
-        await self.server.start(self.places.socket)
-        self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.staff.present))
+        await self.server.start(self.state_dir.socket)
+        self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.pool.present))
         with contextlib.suppress(OSError):  # a full disk, or a file system without locks
-            (self.output / contract.OWNER).write_text(str(self.places.state))
+            (self.output / contract.OWNER).write_text(str(self.state_dir.path))
             self.claim = locks.shared(self.output / contract.OWNER)
         if self.store:
             from outlast import store
             from outlast.local import stored
             from outlast.runs import alive
 
-            home, owner = stored.home(self.places.state), self.record.owner
+            home, owner = stored.home(self.state_dir.path), self.record.owner
             self.heart = alive.Heart(lambda: store.open_(self.store), self.run_id, owner, home, lost=lambda _: None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
         while True:
             self._poke.clear()
-            for worker in self.staff.silent():
-                self.staff.put_down(worker.index, "has an agent that does nothing")
+            for worker in self.pool.silent():
+                self.pool.kill(worker.index, "has an agent that does nothing")
             for id in self.server.drop_silent():
-                self.staff.put_down(id, f"was silent for {sockets.SILENCE_S:g} s")
+                self.pool.kill(id, f"was silent for {sockets.SILENCE_S:g} s")
             self._reap()
             self._obey()
             if self.closing is None:
@@ -175,13 +175,13 @@ class Launcher(Decider):
         else:
             self._see_saves(now=True)
         try:
-            memory = json.loads(self.places.memory.read_text())
+            memory = json.loads(self.state_dir.recovery.read_text())
         except FileNotFoundError:
             return
         self.history = restarts.History(tuple(restarts.Record(*record) for record in memory["history"]))
         self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
-            before = JobStatus.model_validate_json(self.places.status.read_text())
+            before = JobStatus.model_validate_json(self.state_dir.status.read_text())
             self.status.started, self.status.failure, self.status.step = before.started, before.failure, before.step
             if before.started is not None:
                 self.started = self.clock() - max(0.0, time.time() - before.started)
@@ -189,14 +189,14 @@ class Launcher(Decider):
         if generation:
             self.known = after(generation, self.clock())
         self.judged = memory["judged"]
-        self.staff.gpus = memory["gpus"]  # a worker that revives us shows us only its own
-        self.staff.adopt(memory["workers"])
+        self.pool.gpus = memory["gpus"]  # a worker that revives us shows us only its own
+        self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.patience.leave + CLOSING_S
             self.farewell, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._reap()
-        if self.staff.present and memory["world"]:  # it may still train: listen before deciding
+        if self.pool.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         self.remember()
@@ -209,39 +209,39 @@ class Launcher(Decider):
             "restarts": self.restarts,
             "interruptions": self.status.interruptions,
             "judged": self.judged,
-            "gpus": self.staff.gpus,
+            "gpus": self.pool.gpus,
             "closing": self.closing,
             "end": self.status.end,
-            "workers": self.staff.records(),
+            "workers": self.pool.records(),
         }
         with contextlib.suppress(OSError):  # a full disk: the workers know the newest generation, too
-            files.replace(self.places.memory, json.dumps(memory), durable=True)
+            files.replace(self.state_dir.recovery, json.dumps(memory), durable=True)
 
     # Workers
 
     def _fill(self) -> None:
         """Start the workers that are wanted and missing."""
-        for index in self.staff.missing(self.wanted.replicas):
+        for index in self.pool.missing(self.request.replicas):
             try:
-                worker = self.staff.start(index)
+                worker = self.pool.start(index)
             except (OutlastError, OSError) as problem:
-                if isinstance(problem, OutlastError) and not self.staff.present:
+                if isinstance(problem, OutlastError) and not self.pool.present:
                     self._close(State.FAILED, str(problem), contract.Exit.MISCONFIGURED)
                     return
                 self.joiners[index] = f"worker {index} cannot be started: {problem}"
-                self.staff.pause(index)
+                self.pool.pause(index)
                 continue
             self.ledger.write("worker", worker=index, pid=worker.pid, attempt=worker.attempt)
             self.remember()
 
     def _reap(self) -> None:
         """Take note of the workers that have ended."""
-        for end in self.staff.ended():
+        for end in self.pool.ended():
             worker = end.worker
-            self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.said, interrupted=end.interrupted)
+            self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.message, interrupted=end.interrupted)
             if end.displaced and self.closing is None:
-                self._close(State.INTERRUPTED, end.said, contract.Exit.INTERRUPTED)
-            elif self.closing is None and not worker.told:
+                self._close(State.INTERRUPTED, end.message, contract.Exit.INTERRUPTED)
+            elif self.closing is None and not worker.leaving:
                 if end.interrupted:
                     self.status.interruptions += 1
                 else:
@@ -250,13 +250,13 @@ class Launcher(Decider):
 
     def _died(self, end: Ended) -> None:
         index = end.worker.index
-        self.staff.pause(index)
+        self.pool.pause(index)
         training = self.known.world if self.known.called is None else None
         if training is not None and index not in training.members:  # the world goes on without it
             self.joiners[index] = f"{end.reason}; it will be started again"
             return
         generation, step = self.generation(), self.status.step
-        inside = self.known.world is not None and index in self.known.world.members and self.staff.trained(index)
+        inside = self.known.world is not None and index in self.known.world.members and self.pool.trained(index)
         if inside and self.judged >= generation:
             return  # it goes with the failure of its world, which is counted
         died = Failure(worker=index, code=end.code, reason=end.reason, generation=generation, step=step, time=time.time())
@@ -265,7 +265,7 @@ class Launcher(Decider):
     # Decisions
 
     def _decide(self) -> None:
-        match self.decide(self.wanted.replicas, (worker.index for worker in self.staff.staying())):
+        match self.decide(self.request.replicas, (worker.index for worker in self.pool.staying())):
             case world.Wait() as wait:
                 called = self.known.called
                 if (called and self.clock() - called.at > WAITED_S) or (not called and not self.known.world):
@@ -287,12 +287,12 @@ class Launcher(Decider):
         self.formed_at, self.stepped = now, False
         self.warning, self.saved_before = "", self.status.saved
         for id in new.members:
-            self.staff.joined(id)
+            self.pool.joined(id)
             self.joiners.pop(id, None)
-        surplus = len(self.staff.staying()) - self.wanted.replicas
-        outside = sorted((w for w in self.staff.staying() if w.index not in new.members), key=lambda w: -w.index)
+        surplus = len(self.pool.staying()) - self.request.replicas
+        outside = sorted((w for w in self.pool.staying() if w.index not in new.members), key=lambda w: -w.index)
         for worker in outside[: max(0, surplus)]:
-            self.staff.tell(worker)
+            self.pool.ask_to_leave(worker)
 
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         self._read_progress()
@@ -328,13 +328,13 @@ class Launcher(Decider):
     # What the user wants
 
     def _obey(self) -> None:
-        wanted = Wanted.read(self.places)
-        if wanted == self.wanted and not wanted.end:
+        wanted = Request.read(self.state_dir)
+        if wanted == self.request and not wanted.end:
             return
-        if wanted.replicas != self.wanted.replicas:
+        if wanted.replicas != self.request.replicas:
             self.ledger.write("scaled", replicas=wanted.replicas)
             self.joiners.clear()
-        before, self.wanted = self.wanted, wanted
+        before, self.request = self.request, wanted
         if self.closing is not None:
             if wanted.end in ("kill", "cancel") and before.end != wanted.end:
                 self.closing = (_END_STATES[wanted.end], _ENDS[wanted.end], contract.Exit.FAILED)
@@ -364,28 +364,28 @@ class Launcher(Decider):
         self.status.interruptions += leave
         self.close_by = self.closed_at + (self.patience.leave + CLOSING_S if leave else CLOSING_S)
         if leave:
-            for worker in self.staff.present.values():
-                self.staff.tell(worker)
+            for worker in self.pool.present.values():
+                self.pool.ask_to_leave(worker)
         else:  # who is to save leaves by itself
             self.farewell = sockets.Closed(reason, code)
             for id in list(self.reports):
                 self.send(id, "closed", self.farewell)
-            for worker in self.staff.present.values():
+            for worker in self.pool.present.values():
                 if worker.index not in self.reports:
-                    self.staff.tell(worker)
+                    self.pool.ask_to_leave(worker)
         self.poke()
 
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
         assert self.closing is not None
-        pushing = [w for w in self.staff.present.values() if self.staff.said(w).get("state") == Phase.PUSHING]
+        pushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.PUSHING]
         if self.store and pushing and self.clock() - self.closed_at > WAITED_S:
             self.status.reason, self.status.waits = f"{self.closing[1]}; pushing what is left to {self.store}", ""
         if self.clock() > self.close_by:
-            for worker in list(self.staff.present.values()):
-                if not self.close_by or self.staff.said(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
-                    self.staff.put_down(worker.index, "has not left in time")
-        return not self.staff.present
+            for worker in list(self.pool.present.values()):
+                if not self.close_by or self.pool.report(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
+                    self.pool.kill(worker.index, "has not left in time")
+        return not self.pool.present
 
     def _finish(self) -> int:
         assert self.closing is not None
@@ -398,7 +398,7 @@ class Launcher(Decider):
             reason = f"{reason}; {self._what_is_saved()}"
         self.status.world, self.status.rate = [], None
         self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
-        if self.store and self.wanted.end != "kill":
+        if self.store and self.request.end != "kill":
             state, reason, code = self._hand_in(state, reason, code)
         if self.heart is not None:
             with contextlib.suppress(OutlastError):  # else it is heard of for a while longer
@@ -422,7 +422,7 @@ class Launcher(Decider):
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._show()
-        last = uploader.Pusher(self.staff.pushing())
+        last = uploader.Pusher(self.pool.pushing())
         failed, problem = last.rest(HAND_IN_S)
         if self.status.store is not None and last.said:
             self.status.store = StoreStatus(url=self.store, **last.said)
@@ -469,7 +469,7 @@ class Launcher(Decider):
         now_world = self.known.world
         if now_world is None:
             return
-        record = progress.read(self.places.worker(now_world.members[0]), 0)
+        record = progress.read(self.state_dir.worker(now_world.members[0]), 0)
         if record is None or record.phase in ("open", "restore") or record.generation != now_world.generation:
             return
         if record.phase == "started":
@@ -491,8 +491,8 @@ class Launcher(Decider):
 
     def _logged(self, now: world.World) -> tuple[int, int | None] | None:
         """The step that rank 0's worker has read in its log, printed in this world: its file may be older."""
-        worker = self.staff.present.get(now.members[0])
-        said = self.staff.said(worker).get("logged") if worker else None
+        worker = self.pool.present.get(now.members[0])
+        said = self.pool.report(worker).get("logged") if worker else None
         return (said[0], said[1]) if said and said[2:] == [now.generation] else None
 
     def _paced(self, step: int, steps: int | None, told: str) -> None:
@@ -516,18 +516,18 @@ class Launcher(Decider):
     def _show(self, *, final: bool = False) -> None:
         self._read_progress()
         status = self.status
-        each = f"each worker trains on the CPU, with {self.staff.processes} process{'es' if self.staff.processes > 1 else ''}"
+        each = f"each worker trains on the CPU, with {self.pool.processes} process{'es' if self.pool.processes > 1 else ''}"
         no_gpu = f"resources.gpu ({self.job.spec.resources.gpu}): this machine shows no GPU; {each}"
-        cpu_instead = self.job.spec.resources.gpu and not self.staff.gpus
+        cpu_instead = self.job.spec.resources.gpu and not self.pool.gpus
         status.warnings = [text for text in [self.warning, no_gpu if cpu_instead else "", *self.joiners.values()] if text]
-        status.replicas = self.wanted.replicas
+        status.replicas = self.request.replicas
         status.restarts = self.restarts
         status.generation = self.generation()
         if not final:
             running = self.known.world is not None and self.known.called is None
             status.world = list(self.known.world.members) if running and self.known.world else []
             status.launcher = os.getpid()
-        status.workers = [self._worker_status(worker) for _, worker in sorted(self.staff.present.items())]
+        status.workers = [self._worker_status(worker) for _, worker in sorted(self.pool.present.items())]
         if not final:
             self._keep_goodput()
         if status.store is not None:
@@ -535,12 +535,12 @@ class Launcher(Decider):
         text = status.model_dump_json()
         if text != self._written:
             with contextlib.suppress(OSError):  # a full disk: what there is to see is late, and written as soon as there is room
-                files.replace(self.places.status, text, durable=final)
+                files.replace(self.state_dir.status, text, durable=final)
                 self._written = text
 
     def _store_status(self, before: StoreStatus) -> StoreStatus:
         """What the pusher says, whichever worker's it is."""
-        said = (self.staff.said(worker).get("pushed") for worker in self.staff.present.values())
+        said = (self.pool.report(worker).get("pushed") for worker in self.pool.present.values())
         newest = max(filter(None, said), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:
             return before
@@ -565,10 +565,10 @@ class Launcher(Decider):
             return self.status.goodput
 
     def _worker_status(self, worker: Worker) -> WorkerStatus:
-        said = self.staff.said(worker)
+        said = self.pool.report(worker)
         ranks = [RankStatus(**rank) for rank in said.get("ranks", [])]
         for rank in ranks:
-            record = progress.read(self.places.worker(worker.index), rank.local_rank)
+            record = progress.read(self.state_dir.worker(worker.index), rank.local_rank)
             rank.step = record.step or None if record and record.pid == rank.pid else None
             if rank.rank == 0 and rank.step is None and self.status.told == "log" and self.known.world:
                 rank.step = self.status.step
@@ -604,16 +604,16 @@ def _locked(lock: int) -> bool:
 
 def main() -> None:
     """Run the launcher of one job; a second one of the same job leaves at once."""
-    places = Places(Path(sys.argv[1]))
-    titles.entitle(f"launcher {places.state}")
-    with open(places.lock, "a") as lock:
+    state_dir = StateDir(Path(sys.argv[1]))
+    titles.entitle(f"launcher {state_dir.path}")
+    with open(state_dir.lock, "a") as lock:
         if not _locked(lock.fileno()):
-            print(f"another launcher runs {places.state}", flush=True)
+            print(f"another launcher runs {state_dir.path}", flush=True)
             sys.exit(0)
-        log = os.open(places.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = os.open(state_dir.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        code = asyncio.run(Launcher(places).run())
+        code = asyncio.run(Launcher(state_dir).run())
     sys.exit(code)
 
 

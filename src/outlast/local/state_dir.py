@@ -24,61 +24,61 @@ _Kind = TypeVar("_Kind")
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class StateDir:
     """Paths below one job's state directory."""
 
-    state: Path
+    path: Path
 
     @property
     def job(self) -> Path:
         """The job file as submitted, with absolute paths."""
-        return self.state / "job.yaml"
+        return self.path / "job.yaml"
 
     @property
     def run(self) -> Path:
         """A `Run`; written last at submission: a run exists from then on."""
-        return self.state / "run.json"
+        return self.path / "run.json"
 
     @property
-    def wanted(self) -> Path:
-        """See `Wanted`."""
-        return self.state / "wanted.json"
+    def request(self) -> Path:
+        """See `Request`."""
+        return self.path / "wanted.json"
 
     @property
     def status(self) -> Path:
         """A `status.JobStatus`."""
-        return self.state / "status.json"
+        return self.path / "status.json"
 
     @property
-    def memory(self) -> Path:
+    def recovery(self) -> Path:
         """What a launcher must know to take over from one that died."""
-        return self.state / "launcher.json"
+        return self.path / "launcher.json"
 
     @property
     def shell(self) -> Path:
         """What the environment of the shell was that took the run up last: `goes_on.marks`."""
-        return self.state / "shell.json"
+        return self.path / "shell.json"
 
     @property
     def lock(self) -> Path:
         """Held by the launcher as long as it lives."""
-        return self.state / "launcher.lock"
+        return self.path / "launcher.lock"
 
     @property
     def socket(self) -> Path:
         """Where workers find the launcher."""
-        return self.state / "launcher.sock"
+        return self.path / "launcher.sock"
 
     @property
     def log(self) -> Path:
         """What the launcher decided, for people."""
-        return self.state / "launcher.log"
+        return self.path / "launcher.log"
 
     def worker(self, index: int) -> Path:
         """State directory of a worker."""
-        return self.state / "workers" / str(index)
+        return self.path / "workers" / str(index)
 
-    def launched(self) -> bool:
+    def has_launcher(self) -> bool:
         """Whether a launcher holds the lock."""
         try:
             with open(self.lock) as lock:
@@ -89,7 +89,7 @@ class Places:
             return False
         return False
 
-    def taken_up(self) -> float:
+    def started_at(self) -> float:
         """When the run was last submitted or resumed."""
         return self.run.stat().st_mtime
 
@@ -131,17 +131,17 @@ class Run:
     """See `Backend.submit`."""
 
     @classmethod
-    def read(cls, places: Places) -> Run:
+    def read(cls, state_dir: StateDir) -> Run:
         """The job's run; raises OutlastError."""
-        return _read(cls, places.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
+        return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
-    def write(self, places: Places) -> None:
+    def write(self, state_dir: StateDir) -> None:
         """Record the run: it exists from now on, and it was taken up now."""
-        files.replace(places.run, json.dumps(dataclasses.asdict(self)), durable=True)
+        files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class Request:
     """What the user wants of a running job."""
 
     replicas: int
@@ -149,13 +149,13 @@ class Wanted:
     """`interrupt`, `suspend`, `cancel` or `kill`; empty: train to the end."""
 
     @classmethod
-    def read(cls, places: Places) -> Wanted:
+    def read(cls, state_dir: StateDir) -> Request:
         """The newest wish; raises OutlastError."""
-        return _read(cls, places.wanted, "`outlast run` with the job file writes it anew")
+        return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
-    def write(self, places: Places) -> None:
+    def write(self, state_dir: StateDir) -> None:
         """Record the wish; the launcher looks several times a second."""
-        files.replace(places.wanted, json.dumps(dataclasses.asdict(self)), durable=True)
+        files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
@@ -169,7 +169,7 @@ _TAIL = 8192
 """Bytes at the end of `metrics.jsonl` that are read; arbitrary, more than a line."""
 
 
-def logged(output: Path) -> dict[str, float]:
+def newest_metrics(output: Path) -> dict[str, float]:
     """The newest line of `metrics.jsonl`: step and values. Empty if there is none, or it cannot be read."""
     try:
         with (output / contract.METRICS).open("rb") as file:

@@ -21,7 +21,7 @@ from typing import Any
 from outlast import accelerators, contract, spec
 from outlast.clock import Seen
 from outlast.errors import OutlastError
-from outlast.local.state_dir import Places
+from outlast.local.state_dir import StateDir
 from outlast.rendezvous.transports import sockets
 from outlast.spec import references
 
@@ -40,7 +40,7 @@ class Worker:
     attempt: int
     child: subprocess.Popen[bytes] | None = None
     """None for one that an earlier launcher started."""
-    told: bool = False
+    leaving: bool = False
     """Whether we have told it to leave."""
 
 
@@ -50,7 +50,7 @@ class Ended:
 
     worker: Worker
     code: int
-    said: str
+    message: str
     """What its agent said last."""
     displaced: bool = False
     """Whether it ended because its run goes on elsewhere."""
@@ -58,22 +58,22 @@ class Ended:
     @property
     def interrupted(self) -> bool:
         """Whether it left because it was told to."""
-        return self.code == contract.Exit.INTERRUPTED or self.worker.told
+        return self.code == contract.Exit.INTERRUPTED or self.worker.leaving
 
     @property
     def reason(self) -> str:
         """How it ended, in one sentence."""
         if contract.killed(self.code):
             return f"worker {self.worker.index} was killed by {signal.Signals(self.code - 128).name}"
-        return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.said}" if self.said else "")
+        return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.message}" if self.message else "")
 
 
-class Staff:
+class WorkerPool:
     """The workers there are."""
 
     def __init__(
         self,
-        places: Places,
+        state_dir: StateDir,
         job: spec.Job,
         *,
         run: str,
@@ -84,13 +84,13 @@ class Staff:
         owner: str = "",
     ) -> None:
         """`clock` is what silence and pauses are measured by, see `clock.Awake`."""
-        self._places, self._job, self._run, self._output, self._code = places, job, run, output, code
+        self._state_dir, self._job, self._run, self._output, self._code = state_dir, job, run, output, code
         self._store, self._owner = store, owner
         self.gpus = gpus()
         self.processes = job.spec.processes()
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
-        self._vain: collections.Counter[int] = collections.Counter()
+        self._failed_starts: collections.Counter[int] = collections.Counter()
         """Starts of each worker since it was last in a world."""
         self._not_before: dict[int, float] = {}
         self._clock = clock
@@ -98,7 +98,7 @@ class Staff:
 
     def staying(self) -> list[Worker]:
         """Those that have not been told to leave."""
-        return [worker for worker in self.present.values() if not worker.told]
+        return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
         """Take over the workers of an earlier launcher; those that have died meanwhile are found by `ended`."""
@@ -120,8 +120,8 @@ class Staff:
 
     def start(self, index: int) -> Worker:
         """Start a worker. Raises OutlastError when GPUs run out, OSError when the machine refuses."""
-        state = self._places.worker(index)
-        self._vain[index] += 1
+        state = self._state_dir.worker(index)
+        self._failed_starts[index] += 1
         if not self._code.is_dir():
             raise OutlastError(f"the job's code in {self._code} is gone; submit the job again")
         environ = self._environ(index)
@@ -146,33 +146,33 @@ class Staff:
 
     def joined(self, index: int) -> None:
         """This worker is in a world: when it dies it is started again at once."""
-        self._vain[index] = 0
+        self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
         """Whether this worker has been in a world since its last start."""
-        return not self._vain[index]
+        return not self._failed_starts[index]
 
     def pause(self, index: int) -> None:
         """Start this worker again only after a pause that grows with its vain starts."""
-        self._not_before[index] = self._clock() + BACKOFF_S[min(self._vain[index], len(BACKOFF_S) - 1)]
+        self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
         """Those that have ended since the last look; they are no longer present."""
         for index, worker in list(self.present.items()):
-            status = worker.child.poll() if worker.child else None if self._places.owns(index, worker.pid) else -signal.SIGKILL
+            status = worker.child.poll() if worker.child else None if self._state_dir.owns(index, worker.pid) else -signal.SIGKILL
             if status is None:
                 continue
             del self.present[index]
             self._seen.forget(index)
-            said = self.said(worker)
+            said = self.report(worker)
             if worker.child is None and said.get("code") is not None:
                 status = int(said["code"])
             yield Ended(worker, contract.exit_code(status), said.get("reason") or "", bool(said.get("displaced")))
 
-    def said(self, worker: Worker) -> dict[str, Any]:
+    def report(self, worker: Worker) -> dict[str, Any]:
         """What its agent says of it (`contract.WORKER`); empty before the first word."""
         try:
-            said = dict(json.loads((self._places.worker(worker.index) / contract.WORKER).read_text()))
+            said = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
         except (OSError, ValueError):
             return {}
         return said if said.get("pid") == worker.pid else {}
@@ -182,18 +182,18 @@ class Staff:
         found = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
-                touched = (self._places.worker(worker.index) / contract.WORKER).stat().st_mtime_ns
+                touched = (self._state_dir.worker(worker.index) / contract.WORKER).stat().st_mtime_ns
                 if self._seen.age(worker.index, touched) > AGENT_SILENCE_S:
                     found.append(worker)
         return found
 
-    def tell(self, worker: Worker) -> None:
+    def ask_to_leave(self, worker: Worker) -> None:
         """Tell a worker to save and leave."""
-        worker.told = True
+        worker.leaving = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGTERM)
 
-    def put_down(self, index: int, why: str) -> None:
+    def kill(self, index: int, why: str) -> None:
         """Kill a worker that lives but does not work, or does not leave."""
         worker = self.present.get(index)
         if worker is not None:
@@ -208,7 +208,7 @@ class Staff:
             **os.environ,
             contract.Env.RUN: self._run,
             contract.Env.OUTPUT: str(self._output),
-            contract.Env.JOB_FILE: str(self._places.job),
+            contract.Env.JOB_FILE: str(self._state_dir.job),
             contract.Env.STORE: self._store,
             contract.Env.OWNER: self._owner,
         }
@@ -216,7 +216,7 @@ class Staff:
 
     def _environ(self, index: int) -> dict[str, str]:
         """The environment contract of a worker, the same as a pod's."""
-        state = self._places.worker(index)
+        state = self._state_dir.worker(index)
         fields = self._job.spec
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
@@ -234,15 +234,15 @@ class Staff:
             contract.Env.OUTPUT: str(self._output),
             contract.Env.LEDGER: str(self._output / contract.LEDGER),
             contract.Env.NOTICE: str(state / contract.NOTICE),
-            contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._places.socket}",
+            contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._state_dir.socket}",
             contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
             contract.Env.CHECKPOINT_KEEP: str(fields.checkpoint.keep),
-            contract.Env.JOB_FILE: str(self._places.job),
+            contract.Env.JOB_FILE: str(self._state_dir.job),
             contract.Env.CODE: str(self._code),
-            contract.Env.SHARED: str(self._places.state),
+            contract.Env.SHARED: str(self._state_dir.path),
             **({contract.Env.STORE: self._store, contract.Env.OWNER: self._owner} if self._store else {}),
             contract.Env.PROBE_PORT: str(base + index if base else 0),
-            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.local.launcher", str(self._places.state)]),
+            contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.local.launcher", str(self._state_dir.path)]),
         }
         return {**environ, **references.values(fields.env, environ)}
 
