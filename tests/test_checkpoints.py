@@ -86,10 +86,10 @@ def test_only_a_runs_own_checkpoints_count():
     assert checkpoints.latest([found(9, run="other")], "r") is None
 
 
-@given(steps=st.sets(st.integers(0, 50)), keep=st.integers(-1, 10), protected=st.sets(st.integers(0, 50)))
-def test_the_newest_and_the_protected_stay(steps: set[int], keep: int, protected: set[int]):
-    gone = {c.step for c in checkpoints.expired([found(step) for step in steps], keep, protected)}
-    assert gone == set(sorted(steps)[: -max(2, keep)]) - protected
+@given(steps=st.sets(st.integers(0, 50)), keep=st.integers(-1, 10))
+def test_the_newest_stay(steps: set[int], keep: int):
+    gone = {c.step for c in checkpoints.expired([found(step) for step in steps], checkpoints.Retention(keep))}
+    assert gone == set(sorted(steps)[: -max(2, keep)])
 
 
 def damage_cut(path: Path) -> None:
@@ -195,7 +195,7 @@ def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
     damage_cut(written(tmp_path, 25, generation=3).path / "a")
     newest = written(tmp_path, 25, generation=3)
     assert (tmp_path / "step-00000025.replaced-0").exists()
-    assert [c.step for c in checkpoints.sweep(tmp_path, newest, keep=2)] == [10]
+    assert [c.step for c in checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2))] == [10]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".lock",
         "FENCE",
@@ -213,9 +213,9 @@ def test_one_that_is_being_read_is_not_swept_until_its_reader_has_ended(tmp_path
     checkpoints.take(tmp_path, "r", 1)
     old, _, newest = (written(tmp_path, step) for step in (10, 20, 30))
     with checkpoints.reading(old.path), checkpoints.reading(old.path):
-        assert checkpoints.sweep(tmp_path, newest, keep=2) == []
+        assert checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2)) == []
         assert checkpoints.verify(old.path) is None
-    assert checkpoints.sweep(tmp_path, newest, keep=2) == [old]
+    assert checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2)) == [old]
     with pytest.raises(FileNotFoundError), checkpoints.reading(old.path):
         pass
     assert [c.step for c in checkpoints.list_(tmp_path)] == [20, 30]
@@ -233,7 +233,7 @@ def test_a_reader_that_dies_holds_nothing(tmp_path: Path):
         assert reader.stdout.readline() == b"reads\n"
         assert not checkpoints.remove(old)
         reader.kill()
-    assert checkpoints.sweep(tmp_path, newest, keep=2) == [old]
+    assert checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2)) == [old]
 
 
 def test_what_is_being_fetched_is_not_swept_and_what_a_dead_fetcher_left_is(tmp_path: Path):
@@ -241,11 +241,11 @@ def test_what_is_being_fetched_is_not_swept_and_what_a_dead_fetcher_left_is(tmp_
     newest = written(tmp_path, 10)
     with checkpoints.fetching(tmp_path, 5) as path:
         (path / "a").write_bytes(b"half")
-        checkpoints.sweep(tmp_path, newest, keep=2)
+        checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2))
         assert (path / "a").exists()
     with checkpoints.fetching(tmp_path, 5) as again:
         assert (again / "a").read_bytes() == b"half", "the next one goes on"
-    checkpoints.sweep(tmp_path, newest, keep=2)
+    checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2))
     assert not path.exists()
 
 
@@ -357,7 +357,7 @@ def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
     """Save a state with a Saver; the checkpoint's path."""
     checkpoints.take(directory, "r", 1)
     told: list[str] = []
-    writer = saver.Saver(directory, "r", 1, keep=2, report=lambda kind, **fields: told.append(kind))
+    writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: told.append(kind))
     writer.begin(step, checkpoint.capture(state, rank=0, ranks=1))
     assert writer.wait() == saver.Outcome(step, committed=True)
     assert told == ["committed"]
@@ -539,7 +539,7 @@ def test_training_on_while_a_save_is_written_does_not_change_it(tmp_path: Path):
     model = nn.Linear(300, 300)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     checkpoints.take(tmp_path, "r", 1)
-    writer = saver.Saver(tmp_path, "r", 1, keep=2, report=lambda kind, **fields: None)
+    writer = saver.Saver(tmp_path, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.begin(1, checkpoint.capture({"model": model}, 0, 1))
     with torch.no_grad():
         while writer.busy:

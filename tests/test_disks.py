@@ -314,7 +314,7 @@ class Worker:
 
     def __init__(self, output: Path, place: store.Store, owner: str = "") -> None:
         self.output, self.directory = output, output / contract.CHECKPOINTS
-        self.pusher = push.Pusher(output, place, "r", owner, 3, lambda said: None)
+        self.pusher = push.Pusher(output, place, "r", owner, checkpoints.Retention(3), lambda said: None)
 
     def save(self, step: int, generation: int) -> None:
         draft = checkpoints.saving(self.directory, step, generation)

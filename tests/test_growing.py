@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from outlast import store
 from outlast.agent import ownership, upload
+from outlast.checkpoints import Retention
 from outlast.errors import StoreError, Unreachable
 from outlast.report import goodput
 from outlast.runs import output as stored
@@ -77,7 +78,7 @@ def test_what_is_no_log_or_has_an_odd_name_keeps_no_other_from_being_pushed(tmp_
     os.mkfifo(logs / "pipe.log")
     Path(os.fsdecode(os.fsencode(logs) + b"/\xff.log")).write_bytes(b"x")
     (tmp_path / "else").write_bytes(b"x")
-    pusher = upload.Pusher(tmp_path, place, "run", "owner", 2, lambda _: None)
+    pusher = upload.Pusher(tmp_path, place, "run", "owner", Retention(2), lambda _: None)
     with pytest.raises(
         upload.Unpushed, match=r"logs/\\udcff.log could not be pushed: it cannot be the name of an object: .*rename it"
     ):

@@ -69,13 +69,12 @@ def registers(draw: st.DrawFn) -> Latest:
 places = st.builds(at, st.integers(1, 9), st.integers(1, 4))
 
 
-@given(registers(), st.integers(-1, 5), st.sets(st.integers(1, 9)))
-def test_the_last_two_stay_and_what_is_protected(now: Latest, keep: int, protected: set[int]):
-    gone = rules.expired(now, keep, protected)
+@given(registers(), st.integers(-1, 5))
+def test_the_last_two_stay_and_the_newest_that_count(now: Latest, keep: int):
+    gone = rules.expired(now, checkpoints.Retention(keep))
     left = now.without(gone)
     assert set(now.places[-2:]) <= set(left.places)
     assert set(rules.counted(now)[-max(2, keep) :]) <= set(left.places)
-    assert not protected & {place.step for place in gone}
     assert all(rules.outlived(now, place) for place in gone)
 
 
@@ -86,7 +85,7 @@ def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, hap
     for place, keep in happens:
         if not rules.refused(now, place):
             now = now.added(place)
-        now = now.without(rules.expired(now, keep))
+        now = now.without(rules.expired(now, checkpoints.Retention(keep)))
         assert rules.outlived(now, old) or not outlived
         outlived = rules.outlived(now, old)
 
@@ -103,10 +102,10 @@ def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zomb
 def test_a_checkpoint_that_a_later_generation_went_back_before_does_not_count():
     now = latest(at(8), at(10, 2), at(12), at(13))  # 12 and 13 were damaged when generation 2 began
     assert rules.counted(now) == [at(8), at(10, 2)]
-    assert rules.expired(now, 2) == []
+    assert rules.expired(now, checkpoints.Retention(2)) == []
     now = now.added(at(14, 2))
-    assert rules.expired(now, 2) == [at(8)]
-    assert rules.expired(now.added(at(15, 2)), 2) == [at(8), at(10, 2), at(12), at(13)]
+    assert rules.expired(now, checkpoints.Retention(2)) == [at(8)]
+    assert rules.expired(now.added(at(15, 2)), checkpoints.Retention(2)) == [at(8), at(10, 2), at(12), at(13)]
 
 
 def test_what_may_not_be_added_is_told_why():
@@ -535,7 +534,7 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
         for step in range(newest + 1, newest + 4):
             assert ours.push(local[generation, step], journals=tmp_path).there
             yield step
-            ours.prune(2)
+            ours.prune(checkpoints.Retention(2))
 
     for n in range(1, 1000):
         place = raw.child(str(n))
@@ -578,10 +577,10 @@ def test_a_checkpoint_whose_writer_died_before_the_register_counts_for_the_next(
 
 def test_as_many_are_kept_as_are_wanted_and_never_fewer_than_two(place: Store, tmp_path: Path):
     ours = three(place, tmp_path)
-    assert [p.step for p in ours.prune(2, dry_run=True)] == [10]
+    assert [p.step for p in ours.prune(checkpoints.Retention(2), dry_run=True)] == [10]
     assert [c.step for c in ours.list_()] == [10, 20, 30]
-    assert [p.step for p in ours.prune(0)] == [10]
-    assert ours.prune(0) == []
+    assert [p.step for p in ours.prune(checkpoints.Retention(0))] == [10]
+    assert ours.prune(checkpoints.Retention(0)) == []
     assert [c.step for c in ours.list_()] == [20, 30]
     assert keys(place, "checkpoints/step-00000010") == []
     ours.push(written(tmp_path / "here", 40), journals=tmp_path)
@@ -595,10 +594,10 @@ def test_one_that_is_being_read_stays_until_its_reader_has_ended(place: Store, t
     ours = three(place, tmp_path)
     oldest = ours.list_()[0]
     with ours.reading(oldest.place):
-        assert ours.prune(2) == []
+        assert ours.prune(checkpoints.Retention(2)) == []
         assert [c.step for c in ours.list_()] == [10, 20, 30]
         assert ours.verify(oldest, deep=True) is None
-    assert [p.step for p in ours.prune(2)] == [10]
+    assert [p.step for p in ours.prune(checkpoints.Retention(2))] == [10]
     with pytest.raises(remote.Damaged, match="is no longer kept"), ours.reading(oldest.place):
         pass
     assert keys(place, "checkpoints/step-00000010") == []
@@ -615,19 +614,19 @@ def test_a_reader_that_comes_while_its_checkpoint_is_taken_off_keeps_the_files(m
             reader.__enter__()  # in between
         return act()
 
-    assert [p.step for p in remote.Checkpoints(Watched(memory, hand), RUN).prune(2)] == [10]  # type: ignore[arg-type]
+    assert [p.step for p in remote.Checkpoints(Watched(memory, hand), RUN).prune(checkpoints.Retention(2))] == [10]  # type: ignore[arg-type]
     assert ours.verify(oldest, deep=True) is None
     reader.__exit__(None, None, None)
-    assert ours.prune(2) == []
+    assert ours.prune(checkpoints.Retention(2)) == []
     assert keys(memory, "checkpoints/step-00000010") == []
 
 
 def test_a_reader_that_has_died_is_forgotten(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ours = three(memory, tmp_path)
     memory.put("checkpoints/step-00000010/READING-1-dead", b"")
-    assert ours.prune(2) == []
+    assert ours.prune(checkpoints.Retention(2)) == []
     monkeypatch.setattr(rules, "LEASE_S", 0.0)  # by the store's clock it has said nothing for so long
-    assert [p.step for p in ours.prune(2)] == [10]
+    assert [p.step for p in ours.prune(checkpoints.Retention(2))] == [10]
     assert keys(memory, "checkpoints/step-00000010") == []
 
 
@@ -670,7 +669,7 @@ def test_what_dead_generations_left_is_swept_when_two_newer_are_there(place: Sto
     ours.take(3)
     for step in (10, 20):
         ours.push(written(tmp_path, step, generation=3), journals=tmp_path)
-        ours.prune(2)
+        ours.prune(checkpoints.Retention(2))
     left = [key for key in keys(place, "checkpoints") if key.rpartition("/")[2] not in (*FILES, "COMMIT") and "latest" not in key]
     assert left == [
         "checkpoints/step-00000005/notes.txt",

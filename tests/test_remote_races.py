@@ -125,7 +125,7 @@ class Writer:
                 local = self.saved[self.generation, step]
                 if self.again(lambda local=local: there.push(local, journals=self.journals)).kind == "committed":
                     self.committed.append(step)
-                self.again(lambda: there.prune(2))
+                self.again(lambda: there.prune(checkpoints.Retention(2)))
         except Superseded:
             return
 
@@ -188,7 +188,7 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
             assert (restored.path / name).read_bytes() == content(restored.step, restored.generation, name)
     for step in range(newest.step + 1, newest.step + 4):
         assert there.push(saved[5, step], journals=tmp_path).kind == "committed"
-        there.prune(2)
+        there.prune(checkpoints.Retention(2))
         truth()
     steps = {rules.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
     assert min(steps) == newest.step + 2, "what is older than the last two was swept"

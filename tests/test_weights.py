@@ -135,7 +135,7 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
     optimizer.step()
     directory = tmp_path / "one" / contract.CHECKPOINTS
     checkpoints.take(directory, "r", 1)
-    writer = saver.Saver(directory, "r", 1, keep=2, report=lambda kind, **fields: None)
+    writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.begin(7, checkpoint.capture({"net": net, "other": other, "optimizer": optimizer}, rank=0, ranks=1))
     assert writer.wait() == saver.Outcome(7, committed=True)
     writer.close()

@@ -1,7 +1,7 @@
-"""One process at a time, and several that share: flock on files that stay where they are.
+"""File locks (flock): exclusive and shared, on files that stay where they are.
 
-The kernel gives a lock back when its last holder dies, so nothing is ever left locked. A lock is that of an open file: a child
-process that inherits the descriptor (`pass_fds`) holds it on when we die before it.
+The kernel releases a lock when its last holder dies, so nothing stays locked by accident. A lock belongs to an open file: a child
+process that inherits the descriptor (`pass_fds`) keeps it when we die first. The only module that calls flock.
 """
 
 from __future__ import annotations
@@ -15,32 +15,54 @@ from pathlib import Path
 
 from outlast.errors import Stopped
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
+
+
+def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; False if somebody else holds it, unless `wait`: then it blocks."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold the lock of a file, alone; the descriptor that holds it. Who comes second waits, and `waiting` is called once.
+    """Hold the lock of a file alone; yields the descriptor. If it is taken, calls `waiting` once and waits.
 
     Raises Stopped soon after `stop` is set while we wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        if not _take(fd, fcntl.LOCK_EX):
+        if not acquire(fd):
             waiting()
-            while not _take(fd, fcntl.LOCK_EX):
-                if stop.wait(_LOOK_S):
+            while not acquire(fd):
+                if stop.wait(_POLL_S):
                     raise Stopped(f"we were told to leave while waiting for {path}")
         yield fd
     finally:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold the lock of a file or directory alone; yields False if somebody else holds it. With `wait`, blocks until it is ours.
+
+    A file is created if there is none.
+    """
+    fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
+    try:
+        yield acquire(fd, wait=wait)
+    finally:
+        os.close(fd)
+
+
 def shared(path: Path) -> int | None:
-    """Hold the lock of a file together with others, until the descriptor is closed; None when somebody holds it alone."""
+    """Share the lock of a file until the returned descriptor is closed; None if somebody holds it alone."""
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    if _take(fd, fcntl.LOCK_SH):
+    if acquire(fd, share=True):
         return fd
     os.close(fd)
     return None
@@ -53,14 +75,6 @@ def free(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        return _take(fd, fcntl.LOCK_EX)
+        return acquire(fd)
     finally:
         os.close(fd)
-
-
-def _take(fd: int, how: int) -> bool:
-    try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

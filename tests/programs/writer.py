@@ -42,5 +42,5 @@ while True:
     with open(output / contract.LOGS / "worker-0.log", "a") as log:
         log.write(f"step {step} of generation {generation}\n")
     (output / "state.json").write_text(str(step))
-    checkpoints.sweep(directory, done, 3)
+    checkpoints.sweep(directory, done, checkpoints.Retention(3))
     time.sleep(random.uniform(0.02, 0.1))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from outlast import backoff, checkpoints, contract, runs, store
+from outlast import backoff, checkpoints, contract, locks, runs, store
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
 from outlast.launch import rank0_files, titles
@@ -82,7 +81,7 @@ class Pusher:
         place: store.Store,
         run: str,
         owner: str,
-        keep: int,
+        retention: checkpoints.Retention,
         tell: Callable[[Said], None],
         *,
         environ: Mapping[str, str] | None = None,
@@ -90,7 +89,7 @@ class Pusher:
         """`environ` is that of the worker whose pusher this is, if it is a worker's."""
         self.output, self._place, self._owner = output, place, owner
         self._checkpoints = remote.Checkpoints(place, run)
-        self._run, self._keep, self._tell = run, keep, tell
+        self._run, self._retention, self._tell = run, retention, tell
         self._taken = 0
         self._passed = 0
         """The generation of ours after which rank 0 went on elsewhere; 0: never."""
@@ -195,7 +194,7 @@ class Pusher:
                 continue
             self.say(step=max(self.said.step, checkpoint.step))
             try:
-                self._checkpoints.prune(self._keep)
+                self._checkpoints.prune(self._retention)
             except store.StoreError as problem:  # room is wasted, nothing else
                 print(f"outlast | old checkpoints stay in the store: {problem}", file=sys.stderr, flush=True)
         self._checkpoints.forget(self._journals)
@@ -216,15 +215,12 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
     """Hold the lock of an output directory; False when `give_up` says so before we have it."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield True
-                return
+        while not locks.acquire(file.fileno()):
             if give_up():
                 yield False
                 return
             time.sleep(0.1)
+        yield True
 
 
 def run(pusher: Pusher, every_s: float, stop: threading.Event) -> None:
@@ -308,8 +304,9 @@ def main(argv: list[str]) -> int:
             return 0
         try:
             place = store.open_(environ[contract.Env.STORE])
-            run_id, owner, keep = environ[contract.Env.RUN], environ[contract.Env.OWNER], job.spec.checkpoint.keep
-            pusher = Pusher(output, place, run_id, owner, keep, _tell, environ=environ)
+            run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
+            retention = checkpoints.Retention.parse(job.spec.checkpoint.retention)
+            pusher = Pusher(output, place, run_id, owner, retention, _tell, environ=environ)
             if not final:
                 run(pusher, job.spec.sync.every.total_seconds(), stop)
                 return 0

@@ -23,8 +23,9 @@ from outlast.checkpoints.disk import (
     take,
     verify,
 )
+from outlast.checkpoints.retention import Retention
 
 __all__ = [
-    "Checkpoint", "Commit", "checksum", "commit", "expired", "fetching", "first", "generation", "latest", "list_", "owner",
-    "place", "read", "reading", "remove", "saving", "sweep", "take", "verify",
+    "Checkpoint", "Commit", "Retention", "checksum", "commit", "expired", "fetching", "first", "generation", "latest",
+    "list_", "owner", "place", "read", "reading", "remove", "saving", "sweep", "take", "verify",
 ]  # fmt: skip

@@ -21,17 +21,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from outlast import contract
+from outlast import contract, locks
+from outlast.checkpoints.retention import Retention
 from outlast.errors import Superseded
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -139,10 +139,11 @@ def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
     return max(ours, key=lambda checkpoint: checkpoint.step, default=None)
 
 
-def expired(found: Iterable[Checkpoint], keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
-    """Which checkpoints go when the newest `keep` (never fewer than two) and the steps `protected` stay."""
+def expired(found: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
+    """Which checkpoints to remove. Those whose COMMIT cannot be read do not count, and stay."""
     readable = sorted((c for c in found if not c.problem), key=lambda checkpoint: checkpoint.step)
-    return [checkpoint for checkpoint in readable[: -max(2, keep)] if checkpoint.step not in protected]
+    steps = retention.expired(checkpoint.step for checkpoint in readable)
+    return [checkpoint for checkpoint in readable if checkpoint.step in steps]
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -188,12 +189,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            removed = not _is(fd, path / contract.COMMIT)
-        except BlockingIOError:
-            removed = True
-        if removed:
+        if not locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
             raise FileNotFoundError(errno.ENOENT, "it is being removed", str(path))
         yield
     finally:
@@ -213,12 +209,7 @@ def _alone(path: Path) -> Iterator[bool]:
     """Hold the file or directory at `path` against `reading` and `fetching`; False when somebody has it."""
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        yield locks.acquire(fd)
     finally:
         os.close(fd)
 
@@ -312,7 +303,7 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
         except FileNotFoundError:  # whoever had it has just placed it
             continue
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            locks.acquire(fd, wait=True)
             if _is(fd, path):
                 yield path
                 return
@@ -334,7 +325,7 @@ def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
         return _put(fetched, new, instead=instead) or new
 
 
-def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[int] = ()) -> list[Checkpoint]:
+def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
     """After `newest` was committed: delete its run's expired checkpoints, the damaged ones before them that were replaced, and
     what dead generations left half written.
 
@@ -342,7 +333,7 @@ def sweep(directory: Path, newest: Checkpoint, keep: int, protected: Collection[
     until the next time. Returns what was deleted.
     """
     ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
-    gone = [checkpoint for checkpoint in expired(ours, keep, protected) if remove(checkpoint)]
+    gone = [checkpoint for checkpoint in expired(ours, retention) if remove(checkpoint)]
     oldest = min((c.step for c in ours if c not in gone), default=newest.step)
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)
@@ -384,12 +375,8 @@ def remove(checkpoint: Checkpoint) -> bool:
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the directory's lock; the kernel lets go of it when we die."""
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with locks.attempted(directory / _LOCK, wait=True):
         yield
-    finally:
-        os.close(fd)
 
 
 def _fence(directory: Path) -> tuple[str, int, bool]:

@@ -28,6 +28,7 @@ from typing import Literal
 from outlast import contract, units
 from outlast.checkpoints import disk, register, rules
 from outlast.checkpoints.objects import Damaged, DamagedHere, Parts, Progress
+from outlast.checkpoints.retention import Retention
 from outlast.checkpoints.rules import Latest, Place
 from outlast.errors import Denied, OutlastError, StoreError, Superseded
 from outlast.store import Entry, Store
@@ -299,15 +300,15 @@ class Checkpoints:
 
     # Removing
 
-    def prune(self, keep: int, *, dry_run: bool = False) -> list[Place]:
-        """Remove all but the newest `keep` checkpoints, never the last two nor one that is being read, and leftovers of the dead.
+    def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
+        """Remove expired checkpoints, except those that are being read, and what dead writers left behind.
 
         Returns the checkpoints that went, or would go. Raises StoreError.
         """
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
-        gone = [place for place in rules.expired(latest, keep) if not self._being_read(self._below(place.step))]
+        gone = [place for place in rules.expired(latest, retention) if not self._being_read(self._below(place.step))]
         if not dry_run:
             if gone:
                 latest = self._register.drop(gone) or latest

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from outlast import contract
 from outlast.checkpoints import disk
+from outlast.checkpoints.retention import Retention
 from outlast.errors import OutlastError
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -130,15 +131,11 @@ def counted(latest: Latest) -> list[Place]:
     return found
 
 
-def expired(latest: Latest, keep: int, protected: Collection[int] = ()) -> list[Place]:
-    """Which checkpoints go when the newest `keep` that count (never fewer than two) and the steps `protected` stay.
-
-    One that a later generation went back before stays until as many that count are above it.
-    """
-    newest = counted(latest)[-max(2, keep) :]
-    if len(newest) < max(2, keep):
-        return []
-    return [place for place in latest.places if place < newest[0] and place.step not in protected]
+def expired(latest: Latest, retention: Retention) -> list[Place]:
+    """Which checkpoints to remove. One that a later generation went back before does not count as a newest one, but stays until
+    enough that count are above it."""
+    steps = retention.expired((place.step for place in latest.places), [place.step for place in counted(latest)])
+    return [place for place in latest.places if place.step in steps]
 
 
 def outlived(latest: Latest, place: Place) -> bool:

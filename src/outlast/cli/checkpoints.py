@@ -428,8 +428,9 @@ def prune(
 
     job = _job(ctx, name, store, namespace, context)
     ours = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []
-    here = checkpoints.expired(ours, keep)
-    there = job.there.prune(keep, dry_run=True) if job.there else []
+    retention = checkpoints.Retention(keep)
+    here = checkpoints.expired(ours, retention)
+    there = job.there.prune(retention, dry_run=True) if job.there else []
     lines = [f"{c.path.name} here, {units.human_bytes(c.bytes)}" for c in here]
     lines += [f"{contract.checkpoint_name(place.step)} in the store" for place in there]
     if not lines:
@@ -447,7 +448,7 @@ def prune(
         did = "removed" if checkpoints.remove(checkpoint) else "kept, for it is being read:"
         print(f"{did} {checkpoint.path.name} here, {units.human_bytes(checkpoint.bytes)}")
     if job.there and there:
-        for place in job.there.prune(keep):
+        for place in job.there.prune(retention):
             print(f"removed {contract.checkpoint_name(place.step)} in the store")
 
 

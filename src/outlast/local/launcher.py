@@ -15,7 +15,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import signal
@@ -595,8 +594,7 @@ _END_STATES = {"interrupt": State.INTERRUPTED, "suspend": State.SUSPENDED, "canc
 def _locked(lock: int) -> bool:
     """Take the lock; somebody who only looks whether it is held may hold it for a moment."""
     for _ in range(20):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if locks.acquire(lock):
             return True
         time.sleep(0.05)
     return False

@@ -8,7 +8,6 @@ whole, too.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 import psutil
 
-from outlast import contract, files
+from outlast import contract, files, locks
 from outlast.errors import OutlastError
 
 _Kind = TypeVar("_Kind")
@@ -82,12 +81,9 @@ class StateDir:
         """Whether a launcher holds the lock."""
         try:
             with open(self.lock) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+                return not locks.acquire(lock.fileno(), share=True)
         except FileNotFoundError:
             return False
-        return False
 
     def started_at(self) -> float:
         """When the run was last submitted or resumed."""

@@ -236,7 +236,7 @@ class WorkerPool:
             contract.Env.NOTICE: str(state / contract.NOTICE),
             contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._state_dir.socket}",
             contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
-            contract.Env.CHECKPOINT_KEEP: str(fields.checkpoint.keep),
+            contract.Env.CHECKPOINT_KEEP: fields.checkpoint.retention,
             contract.Env.JOB_FILE: str(self._state_dir.job),
             contract.Env.CODE: str(self._code),
             contract.Env.SHARED: str(self._state_dir.path),

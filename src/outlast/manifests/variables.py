@@ -77,7 +77,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         Env.LEDGER: plain(f"{output}/{contract.LEDGER}"),
         Env.NOTICE: plain(f"{Pod.STATE}/{contract.NOTICE}"),
         Env.CHECKPOINT_EVERY: plain(str(fields.checkpoint.every)),
-        Env.CHECKPOINT_KEEP: plain(str(fields.checkpoint.keep)),
+        Env.CHECKPOINT_KEEP: plain(fields.checkpoint.retention),
         Env.PROBE_PORT: plain(str(Pod.PROBE_PORT)),
         Env.RENDEZVOUS: plain(rendezvous),
         **({Env.RENDEZVOUS_KEY: of_secret(request.names.service, KEY)} if at_worker_0(rendezvous) else {}),

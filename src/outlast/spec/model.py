@@ -173,6 +173,11 @@ class Checkpoint(Checked):
     keep: Annotated[int, Field(strict=True, ge=2)] = 3
     """How many of the newest checkpoints to keep, at least 2."""
 
+    @property
+    def retention(self) -> str:
+        """What to keep, as the text of OUTLAST_CHECKPOINT_KEEP; `checkpoints.Retention.parse` reads it."""
+        return str(self.keep)
+
 
 class Sync(Checked):
     """Uploading outputs to the store."""

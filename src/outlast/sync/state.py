@@ -12,7 +12,6 @@ remembered costs a repetition.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import time
@@ -20,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from outlast import files
+from outlast import files, locks
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.sync.index import Object, Seen, State
 
@@ -113,20 +112,11 @@ def of(path: Path, place: str) -> Iterator[Memory]:
     lock = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock.touch()
     except OSError as error:
         raise OutlastError(f"the notes of a sync cannot be kept in {path.parent}: {error.strerror}") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise AlreadyRunning(
-                f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it"
-            ) from error
-        memory = Memory(path, place)
-        try:
+    with locks.attempted(lock) as ours:
+        if not ours:
+            raise AlreadyRunning(f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it")
+        with contextlib.closing(Memory(path, place)) as memory:
             yield memory
-        finally:
-            memory.close()
-    finally:
-        os.close(fd)

@@ -106,12 +106,12 @@ class Saver:
         directory: Path,
         run: str,
         generation: int,
-        keep: int,
+        retention: checkpoints.Retention,
         report: Callable[..., None],
         disks: Disks | None = None,
         copy: metrics.Copy | None = None,
     ) -> None:
-        self._directory, self._run, self._generation, self._keep = directory, run, generation, keep
+        self._directory, self._run, self._generation, self._retention = directory, run, generation, retention
         self._report = report
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
@@ -214,7 +214,7 @@ class Saver:
             self._report("save_failed", step=step, reason=outcome.reason)
         if outcome.committed:
             try:
-                checkpoints.sweep(self._directory, new, self._keep)
+                checkpoints.sweep(self._directory, new, self._retention)
             except OSError as error:
                 log.warning("outlast: old checkpoints could not be removed: %s", sentence(error))
         return outcome

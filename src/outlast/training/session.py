@@ -146,9 +146,9 @@ class Session:
         with self._writing():
             self._disks = Disks.find(self._directory, self._group)
         self._take_over(Env.GENERATION in env)
-        keep = int(env.get(Env.CHECKPOINT_KEEP, 3))
+        retention = checkpoints.Retention.parse(env.get(Env.CHECKPOINT_KEEP, "3"))
         self._copy = metrics.Copy(self.output / contract.METRICS)
-        self._saver = saver.Saver(self._directory, self._run, self.generation, keep, self._saved, self._disks, self._copy)
+        self._saver = saver.Saver(self._directory, self._run, self.generation, retention, self._saved, self._disks, self._copy)
         stall.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
         self._ledger.write("session", generation=self.generation, rank=self.rank, world_size=self.world_size)
         _seed(self.seed)
