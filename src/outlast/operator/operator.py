@@ -210,8 +210,7 @@ class Operator:
                     kind,
                     stop=stop,
                     labels=Label.JOB if kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS) else "",
-                    longest_pause_s=WATCH_S,
-                    listening=heard,
+                    pace=kube.Pace(heard, WATCH_S),
                     **where,
                 ):
                     self._hear(kind, change)
