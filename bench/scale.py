@@ -93,12 +93,12 @@ def looks() -> Iterator[tuple[int, float]]:
             document["metadata"]["resourceVersion"] = str(next(versions))
             known.put(kind, trimmed(kind, document | ({HEARD: now} if kind == kinds.LEASE else {})))
         for kind in known._needed:
-            known.heard(kind, str(next(versions)), now - 600)
+            known.set_version(kind, str(next(versions)), now - 600)
         decide, key = reconcilers.of(Limits())[kinds.ELASTIC_JOB], Key(kinds.ELASTIC_JOB, "team", "train")
         took = []
         for _ in range(5):
             begun = time.process_time()
-            plan = decide(known.look(key, now + 5), now + 5, Found())
+            plan = decide(known.job(key, now + 5), now + 5, Found())
             took.append(time.process_time() - begun)
             assert not plan.deletes
             assert not plan.creates
@@ -260,7 +260,7 @@ def trains(jobs: int, workers: int, seconds: float) -> list[str]:
     stop = threading.Event()
     thread = threading.Thread(target=operator.run, args=(stop,))
     thread.start()
-    while not (operator.leadership.holds() and not operator.cache.unsynced() and operator.turns.idle()):
+    while not (operator.leadership.holds() and not operator.cache.unsynced() and operator.queue.idle()):
         time.sleep(1)
     time.sleep(40.0)  # after its first look each job is due at another time
     cpu, looked, written = process.cpu_times(), operator.metrics.reconciles(), cluster.written

@@ -13,7 +13,7 @@ import pytest
 from outlast.contract import Annotation, Label
 from outlast.kube.kinds import ELASTIC_JOB
 from outlast.operator import reconcilers, snapshot
-from outlast.operator.cache import Looked
+from outlast.operator.cache import CachedJob
 from outlast.operator.decide import decide
 from outlast.operator.plan import Plan
 from outlast.operator.queues import Found
@@ -207,7 +207,7 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
         lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
 
     def look(now: float) -> Plan:
-        return reconcilers.of(Limits())[ELASTIC_JOB](Looked(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, Found())
+        return reconcilers.of(Limits())[ELASTIC_JOB](CachedJob(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, Found())
 
     job["status"] = look(NOW).status
     assert look(NOW + 1) == Plan(look_again=NOW + pause_s)

@@ -17,7 +17,7 @@ from outlast.kube import kinds
 from outlast.legacy import decide as controller
 from outlast.legacy import pods
 from outlast.operator import reconcilers
-from outlast.operator.cache import Looked
+from outlast.operator.cache import CachedJob
 from outlast.operator.plan import Document, Plan
 from outlast.operator.queues import Found
 from outlast.operator.snapshot import Limits
@@ -628,7 +628,7 @@ def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count()
 def test_the_decider_is_told_which_nodes_will_soon_be_gone() -> None:
     cluster = running()
     node = {"metadata": {"name": "node-1"}, "spec": {"taints": [{"key": "karpenter.sh/disrupted"}]}}
-    looked = Looked(cluster.job, list(cluster.pods.values()), [], {"node-0": {}, "node-1": node}, START)
+    looked = CachedJob(cluster.job, list(cluster.pods.values()), [], {"node-0": {}, "node-1": node}, START)
     plan = reconcilers.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, Found())
     assert [each.name for each in plan.deletes] == ["cifar-worker-1"]
 

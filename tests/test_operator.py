@@ -31,14 +31,14 @@ from outlast.errors import ClusterError, OutlastError, Unanswered
 from outlast.kube import kinds
 from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, NODE, POD
 from outlast.operator import cache, leader, metrics, operator, process, reconcilers
-from outlast.operator.cache import Cache, Key, Looked
+from outlast.operator.cache import Cache, CachedJob, Key
 from outlast.operator.leader import Leadership, Seen, judge
 from outlast.operator.metrics import Metrics
 from outlast.operator.operator import Operator, Settings
 from outlast.operator.plan import Deletion, Document, Note, Plan
 from outlast.operator.queues import Found
 from outlast.operator.snapshot import HEARD, Limits
-from outlast.operator.workqueue import Turns
+from outlast.operator.workqueue import WorkQueue
 
 NOW = 1_767_225_600.0
 TRAIN = Key(ELASTIC_JOB, "default", "train")
@@ -67,14 +67,14 @@ class Known:
             self.cache.begin(kind)
         self.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 10, status={"n": 0}))
         for kind in (ELASTIC_JOB, POD, LEASE, NODE):
-            self.cache.heard(kind, "100", NOW)
+            self.cache.set_version(kind, "100", NOW)
         self.told.clear()
 
     def pods(self) -> list[str]:
-        return [pod["metadata"]["uid"] for pod in self.cache.look(TRAIN, NOW).pods]
+        return [pod["metadata"]["uid"] for pod in self.cache.job(TRAIN, NOW).pods]
 
     def status(self) -> Any:
-        job = self.cache.look(TRAIN, NOW).job
+        job = self.cache.job(TRAIN, NOW).job
         return None if job is None else job["status"]
 
 
@@ -145,13 +145,13 @@ def test_the_successor_of_what_we_deleted_is_there() -> None:
 def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it() -> None:
     known = Known()
     known.cache.wrote(POD, a_document(POD, "train-worker-0", 104))
-    known.cache.heard(POD, "104", NOW)
+    known.cache.set_version(POD, "104", NOW)
     assert known.pods() == []
 
 
 def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is() -> None:
     known = Known()
-    known.cache.heard(POD, None, NOW)
+    known.cache.set_version(POD, None, NOW)
     known.cache.wrote(POD, a_document(POD, "train-worker-1", 104))
     known.cache.put(POD, a_document(POD, "train-worker-0", 110))
     assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
@@ -162,23 +162,23 @@ def test_what_vanished_while_a_new_watch_began_is_news() -> None:
     known.cache.put(POD, a_document(POD, "train-worker-0", 101))
     known.cache.put(POD, a_document(POD, "train-worker-1", 102))
     known.told.clear()
-    known.cache.heard(POD, None, NOW)
+    known.cache.set_version(POD, None, NOW)
     known.cache.begin(POD)
     known.cache.put(POD, a_document(POD, "train-worker-1", 102))
     assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
-    known.cache.heard(POD, "120", NOW + 40)
+    known.cache.set_version(POD, "120", NOW + 40)
     assert (known.pods(), known.told) == (["uid-train-worker-1"], [("train", "now")])
 
 
 def test_while_a_watch_is_lost_nothing_was_listened_to_and_afterwards_only_since_then() -> None:
     known = Known()
-    assert known.cache.look(TRAIN, NOW + 10).since == NOW
-    known.cache.heard(LEASE, None, NOW + 20)
-    assert known.cache.look(TRAIN, NOW + 50).since == NOW + 50
-    known.cache.heard(LEASE, "130", NOW + 60)
-    assert known.cache.look(TRAIN, NOW + 70).since == NOW + 60
-    known.cache.heard(LEASE, "140", NOW + 80)  # a bookmark, or the ordinary end of a watch and the next
-    assert known.cache.look(TRAIN, NOW + 90).since == NOW + 60
+    assert known.cache.job(TRAIN, NOW + 10).since == NOW
+    known.cache.set_version(LEASE, None, NOW + 20)
+    assert known.cache.job(TRAIN, NOW + 50).since == NOW + 50
+    known.cache.set_version(LEASE, "130", NOW + 60)
+    assert known.cache.job(TRAIN, NOW + 70).since == NOW + 60
+    known.cache.set_version(LEASE, "140", NOW + 80)  # a bookmark, or the ordinary end of a watch and the next
+    assert known.cache.job(TRAIN, NOW + 90).since == NOW + 60
 
 
 def a_lease(version: int, renewed: str = "t0", report: str = "r", progress: str = "p") -> Document:
@@ -191,7 +191,7 @@ def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
     known.cache.put(LEASE, a_lease(101))
     known.told.clear()
     known.cache.put(LEASE, a_lease(102, "t1"))
-    assert (known.told, known.cache.look(TRAIN, NOW).leases[0]["spec"]) == ([], {"renewTime": "t1"})
+    assert (known.told, known.cache.job(TRAIN, NOW).leases[0]["spec"]) == ([], {"renewTime": "t1"})
     known.cache.put(LEASE, a_lease(103, "t1", progress='{"generation": 1, "step": 7}'))
     assert known.told == [("train", "later")], "the first step of a world"
     known.cache.put(LEASE, a_lease(104, "t1", progress='{"generation": 1, "step": 900}'))
@@ -202,30 +202,30 @@ def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
 
 def test_a_lease_is_of_the_job_in_its_name_whatever_labels_its_worker_writes() -> None:
     known = Known()
-    shelf = known.cache._shelves[LEASE]
+    cached = known.cache._kinds[LEASE]
     for version in range(101, 201):
         known.cache.put(LEASE, a_document(LEASE, "train-worker-0", version, job=f"job-{version}", spec={"n": version}))
-    assert list(shelf.jobs) == [("default", "train")]
-    assert len(known.cache.look(TRAIN, NOW).leases) == 1
+    assert list(cached.jobs) == [("default", "train")]
+    assert len(known.cache.job(TRAIN, NOW).leases) == 1
     assert {name for name, _ in known.told} == {"train"}
     known.cache.remove(LEASE, a_document(LEASE, "train-worker-0", 201, job="job-201"))
-    assert (shelf.jobs, known.cache.look(TRAIN, NOW).leases) == ({}, [])
+    assert (cached.jobs, known.cache.job(TRAIN, NOW).leases) == ({}, [])
 
 
 def test_a_pod_whose_label_changes_is_of_its_new_job_only() -> None:
     known = Known()
-    shelf = known.cache._shelves[POD]
+    cached = known.cache._kinds[POD]
     for version in range(101, 201):
         known.cache.put(POD, a_document(POD, "p", version, job=f"job-{version}"))
-    assert list(shelf.jobs) == [("default", "job-200")]
+    assert list(cached.jobs) == [("default", "job-200")]
     assert known.told[-2:] == [("job-199", "now"), ("job-200", "now")]
     known.cache.wrote(POD, a_document(POD, "p", 210, job="ours"))
     known.cache.put(POD, a_document(POD, "p", 205, job="theirs"))
-    assert list(shelf.jobs) == [("default", "ours"), ("default", "theirs")]
+    assert list(cached.jobs) == [("default", "ours"), ("default", "theirs")]
     known.cache.put(POD, a_document(POD, "p", 211, job="theirs"))
-    assert known.cache.look(Key(ELASTIC_JOB, "default", "ours"), NOW).pods == []
+    assert known.cache.job(Key(ELASTIC_JOB, "default", "ours"), NOW).pods == []
     known.cache.remove(POD, a_document(POD, "p", 212, job="theirs"))
-    assert shelf.jobs == {}
+    assert cached.jobs == {}
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -234,7 +234,7 @@ def test_a_pod_whose_label_changes_is_of_its_new_job_only() -> None:
 )
 def test_whatever_labels_change_the_index_has_what_is_there_and_nothing_else(changes: list[tuple[str, int, int]]) -> None:
     known = Known()
-    shelf = known.cache._shelves[POD]
+    cached = known.cache._kinds[POD]
     for version, (what, pod, job) in enumerate(changes, 101):
         document = a_document(POD, f"p{pod}", version, job=f"job-{job}")
         if what == "put":
@@ -244,12 +244,12 @@ def test_whatever_labels_change_the_index_has_what_is_there_and_nothing_else(cha
         elif what == "wrote":
             known.cache.wrote(POD, document)
         else:
-            known.cache.look(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW)
-        listed = {(job, place) for (_, job), places in shelf.jobs.items() for place in places}
-        assert listed == {(each.job, place) for shelved in (shelf.held, shelf.ours) for place, each in shelved.items()}
-    known.cache.heard(POD, "500", NOW)
+            known.cache.job(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW)
+        listed = {(job, place) for (_, job), places in cached.jobs.items() for place in places}
+        assert listed == {(each.job, place) for shelved in (cached.watched, cached.written) for place, each in shelved.items()}
+    known.cache.set_version(POD, "500", NOW)
     for job in range(4):
-        for found in known.cache.look(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW).pods:
+        for found in known.cache.job(Key(ELASTIC_JOB, "default", f"job-{job}"), NOW).pods:
             assert found["metadata"]["labels"][Label.JOB] == f"job-{job}"
 
 
@@ -272,7 +272,7 @@ def test_a_node_concerns_the_jobs_on_it_when_it_is_another() -> None:
     put(a_node(106, ready="Unknown", taints=[{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]))
     known.cache.remove(NODE, a_node(107))
     assert known.told == [("train", "now")] * 3
-    assert known.cache.look(TRAIN, NOW).nodes == {}
+    assert known.cache.job(TRAIN, NOW).nodes == {}
 
 
 def test_a_pod_is_kept_without_what_it_was_told_to_run() -> None:
@@ -286,62 +286,62 @@ def test_a_pod_is_kept_without_what_it_was_told_to_run() -> None:
     assert kept["status"] == {"phase": "Running"}
 
 
-# ------------------------------------------------------------------------------------------------------------------- turns
+# ------------------------------------------------------------------------------------------------------------------- queue
 
 
 def test_a_job_that_changes_during_its_turn_gets_another_afterwards() -> None:
-    turns: Turns[str] = Turns()
-    turns.add("a")
-    assert turns.take() == "a"
-    turns.add("a")
-    turns.add("b")
-    assert turns.take() == "b"
-    turns.done("a")
-    assert turns.take() == "a"
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("a")
+    assert queue.get() == "a"
+    queue.add("a")
+    queue.add("b")
+    assert queue.get() == "b"
+    queue.done("a")
+    assert queue.get() == "a"
 
 
 def test_of_several_later_turns_the_earliest_counts_and_is_one() -> None:
     now = [0.0]
-    turns: Turns[str] = Turns(lambda: now[0])
+    queue: WorkQueue[str] = WorkQueue(lambda: now[0])
     for when in (9.0, 5.0, 7.0):
-        turns.later("a", when)
+        queue.add_at("a", when)
     now[0] = 4.9
-    assert turns.idle()
+    assert queue.idle()
     now[0] = 5.0
-    assert turns.take() == "a"
-    turns.done("a")
+    assert queue.get() == "a"
+    queue.done("a")
     now[0] = 20.0
-    assert turns.idle()
+    assert queue.idle()
 
 
 def test_what_rests_has_no_turn_before_whatever_changes() -> None:
     now = [0.0]
-    turns: Turns[str] = Turns(lambda: now[0])
-    turns.add("a")
-    assert turns.take() == "a"
-    turns.add("a")
-    turns.rest("a", 5.0)
-    turns.done("a")
-    turns.add("a")
-    assert turns.idle()
+    queue: WorkQueue[str] = WorkQueue(lambda: now[0])
+    queue.add("a")
+    assert queue.get() == "a"
+    queue.add("a")
+    queue.hold("a", 5.0)
+    queue.done("a")
+    queue.add("a")
+    assert queue.idle()
     now[0] = 5.0
-    assert turns.take() == "a"
-    turns.add("a")
-    turns.done("a")
-    assert turns.take() == "a"
+    assert queue.get() == "a"
+    queue.add("a")
+    queue.done("a")
+    assert queue.get() == "a"
 
 
 def test_closing_ends_the_wait_for_a_turn() -> None:
-    turns: Turns[str] = Turns()
-    threading.Timer(0.02, turns.close).start()
-    assert turns.take() is None
+    queue: WorkQueue[str] = WorkQueue()
+    threading.Timer(0.02, queue.shut_down).start()
+    assert queue.get() is None
 
 
 def test_a_turn_in_ten_thousand_years_is_waited_for() -> None:
-    turns: Turns[str] = Turns()
-    turns.later("a", time.time() + 3e11)  # a job's activeDeadlineSeconds may be any number
-    threading.Timer(0.02, turns.add, ["b"]).start()
-    assert turns.take() == "b"
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add_at("a", time.time() + 3e11)  # a job's activeDeadlineSeconds may be any number
+    threading.Timer(0.02, queue.add, ["b"]).start()
+    assert queue.get() == "b"
 
 
 # ------------------------------------------------------------------------------------------------------------------- clocks
@@ -352,7 +352,7 @@ def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, 
     seen: list[tuple[float, float]] = []
     stepped = [0.0]
 
-    def decider(looked: Looked, now: float, found: Found) -> Plan:
+    def decider(looked: CachedJob, now: float, found: Found) -> Plan:
         silences = [now - max(lease[HEARD], looked.since) for lease in looked.leases]
         seen.append((now, max(silences, default=-1.0)))
         return Plan()
@@ -360,11 +360,11 @@ def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, 
     lease = a_document(LEASE, "train-worker-0", 1)
     world.api.put(lease | {"spec": {"renewTime": "2026-01-01T00:00:00.000000Z"}})
     world.apply("train")
-    operator = world.start(deciders={ELASTIC_JOB: decider}, clock=Clock(lambda: time.time() + stepped[0]))
-    world.api.until(lambda: (bool(seen) and seen[-1][1] > 0.3) or operator.turns.add(TRAIN))  # its silence is counted
+    operator = world.start(reconcilers={ELASTIC_JOB: decider}, clock=Clock(lambda: time.time() + stepped[0]))
+    world.api.until(lambda: (bool(seen) and seen[-1][1] > 0.3) or operator.queue.add(TRAIN))  # its silence is counted
     before = seen[-1]
     stepped[0] = step
-    operator.turns.later(TRAIN, operator._clock() + 0.1)
+    operator.queue.add_at(TRAIN, operator._clock() + 0.1)
     world.api.until(lambda: seen[-1] is not before)
     now, silence = seen[-1]
     assert 0.1 <= now - before[0] < 5
@@ -394,12 +394,12 @@ def test_a_process_that_was_stopped_for_an_hour_writes_nothing_more_and_ends(
     monkeypatch.setattr(time, "clock_gettime", lambda which: true(which) + stopped[0])  # SIGSTOP: all clocks go on
     silences: list[float] = []
 
-    def decider(looked: Looked, now: float, found: Found) -> Plan:
+    def decider(looked: CachedJob, now: float, found: Found) -> Plan:
         silences.append(now - looked.since)
         return Plan(look_again=now + 0.01)
 
     world.apply("train")
-    world.start(deciders={ELASTIC_JOB: decider})
+    world.start(reconcilers={ELASTIC_JOB: decider})
     world.api.until(lambda: bool(silences))
     before = world.writes()
     stopped[0] = 3600.0
@@ -515,11 +515,11 @@ def test_an_api_server_that_stood_still_was_not_heard_although_no_connection_bro
 def test_what_is_heard_counts_from_the_end_of_a_break(world: World) -> None:
     heard: list[float] = []
 
-    def decider(looked: Looked, now: float, found: frozenset[str]) -> Plan:
+    def decider(looked: CachedJob, now: float, found: frozenset[str]) -> Plan:
         heard.append(now - looked.since)
         return Plan()
 
-    operator = world.start(deciders={ELASTIC_JOB: decider})
+    operator = world.start(reconcilers={ELASTIC_JOB: decider})
     operator.leadership.heard_for = lambda: 0.25  # type: ignore[method-assign]
     world.apply("train")
     world.api.until(lambda: bool(heard))
@@ -613,7 +613,7 @@ def test_what_a_failure_was_is_one_of_few_words(failure: dict[str, Any], cause: 
 # --------------------------------------------------------------------------------------------------------------- the whole
 
 
-def pods_of(looked: Looked, *, count: int) -> Plan:
+def pods_of(looked: CachedJob, *, count: int) -> Plan:
     """A decider of a few lines: `count` pods a job; those that failed are replaced; the status counts them."""
     job = looked.job
     assert job is not None
@@ -655,12 +655,12 @@ class World:
     def start(self, count: int = 2, *, me: str = "a", every_s: float = 5.0, duration_s: float = 15.0, **how: Any) -> Operator:
         cluster = self.connect()
 
-        def decider(looked: Looked, now: float, found: Found) -> Plan:
+        def decider(looked: CachedJob, now: float, found: Found) -> Plan:
             return pods_of(looked, count=count)
 
         leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
-        settings = Settings(host="127.0.0.1", pause_s=0.02, find_s=how.pop("find_s", 60.0))
-        operator = Operator(cluster, how.pop("deciders", {ELASTIC_JOB: decider}), leadership, settings, **how)
+        settings = Settings(host="127.0.0.1", retry_s=0.02, discovery_s=how.pop("discovery_s", 60.0))
+        operator = Operator(cluster, how.pop("reconcilers", {ELASTIC_JOB: decider}), leadership, settings, **how)
         stop, codes = threading.Event(), list[int]()
         thread = threading.Thread(target=lambda: codes.append(operator.run(stop)))
         thread.start()
@@ -692,7 +692,7 @@ class World:
         """Wait until each job has its pods and nobody has anything to do."""
         wanted = sorted(f"{name}-worker-{index}" for name in names for index in range(count))
         self.api.until(lambda: self.pods() == wanted)
-        self.api.until(lambda: all(each.turns.idle() for each, *_ in self.running if each.leadership.holds()))
+        self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.holds()))
 
     def writes(self) -> list[str]:
         """What was asked to be changed, but for the operators' own Lease."""
@@ -761,12 +761,12 @@ def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
     world.settled(["a"])
     world.api.well = False
     world.api.cut()
-    world.api.until(lambda: not operator.cache.listening())
+    world.api.until(lambda: not operator.cache.connected())
     world.apply("b")
     world.api.remove("pods", "a-worker-1")
     world.api.well = True
     world.settled(["a", "b"])
-    assert operator.cache.listening()
+    assert operator.cache.connected()
 
 
 @pytest.mark.parametrize("broken", range(6))
@@ -816,7 +816,7 @@ def test_operators_that_are_stopped_anywhere_and_started_again_make_no_second_po
 
 
 def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_names_a_queue(world: World) -> None:
-    world.start(deciders={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())})  # looks around once a minute
+    world.start(reconcilers={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())})  # looks around once a minute
     world.api.until(lambda: any("scheduling.x-k8s.io" in asked for asked in world.api.asked))
     world.api.unserved = ()
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
@@ -827,7 +827,7 @@ def test_a_kueue_that_was_installed_a_moment_ago_is_found_by_the_first_job_that_
 
 def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World) -> None:
     api = world.api
-    world.start(deciders={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())}, find_s=0.05)
+    world.start(reconcilers={ELASTIC_JOB: functools.partial(reconcilers.elastic_job, Limits())}, discovery_s=0.05)
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "train"}}
     workers, scheduling = {"replicas": 2, "min": 2}, {"queue": "research", "priorityClassName": "high"}
     api.put({**head, "spec": {"image": "i", "module": "m", "workers": workers, "scheduling": scheduling}})
@@ -902,13 +902,13 @@ def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World,
 
 
 def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(looked: Looked, *_: Any) -> Plan:
+    def broken(looked: CachedJob, *_: Any) -> Plan:
         if looked.job and looked.job["metadata"]["name"] == "bad":
             raise ZeroDivisionError("a bug")
         return pods_of(looked, count=1)
 
     world.apply("bad", "good")
-    operator = world.start(deciders={ELASTIC_JOB: broken})
+    operator = world.start(reconcilers={ELASTIC_JOB: broken})
     world.api.until(lambda: world.pods() == ["good-worker-0"])
     world.api.until(lambda: len([each for each in caplog.records if "a bug" in each.getMessage()]) >= 2)
     assert "outlast_operator_errors_total 0.0" not in operator.metrics.text(leads=True)
@@ -918,18 +918,18 @@ def test_what_fails_for_one_job_does_not_stop_the_others(world: World, caplog: p
 
 
 def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    def restless(looked: Looked, *_: Any) -> Plan:
+    def restless(looked: CachedJob, *_: Any) -> Plan:
         assert looked.job is not None
         return Plan(status={"n": (looked.job.get("status") or {}).get("n", 0) + 1})
 
-    running = world.start(deciders={ELASTIC_JOB: restless})
+    running = world.start(reconcilers={ELASTIC_JOB: restless})
     running._busy[Key(ELASTIC_JOB, "default", "b")] = 10_000  # for some days already
     world.apply("b")
     world.api.until(lambda: "10001 looks in a row found something to do; the next is in 60 s" in caplog.text)
     caplog.clear()
     world.apply("a")
     world.api.until(lambda: "looks in a row found something to do" in caplog.text)
-    assert len(world.writes()) <= operator.BUSY + 3
+    assert len(world.writes()) <= operator.BUSY_PASSES + 3
     world.api.put(
         {
             **(job := world.api.documents[ELASTIC_JOB.resource, "default", "a"]),
@@ -938,7 +938,7 @@ def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, cap
         }
     )
     time.sleep(0.1)  # during which it would be looked at again, because it has changed
-    assert len(world.writes()) <= operator.BUSY + 3
+    assert len(world.writes()) <= operator.BUSY_PASSES + 3
 
 
 QUOTA = apiserver.status(403, "Forbidden", 'pods "a-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2')
@@ -948,7 +948,7 @@ def test_pods_that_are_refused_are_not_there_and_their_job_says_why_once(world: 
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(deciders=reconcilers.of(Limits()))
+    operator = world.start(reconcilers=reconcilers.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.metrics.reconciles()
     world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
@@ -970,7 +970,7 @@ def test_what_pods_need_and_is_refused_is_said_by_their_job(world: World) -> Non
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.prescribe("^POST .*/services", *[apiserver.status(403, "Forbidden", refusal)] * 1000)
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    operator = world.start(deciders=reconcilers.of(Limits()))
+    operator = world.start(reconcilers=reconcilers.of(Limits()))
     world.api.until(lambda: "exceeded quota: q" in world.status("a").get("reason", ""))
     before, looks = world.status("a"), operator.metrics.reconciles()
     world.api.until(lambda: operator.metrics.reconciles() >= looks + 3)
@@ -989,14 +989,14 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     world.api.put({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": {"containers": []}})
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
-    world.start(deciders=reconcilers.of(Limits()))
+    world.start(reconcilers=reconcilers.of(Limits()))
     world.api.until(lambda: "Pod a-worker-0 is there and not of this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
     world.settled(["a"])
 
 
 def test_what_has_happened_is_counted_although_a_pod_is_refused(world: World) -> None:
-    def restarted(looked: Looked, *_: Any) -> Plan:
+    def restarted(looked: CachedJob, *_: Any) -> Plan:
         assert looked.job is not None
         status = {"restarts": 1}
         plan = pods_of(looked, count=1)
@@ -1004,7 +1004,7 @@ def test_what_has_happened_is_counted_although_a_pod_is_refused(world: World) ->
 
     world.api.prescribe("^POST .*/pods", QUOTA)
     world.apply("a")
-    operator = world.start(deciders={ELASTIC_JOB: restarted})
+    operator = world.start(reconcilers={ELASTIC_JOB: restarted})
     world.settled(["a"], 1)
     text = operator.metrics.text(leads=True)
     assert ("outlast_operator_errors_total 1.0\n" in text, 'outlast_restarts_total{cause="error"} 1.0\n' in text) == (True, True)
@@ -1013,12 +1013,12 @@ def test_what_has_happened_is_counted_although_a_pod_is_refused(world: World) ->
 def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) -> None:
     times: list[float] = []
 
-    def waits(looked: Looked, now: float, _: Any) -> Plan:
+    def waits(looked: CachedJob, now: float, _: Any) -> Plan:
         times.append(now)
         return dataclasses.replace(pods_of(looked, count=1), look_again=now + 0.2)
 
     world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
-    operator = world.start(deciders={ELASTIC_JOB: waits})
+    operator = world.start(reconcilers={ELASTIC_JOB: waits})
     operator._failures[Key(ELASTIC_JOB, "default", "a")] = 20  # it has been refused for long: the next try by itself is in 20 s
     world.apply("a")
     world.api.until(lambda: len(times) >= 4)
@@ -1049,13 +1049,13 @@ def get(operator: Operator, path: str) -> tuple[int, str]:
 def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: World) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(looked: Looked, *_: Any) -> Plan:
+    def slow(looked: CachedJob, *_: Any) -> Plan:
         begun.set()
         go_on.wait(60)
         return pods_of(looked, count=2)
 
     world.apply("a")
-    world.start(deciders={ELASTIC_JOB: slow})
+    world.start(reconcilers={ELASTIC_JOB: slow})
     assert begun.wait(60)
     _, stop, thread, codes = world.running[0]
     stop.set()
@@ -1080,7 +1080,7 @@ def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is
 
     def plan(node: Document | None, seconds: float, since: float = NOW - 99) -> tuple[list[str], float | None]:
         nodes = {"n2": a_node(2), **({"n1": node} if node else {})}
-        found = reconcilers.of(Limits(lost_s=20))[LEGACY_JOB](Looked(job, [pod], [], nodes, since), NOW + seconds, frozenset())
+        found = reconcilers.of(Limits(lost_s=20))[LEGACY_JOB](CachedJob(job, [pod], [], nodes, since), NOW + seconds, frozenset())
         return [deletion.name for deletion in found.deletes], found.look_again
 
     assert plan(a_node(1), 99) == ([], None)
@@ -1124,7 +1124,7 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
         }
 
     nodes = {"n1": SILENT, "n2": {"status": {"conditions": []}}}
-    looked = Looked(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)
+    looked = CachedJob(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)
     plan = reconcilers.orphans(Limits(), looked, NOW + 31)
     assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
     early = reconcilers.orphans(Limits(), looked, NOW + 10)

@@ -49,7 +49,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
     world.api.put(a_job("bad", kind, template))
-    operator = world.start(deciders=reconcilers.of(Limits()))
+    operator = world.start(reconcilers=reconcilers.of(Limits()))
     world.api.put(a_job("good", kind))
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
     world.api.put(a_job("worse", kind, template))  # the watch brings this one
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
 
 def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:  # noqa: F811
     world.api.put(a_job("train"))
-    world.start(deciders=reconcilers.of(Limits()))
+    world.start(reconcilers=reconcilers.of(Limits()))
     world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
     with world.api.lock:
         old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]

@@ -8,7 +8,7 @@ from outlast.kube import wire
 from outlast.legacy import decide as legacy
 from outlast.legacy.pods import definition, end, processes, sizes
 from outlast.operator import snapshot
-from outlast.operator.cache import Looked
+from outlast.operator.cache import CachedJob
 from outlast.operator.plan import Plan
 from outlast.operator.queues import Found
 from outlast.operator.snapshot import Limits
@@ -16,18 +16,18 @@ from outlast.operator.snapshot import Limits
 __all__ = ["definition", "end", "processes", "reconcile", "sizes"]
 
 
-def reconcile(limits: Limits, looked: Looked, now: float, found: Found) -> Plan:
+def reconcile(limits: Limits, cached: CachedJob, now: float, found: Found) -> Plan:
     """The plan for one ElasticJob of `elastic.pytorch.org`."""
-    assert looked.job is not None, "reconcilers are only called for jobs that exist"
-    if broken := looked.job.get(wire.UNREADABLE):
-        return legacy.unreadable(looked.job, looked.pods, str(broken), now)
+    assert cached.job is not None, "reconcilers are only called for jobs that exist"
+    if broken := cached.job.get(wire.UNREADABLE):
+        return legacy.unreadable(cached.job, cached.pods, str(broken), now)
     ends: dict[str, float] = {}
-    pods = snapshot.seen_pods(looked.pods, looked.nodes)
+    pods = snapshot.seen_pods(cached.pods, cached.nodes)
     for pod in pods:
         if pod.node_lost is not None:
-            ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, looked.since) + limits.lost_s)
+            ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, cached.since) + limits.lost_s)
     lost = {node for node, end in ends.items() if end <= now}
     leaving = {pod.node: pod.node_leaves for pod in pods if pod.node_leaves}
-    plan = legacy.decide(looked.job, looked.pods, now, lost=lost, leaving=leaving)
+    plan = legacy.decide(cached.job, cached.pods, now, lost=lost, leaving=leaving)
     later = [end for end in ends.values() if end > now]
     return dataclasses.replace(plan, look_again=min([*later, plan.look_again or float("inf")])) if later else plan

@@ -1,11 +1,10 @@
-"""What the operator knows of the cluster: documents as the watches brought them, and what it has written itself since then.
+"""The operator's cache of the cluster: documents from the watches, and the answers to its own writes since then.
 
-A watch is behind: what we have just created is not in it yet. Whoever decided from it alone would create it twice. So every
-answer to our own writes is kept as well, and stands before what the watch said last, until the watch has come as far: then the
-watch is right, whatever it says. Nothing has to be expected or counted, and nothing is waited for.
+A watch lags: an object that we have just created is not in it yet, and a decision from the watch alone would create it twice. So
+the answer to each of our writes is kept too and takes precedence, until the watch has reached its resource version; from then on
+the watch is right. There are no expectations to count, and nothing blocks.
 
-How far a watch has come is said by resource versions, which are numbers that grow, within a kind (KEP-5504; in fact always). Pure
-but for a lock; `operator` fills it and looks into it.
+Resource versions of one kind are numbers that grow (KEP-5504; in fact always). Pure but for a lock.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from outlast.contract import Annotation, Label
 from outlast.kube.kinds import LEASE, NODE, POD, Kind
 
 Document = dict[str, Any]
-Place = tuple[str, str]
+NamespacedName = tuple[str, str]
 """Namespace and name."""
-_LONG = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
-"""Annotations that say what other documents say as well."""
+_REPEATED = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
+"""Annotations that repeat other documents."""
 _WORKER = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
-"""The name of a worker."""
+"""The name of a worker's Lease."""
 Urgency = Literal["now", "later"]
-"""When a change has to be looked at: at once; or with the next look, and within some seconds."""
+"""When a change is reconciled: now, or within seconds together with others."""
 
 
 class Key(NamedTuple):
@@ -43,295 +42,295 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Looked:
-    """All that is known of one job now. The documents are the reader's own, but for the nodes, which nobody may change."""
+class CachedJob:
+    """All objects of one job now. The documents are copies, except for the nodes, which must not be changed."""
 
     job: Document | None
     pods: list[Document]
     leases: list[Document]
     nodes: Mapping[str, Document]
     since: float
-    """From when on everything has been listened to without a break; now, while a watch is lost."""
+    """Since when all watches have been connected; now, while one is not."""
     refused: str = ""
-    """Why its pods could not be made when that was tried last: a sentence."""
+    """Why its pods could not be created on the last attempt: a sentence."""
     jobs: int = 1
-    """How many there are of its kind."""
+    """The number of jobs of its kind."""
 
 
-class _Held(NamedTuple):
-    """A document, as small as can be: Python's dictionaries take five times as much."""
+class _Entry(NamedTuple):
+    """A document as JSON: dictionaries would take five times the memory."""
 
     body: bytes
-    """Without its version."""
+    """Without its resource version."""
     uid: str
     version: int
-    means: int
-    """A hash of what has to be looked at when it is another."""
-    told: int
-    """A hash of what has to be looked at some time when it is another."""
+    urgent_hash: int
+    """Hash of the fields whose change must be reconciled now."""
+    progress_hash: int
+    """Hash of fields whose change may be handled late (step progress)."""
     job: str
     node: str
 
 
 @dataclass
-class Shelf:
+class KindCache:
     """The documents of one kind."""
 
     kind: Kind
-    held: dict[Place, _Held] = field(default_factory=dict)
-    """As the watch says."""
+    watched: dict[NamespacedName, _Entry] = field(default_factory=dict)
+    """From the watch."""
     reached: int = 0
-    """The version up to which it has said everything."""
-    listening: bool = False
+    """The version up to which the watch has delivered everything."""
+    connected: bool = False
     synced: bool = False
-    """Whether everything was heard at least once."""
+    """Whether the watch has delivered everything once."""
     since: float = 0.0
-    """From when on it has been listened to without a break."""
-    ours: dict[Place, _Held] = field(default_factory=dict)
-    """What our own writes left, of versions that the watch has not reached."""
-    gone: set[str] = field(default_factory=set)
-    """Uids that we have deleted and the watch still shows."""
-    unseen: set[Place] | None = None
-    """While a new watch says what there is: what was there before and has not been said again."""
-    jobs: dict[Place, set[Place]] = field(default_factory=dict)
-    """Places of the documents of a job, by its namespace and name."""
+    """Since when the watch has been connected."""
+    written: dict[NamespacedName, _Entry] = field(default_factory=dict)
+    """Answers to our own writes, of versions that the watch has not reached."""
+    deleted_uids: set[str] = field(default_factory=set)
+    """Uids of objects that we have deleted and the watch still shows."""
+    unconfirmed: set[NamespacedName] | None = None
+    """While a new watch lists: what the last one had and this one has not delivered yet."""
+    jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
+    """Names of the documents of each job."""
 
     def begin(self) -> None:
-        """A new watch begins to say everything from the start."""
-        self.unseen = set(self.held)
+        """A new watch begins to list everything."""
+        self.unconfirmed = set(self.watched)
 
-    def heard(self, version: str | None, now: float) -> list[_Held]:
-        """The watch stands, and has said all up to a version; or is lost. Returns what has vanished unsaid."""
+    def set_version(self, version: str | None, now: float) -> list[_Entry]:
+        """The watch has delivered everything up to a version, or is lost (None). Returns what has vanished without an event."""
         if version is None:
-            self.listening = False
+            self.connected = False
             return []
-        if not self.listening:
-            self.listening, self.since = True, now
+        if not self.connected:
+            self.connected, self.since = True, now
         self.synced = True
         self.reached = max(self.reached, int(version))
-        vanished = [self.held[place] for place in self.unseen or ()]
-        for place in self.unseen or ():
-            self._drop(place)
-        self.unseen = None
+        vanished = [self.watched[name] for name in self.unconfirmed or ()]
+        for name in self.unconfirmed or ():
+            self._drop(name)
+        self.unconfirmed = None
         return vanished
 
     def put(self, document: Document) -> Urgency | None:
-        """The watch says that a document is there. When that has to be looked at."""
-        place, new = _place(document), _held(self.kind, document)
-        before = self.effective(place)
-        if self.unseen is not None:
-            self.unseen.discard(place)
-        if (old := self.held.get(place)) and old.uid != new.uid:
-            self.gone.discard(old.uid)
-        self.held[place] = new
-        self._list(place, old)
-        self._reach(new.version)
-        after = self.effective(place)
-        if (before and (before.uid, before.means)) != (after and (after.uid, after.means)):
+        """A document from the watch; returns when to reconcile it."""
+        name, new = _name_of(document), _entry(self.kind, document)
+        before = self.effective(name)
+        if self.unconfirmed is not None:
+            self.unconfirmed.discard(name)
+        if (old := self.watched.get(name)) and old.uid != new.uid:
+            self.deleted_uids.discard(old.uid)
+        self.watched[name] = new
+        self._index(name, old)
+        self._advance(new.version)
+        after = self.effective(name)
+        if (before and (before.uid, before.urgent_hash)) != (after and (after.uid, after.urgent_hash)):
             return "now"
-        return "later" if before and after and before.told != after.told else None
+        return "later" if before and after and before.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """The watch says that a document is gone. Whether that has to be looked at."""
-        place, uid = _place(document), document["metadata"]["uid"]
-        before = self.effective(place)
-        self._reach(int(document["metadata"]["resourceVersion"]))
-        if (old := self.held.get(place)) and old.uid == uid:
-            self._drop(place)
-        self.gone.discard(uid)
-        return before is not None and self.effective(place) is None
+        """The watch reports a deletion; returns whether that is news."""
+        name, uid = _name_of(document), document["metadata"]["uid"]
+        before = self.effective(name)
+        self._advance(int(document["metadata"]["resourceVersion"]))
+        if (old := self.watched.get(name)) and old.uid == uid:
+            self._drop(name)
+        self.deleted_uids.discard(uid)
+        return before is not None and self.effective(name) is None
 
     def wrote(self, document: Document) -> None:
-        """The answer to a write of ours."""
-        place, new = _place(document), _held(self.kind, document)
-        last = self.ours.get(place)
+        """The answer to one of our writes."""
+        name, new = _name_of(document), _entry(self.kind, document)
+        last = self.written.get(name)
         if new.version > self.reached and (last is None or last.version < new.version):
-            self.ours[place] = new
-            self._list(place, last)
+            self.written[name] = new
+            self._index(name, last)
 
-    def deleted(self, place: Place, uid: str) -> None:
-        """We have deleted this, and nothing of it is left."""
-        if any(each is not None and each.uid == uid for each in (self.held.get(place), self.ours.get(place))):
-            self.gone.add(uid)
+    def deleted(self, name: NamespacedName, uid: str) -> None:
+        """We have deleted this, and it is gone."""
+        if any(each is not None and each.uid == uid for each in (self.watched.get(name), self.written.get(name))):
+            self.deleted_uids.add(uid)
 
-    def effective(self, place: Place) -> _Held | None:
-        """What there is, as far as anybody here can know."""
-        found = self.ours.get(place)
+    def effective(self, name: NamespacedName) -> _Entry | None:
+        """The newest known version of a document; None when there is none."""
+        found = self.written.get(name)
         if found is not None and found.version <= self.reached:
-            del self.ours[place]
-            if place not in self.held:
-                self.gone.discard(found.uid)
-            self._list(place, found)
+            del self.written[name]
+            if name not in self.watched:
+                self.deleted_uids.discard(found.uid)
+            self._index(name, found)
             found = None
-        found = found or self.held.get(place)
-        return None if found is None or found.uid in self.gone else found
+        found = found or self.watched.get(name)
+        return None if found is None or found.uid in self.deleted_uids else found
 
-    def of(self, job: Place) -> list[Document]:
+    def of_job(self, job: NamespacedName) -> list[Document]:
         """The documents of a job, by name."""
-        found = [self.effective(place) for place in sorted(self.jobs.get(job, ()))]
-        return [_read(each) for each in found if each is not None and each.job == job[1]]
+        found = [self.effective(name) for name in sorted(self.jobs.get(job, ()))]
+        return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
-    def _reach(self, version: int) -> None:
-        """Lists come in no order; only what a standing watch says tells how far it is."""
-        if self.listening and self.unseen is None:
+    def _advance(self, version: int) -> None:
+        """Items of a list come in no order; only events of a connected watch tell its version."""
+        if self.connected and self.unconfirmed is None:
             self.reached = max(self.reached, version)
 
-    def _drop(self, place: Place) -> None:
-        old = self.held.pop(place)
-        self.gone.discard(old.uid)
-        self._list(place, old)
+    def _drop(self, name: NamespacedName) -> None:
+        old = self.watched.pop(name)
+        self.deleted_uids.discard(old.uid)
+        self._index(name, old)
 
-    def _list(self, place: Place, old: _Held | None) -> None:
-        """List what is in a place by the jobs that it is of now, and no more by the one that it was of."""
-        now = {each.job for each in (self.held.get(place), self.ours.get(place)) if each is not None}
+    def _index(self, name: NamespacedName, old: _Entry | None) -> None:
+        """Index a document under the jobs that it belongs to now, and no longer under its former one."""
+        now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
-            self.jobs.setdefault((place[0], job), set()).add(place)
+            self.jobs.setdefault((name[0], job), set()).add(name)
         if old is not None and old.job not in now:
-            left = self.jobs.get((place[0], old.job), set())
-            left.discard(place)
+            left = self.jobs.get((name[0], old.job), set())
+            left.discard(name)
             if not left:
-                self.jobs.pop((place[0], old.job), None)
+                self.jobs.pop((name[0], old.job), None)
 
 
 class Cache:
-    """Jobs, their pods and Leases, and the nodes. `changed` is told of every job that has to be looked at, and when."""
+    """Jobs, their pods and Leases, and the nodes. Calls `changed` for every job that must be reconciled."""
 
     def __init__(self, jobs: Iterable[Kind], changed: Callable[[Key, Urgency], None]) -> None:
         self.jobs = tuple(jobs)
         self.changed = changed
-        self._shelves = {kind: Shelf(kind) for kind in (*self.jobs, POD, LEASE, NODE)}
-        self._needed = tuple(self._shelves)
+        self._kinds = {kind: KindCache(kind) for kind in (*self.jobs, POD, LEASE, NODE)}
+        self._needed = tuple(self._kinds)
         self._nodes: dict[str, Document] = {}
         self._guard = threading.RLock()
 
-    def also(self, kind: Kind) -> None:
-        """Keep another kind, from nothing on. Nobody waits for it, and nobody's silence depends on it."""
+    def add_kind(self, kind: Kind) -> None:
+        """Cache another kind, from empty. `unsynced` and `since` do not depend on it."""
         with self._guard:
-            self._shelves[kind] = Shelf(kind)
+            self._kinds[kind] = KindCache(kind)
 
-    # what watches say
+    # from the watches
 
     def begin(self, kind: Kind) -> None:
-        """A watch of this kind begins, or begins anew after it broke for good."""
+        """A watch of this kind begins, or begins again after it could not be resumed."""
         with self._guard:
-            self._shelves[kind].begin()
+            self._kinds[kind].begin()
 
-    def heard(self, kind: Kind, version: str | None, now: float) -> None:
-        """A watch stands and has said everything up to this version, or is lost (None)."""
+    def set_version(self, kind: Kind, version: str | None, now: float) -> None:
+        """A watch has delivered everything up to this version, or is lost (None)."""
         with self._guard:
-            shelf = self._shelves[kind]
-            for each in shelf.heard(version, now):
-                self._tell(kind, _read(each))
+            kind_cache = self._kinds[kind]
+            for each in kind_cache.set_version(version, now):
+                self._notify(kind, _decoded(each))
 
     def put(self, kind: Kind, document: Document) -> None:
-        """A watch says that a document is there."""
+        """A document from a watch."""
         with self._guard:
-            old = self._shelves[kind].held.get(_place(document))
-            urgency = self._shelves[kind].put(document)
-            if old and kind not in self.jobs and old.job != _job(kind, document):
-                self._concerns(_place(document)[0], old.job)  # it has lost what is another's now
-            if kind == NODE:  # whoever has looked keeps the nodes of then: they are replaced, never changed
+            old = self._kinds[kind].watched.get(_name_of(document))
+            urgency = self._kinds[kind].put(document)
+            if old and kind not in self.jobs and old.job != _job_of(kind, document):
+                self._notify_job(_name_of(document)[0], old.job)  # it has lost this to another job
+            if kind == NODE:  # replaced, never changed: readers keep theirs
                 self._nodes = {**self._nodes, document["metadata"]["name"]: document}
             if urgency:
-                self._tell(kind, document, urgency)
+                self._notify(kind, document, urgency)
 
     def remove(self, kind: Kind, document: Document) -> None:
-        """A watch says that a document is gone."""
+        """A watch reports a deletion."""
         with self._guard:
-            place = _place(document)
-            old = self._shelves[kind].held.get(place)
-            if self._shelves[kind].remove(document):
-                self._tell(kind, _read(old) if old else document)
+            name = _name_of(document)
+            old = self._kinds[kind].watched.get(name)
+            if self._kinds[kind].remove(document):
+                self._notify(kind, _decoded(old) if old else document)
 
-    # what we write
+    # from our own writes
 
     def wrote(self, kind: Kind, document: Document) -> None:
-        """The answer to a write of ours."""
+        """The answer to one of our writes."""
         with self._guard:
-            if kind in self._shelves:
-                self._shelves[kind].wrote(trimmed(kind, document))
+            if kind in self._kinds:
+                self._kinds[kind].wrote(trimmed(kind, document))
 
     def deleted(self, kind: Kind, namespace: str, name: str, uid: str) -> None:
-        """We have deleted this, and nothing of it is left."""
+        """We have deleted this, and it is gone."""
         with self._guard:
-            if kind in self._shelves:
-                self._shelves[kind].deleted((namespace, name), uid)
+            if kind in self._kinds:
+                self._kinds[kind].deleted((namespace, name), uid)
 
-    # what is known
+    # for the reconcilers
 
-    def look(self, key: Key, now: float) -> Looked:
-        """All that is known of a job."""
-        place = (key.namespace, key.name)
+    def job(self, key: Key, now: float) -> CachedJob:
+        """All objects of a job."""
+        name = (key.namespace, key.name)
         with self._guard:
-            job = self._shelves[key.kind].effective(place)
-            needed = [self._shelves[kind] for kind in self._needed]
-            since = max(shelf.since if shelf.listening else now for shelf in needed)
-            pods, leases = self._shelves[POD].of(place), self._shelves[LEASE].of(place)
-            jobs = len(self._shelves[key.kind].held)
-            return Looked(_read(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
+            job = self._kinds[key.kind].effective(name)
+            needed = [self._kinds[kind] for kind in self._needed]
+            since = max(kind_cache.since if kind_cache.connected else now for kind_cache in needed)
+            pods, leases = self._kinds[POD].of_job(name), self._kinds[LEASE].of_job(name)
+            jobs = len(self._kinds[key.kind].watched)
+            return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
 
-    def listening(self, kinds: Iterable[Kind] | None = None) -> bool:
-        """Whether all watches stand: while one does not, nothing is known of what happens."""
+    def connected(self, kinds: Iterable[Kind] | None = None) -> bool:
+        """Whether all watches are connected."""
         with self._guard:
-            return all(self._shelves[kind].listening for kind in kinds or self._needed)
+            return all(self._kinds[kind].connected for kind in kinds or self._needed)
 
     def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
-        """Kinds of which nothing is known yet."""
+        """Kinds whose watch has not delivered everything once."""
         with self._guard:
-            return [kind for kind in kinds or self._needed if not self._shelves[kind].synced]
+            return [kind for kind in kinds or self._needed if not self._kinds[kind].synced]
 
-    def of(self, kind: Kind, key: Key) -> list[Document]:
-        """The documents of a kind that are of one job."""
+    def of_job(self, kind: Kind, key: Key) -> list[Document]:
+        """The documents of a kind that belong to a job."""
         with self._guard:
-            return self._shelves[kind].of((key.namespace, key.name))
+            return self._kinds[kind].of_job((key.namespace, key.name))
 
-    def every(self, kind: Kind) -> list[Document]:
-        """All documents of a kind of which there are few."""
+    def documents(self, kind: Kind) -> list[Document]:
+        """All documents of a kind; for kinds with few."""
         with self._guard:
-            shelf = self._shelves[kind]
-            return [_read(each) for place in sorted(shelf.held) if (each := shelf.effective(place)) is not None]
+            kind_cache = self._kinds[kind]
+            return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.effective(name)) is not None]
 
-    def forgo(self, kind: Kind, now: float) -> None:
-        """A kind that the cluster does not serve: there is none of it, until a watch says otherwise."""
+    def mark_unserved(self, kind: Kind, now: float) -> None:
+        """The cluster does not serve this kind: it has no documents, until a watch delivers some."""
         with self._guard:
-            shelf = self._shelves[kind]
-            if not shelf.listening:
-                shelf.synced, shelf.listening, shelf.since = True, True, now
+            kind_cache = self._kinds[kind]
+            if not kind_cache.connected:
+                kind_cache.synced, kind_cache.connected, kind_cache.since = True, True, now
 
-    def all(self) -> list[Key]:
+    def job_keys(self) -> list[Key]:
         """All jobs."""
         with self._guard:
-            return [Key(kind, *place) for kind in self.jobs for place in self._shelves[kind].held]
+            return [Key(kind, *name) for kind in self.jobs for name in self._kinds[kind].watched]
 
     def count(self, kind: Kind) -> int:
-        """How many there are of a kind."""
+        """The number of documents of a kind."""
         with self._guard:
-            return len(self._shelves[kind].held)
+            return len(self._kinds[kind].watched)
 
-    def _tell(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
-        """Say which jobs a change concerns."""
-        namespace, name = _place(document)
+    def _notify(self, kind: Kind, document: Document, urgency: Urgency = "now") -> None:
+        """Report which jobs a change concerns."""
+        namespace, name = _name_of(document)
         if kind in self.jobs:
             self.changed(Key(kind, namespace, name), urgency)
         elif kind == NODE:
-            if (namespace, name) not in self._shelves[NODE].held:
+            if (namespace, name) not in self._kinds[NODE].watched:
                 self._nodes = {each: node for each, node in self._nodes.items() if each != name}
-            for place, each in self._shelves[POD].held.items():
+            for pod, each in self._kinds[POD].watched.items():
                 if each.node == name:
-                    self._concerns(place[0], each.job)
+                    self._notify_job(pod[0], each.job)
         else:
-            self._concerns(namespace, _job(kind, document), urgency)
+            self._notify_job(namespace, _job_of(kind, document), urgency)
 
-    def _concerns(self, namespace: str, job: str, urgency: Urgency = "now") -> None:
+    def _notify_job(self, namespace: str, job: str, urgency: Urgency = "now") -> None:
         for kind in self.jobs:
             if job:
                 self.changed(Key(kind, namespace, job), urgency)
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """A document without what nobody here looks at. Of pods, what they were told to run goes: that is in the job."""
+    """A document without the fields that the operator does not read; what a pod runs is in its job."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
-    meta["annotations"] = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in _LONG}
+    meta["annotations"] = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REPEATED}
     made: Document = {**document, "metadata": meta}
     if kind == POD:
         spec = document.get("spec") or {}
@@ -340,7 +339,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
         made["spec"]["containers"] = [_container(each) for each in spec.get("containers") or ()]
     elif kind == NODE:
         spec, status = document.get("spec") or {}, document.get("status") or {}
-        # A heartbeat every few minutes is no news, nor are the images that a node has.
+        # Neither heartbeats nor the images of a node are news.
         conditions = [
             {name: value for name, value in each.items() if name != "lastHeartbeatTime"}
             for each in status.get("conditions") or ()
@@ -352,38 +351,38 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """Of what a container was told to run, the memory that it may use: one that is OOMKilled has used more."""
+    """A container's memory limit, for the sentence when it is OOMKilled."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
 
-def _held(kind: Kind, document: Document) -> _Held:
+def _entry(kind: Kind, document: Document) -> _Entry:
     meta = dict(document["metadata"])
     version = int(meta.pop("resourceVersion"))
-    body = _written({**document, "metadata": meta})
-    return _Held(
+    body = _encoded({**document, "metadata": meta})
+    return _Entry(
         body,
         meta["uid"],
         version,
-        hash(_means(kind, document, body)),
-        hash(_trains((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
-        _job(kind, document),
+        hash(_urgent(kind, document, body)),
+        hash(_progress((meta.get("annotations") or {}).get(Annotation.PROGRESS))) if kind == LEASE else 0,
+        _job_of(kind, document),
         (document.get("spec") or {}).get("nodeName", "") if kind == POD else "",
     )
 
 
-def _trains(progress: str | None) -> tuple[Any, bool]:
-    """In which world a member makes steps, and whether it has made one: the first is told soon."""
+def _progress(progress: str | None) -> tuple[Any, bool]:
+    """The generation that a member trains in, and whether it has done a step: the first one is written soon."""
     try:
         said = json.loads(progress or "{}")
         return said.get("generation"), said.get("step") is not None
-    except (ValueError, AttributeError):  # somebody else wrote there
+    except (ValueError, AttributeError):  # not written by an agent
         return None, False
 
 
-def _job(kind: Kind, document: Document) -> str:
-    """The name of the job that a document is of. That of a Lease is in its name: labels are what its worker writes, who may write
-    no other's Lease."""
+def _job_of(kind: Kind, document: Document) -> str:
+    """The name of the job that a document belongs to. For a Lease it is taken from the Lease's name, not from its labels: a
+    worker can change its own labels, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
         found = _WORKER.fullmatch(meta["name"])
@@ -391,33 +390,33 @@ def _job(kind: Kind, document: Document) -> str:
     return str((meta.get("labels") or {}).get(Label.JOB, ""))
 
 
-def _means(kind: Kind, document: Document, body: bytes) -> bytes:
-    """What has to be looked at at once when it is another. A Lease is renewed all the time, and reports progress, which is looked
-    at every so often anyway; of a node, taints, readiness and being there are what jobs are looked at for."""
+def _urgent(kind: Kind, document: Document, body: bytes) -> bytes:
+    """The fields whose change must be reconciled now. Not those of a Lease that change with each renewal and step; of a node only
+    taints, readiness and deletion."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         said = meta.get("annotations") or {}
         report = [said.get(Annotation.REPORT), said.get(Annotation.DECIDED)]
-        return _written([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
+        return _encoded([report, spec.get("holderIdentity"), meta.get("labels"), meta.get("deletionTimestamp")])
     if kind == NODE:
         ready = [(c["type"], c["status"]) for c in (document.get("status") or {}).get("conditions") or () if c["type"] == "Ready"]
-        return _written([meta.get("labels"), meta.get("deletionTimestamp"), spec.get("taints"), spec.get("unschedulable"), ready])
+        return _encoded([meta.get("labels"), meta.get("deletionTimestamp"), spec.get("taints"), spec.get("unschedulable"), ready])
     return body
 
 
-def _written(content: Any) -> bytes:
+def _encoded(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _read(held: _Held) -> Document:
+def _decoded(entry: _Entry) -> Document:
     try:
-        found: Document = from_json(held.body)
-    except ValueError:  # it takes half the time, and gives up on what is nested deeply
-        found = json.loads(held.body)
-    found["metadata"]["resourceVersion"] = str(held.version)
+        found: Document = from_json(entry.body)
+    except ValueError:  # twice as fast as json, but limited in depth
+        found = json.loads(entry.body)
+    found["metadata"]["resourceVersion"] = str(entry.version)
     return found
 
 
-def _place(document: Document) -> Place:
+def _name_of(document: Document) -> NamespacedName:
     meta = document["metadata"]
     return meta.get("namespace", ""), meta["name"]

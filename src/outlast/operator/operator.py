@@ -1,10 +1,10 @@
-"""The operator's process: watches fill a cache, changes give jobs a turn, workers look at one job each and do what is decided.
+"""The operator's process: watches fill a cache, changes queue jobs, worker threads reconcile one job each.
 
-    Operator(cluster, {kinds.ELASTIC_JOB: decider}, ...).run(stop)
+    Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
 
-What is decided comes from a decider for each kind of job, a pure function. This process adds nothing to it but that only the
-leader acts, that nobody acts before everything was heard once, and that what fails is tried again, ever more slowly. It may be
-killed between any two lines.
+A reconciler for each kind of job, a pure function, decides what to do. This process adds only that nothing is decided before all
+watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. It may be killed
+between any two lines.
 """
 
 from __future__ import annotations
@@ -17,52 +17,44 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from outlast import backoff, kube, probes
 from outlast.clock import Clock
-from outlast.contract import Label
-from outlast.errors import ClusterError, Forbidden, NotServed, Refused
-from outlast.kube.kinds import ELASTIC_JOB, LEASE, NODE, POD, POD_GROUP, PRIORITY_CLASS, VOLCANO_GROUP, Kind
+from outlast.errors import ClusterError, Forbidden, Refused
+from outlast.kube.kinds import POD, Kind
 from outlast.manifests import kueue
-from outlast.operator import apply, cache
-from outlast.operator.cache import Cache, Key, Looked, Urgency
+from outlast.operator import apply
+from outlast.operator.cache import Cache, CachedJob, Key, Urgency
 from outlast.operator.leader import Leadership
 from outlast.operator.metrics import Metrics
 from outlast.operator.parallel import Background, Parallel
 from outlast.operator.plan import Document, Plan
-from outlast.operator.queues import Found, Sight
-from outlast.operator.snapshot import HEARD, answers
-from outlast.operator.workqueue import Turns
-from outlast.operator.writer import Deposed, Hands
+from outlast.operator.queues import Found
+from outlast.operator.watches import Intervals, Watches
+from outlast.operator.workqueue import WorkQueue
+from outlast.operator.writer import NotLeader, Writer
 
 log = logging.getLogger(__name__)
 
-Decider = Callable[[Looked, float, Found], Plan]
-"""(what is known of a job, now, what else the cluster has) -> what is to be done. Pure."""
-Orphans = Callable[[Looked, float], Plan]
-"""(what is left of a job that is not there, now) -> which of its pods are to be deleted. Pure."""
+Reconciler = Callable[[CachedJob, float, Found], Plan]
+"""(the objects of a job, now, what the cluster offers) -> what to do. Pure."""
+Orphans = Callable[[CachedJob, float], Plan]
+"""(the objects left of a job that is gone, now) -> which of its pods to delete. Pure."""
 
-LONGEST_PAUSE_S = 60.0
-"""Between two tries of what fails."""
-WATCH_S = 10.0
-"""The same between two tries of a watch: a definition that is installed now should not be noticed a minute later."""
+LONGEST_BACKOFF_S = 60.0
+"""Longest pause before a failed reconcile pass is retried."""
 STUCK_S = 300.0
-"""A look that takes so long never ends: the process is to be started again."""
-BUSY = 30
-"""So many looks in a row that each found something to do are more than any change of a job needs."""
-TOLD_S = 2.0
-"""When members tell of their progress, the job is looked at within so long, once for all of them."""
-STOP_S = 6.0
-"""How long the looks that have begun may take after SIGTERM; the kubelet waits longer."""
-
-WRITES = 2
-"""For each job that is looked at at once there are so many threads that write for it beside its own."""
-
-EVENTS = 1000
-"""So many may wait to be written, as in client-go's recorder."""
-
-_GANGS = (VOLCANO_GROUP, POD_GROUP)
+"""Timeout of a reconcile pass: the liveness probe fails then, and the kubelet restarts the process."""
+BUSY_PASSES = 30
+"""More passes in a row that found something to do than any change of a job needs; from then on they are slowed down."""
+PROGRESS_DEBOUNCE_S = 2.0
+"""A job whose members only report progress is reconciled within this time, once for all of them."""
+STOP_TIMEOUT_S = 6.0
+"""Timeout after SIGTERM for the reconcile passes that have begun; below the pod's terminationGracePeriodSeconds."""
+WRITERS_PER_WORKER = 2
+"""Extra writer threads per concurrent reconcile."""
+PENDING_EVENTS = 1000
+"""Most Events waiting to be written, as in client-go's recorder."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +62,17 @@ class Settings:
     """How the operator works."""
 
     namespace: str | None = None
-    """Only this one. Default: all."""
+    """The only namespace it looks after. Default: all."""
     workers: int = 8
-    """Jobs that are looked at at once."""
+    """Jobs that are reconciled concurrently."""
     host: str = ""
-    """Where probes are served; default: on all addresses."""
+    """Address of the probes. Default: all addresses."""
     port: int = 0
-    """0: any free one."""
-    pause_s: float = 1.0
-    """Before what failed is tried again for the first time."""
-    find_s: float = 60.0
-    """How often it is looked which other systems the cluster has."""
+    """Port of the probes. 0: any free one."""
+    retry_s: float = 1.0
+    """First pause before a failure is retried; doubled each time."""
+    discovery_s: float = 60.0
+    """Interval between two looks for Kueue and gang schedulers."""
 
 
 class Operator:
@@ -89,345 +81,213 @@ class Operator:
     def __init__(
         self,
         cluster: kube.Cluster,
-        deciders: Mapping[Kind, Decider],
+        reconcilers: Mapping[Kind, Reconciler],
         leadership: Leadership,
         settings: Settings | None = None,
         *,
         orphans: Orphans | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.cluster, self.deciders, self.leadership = cluster, dict(deciders), leadership
+        self.cluster, self.reconcilers, self.leadership = cluster, dict(reconcilers), leadership
         self.settings = settings or Settings()
         self.metrics = Metrics()
         self.address = ""
-        """Where probes are answered, from `run` on."""
+        """Of the probes, from `run` on."""
         self._clock = clock or Clock()
-        self.turns: Turns[Key] = Turns(self._clock)
-        self.cache = Cache(self.deciders, self._changed)
-        self.hands = Hands(cluster, self.cache, self.metrics, leadership.holds)
+        self.queue: WorkQueue[Key] = WorkQueue(self._clock)
+        self.cache = Cache(self.reconcilers, self._changed)
+        self.writer = Writer(cluster, self.cache, self.metrics, leadership.holds)
+        intervals = Intervals(self.settings.retry_s, self.settings.discovery_s)
+        namespace = self.settings.namespace
+        self.watches = Watches(
+            cluster, self.cache, self.metrics, self._clock, self._queue_all, namespace=namespace, intervals=intervals
+        )
         self._orphans = orphans
-        self._each, self._later = Parallel(WRITES * self.settings.workers), Background(EVENTS)
-        self._found: tuple[Kind, ...] = ()
-        """What the cluster has of Kueue and of schedulers of gangs."""
-        self._around = threading.Lock()
-        self._ending = kube.Stop()
-        """Ends the watches."""
+        self._parallel = Parallel(WRITERS_PER_WORKER * self.settings.workers)
+        self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
+        """Failed passes in a row."""
         self._busy: dict[Key, int] = {}
+        """Passes in a row that found something to do."""
         self._refused: dict[Key, str] = {}
-        """Why pods of a job could not be made when that was tried last."""
-        self._listens: dict[Kind, threading.Thread] = {}
-        """The watches of Kueue, by kind."""
+        """Why pods of a job could not be created on the last attempt."""
         self._deciding = threading.Lock()
-        """One look at a time is computed: several are not faster in Python, and would take their share from the watches, who read
-        too late then that Leases were renewed."""
-        self._unready: dict[str, float] = {}
-        """Since when nodes do not answer, as far as we have heard."""
-        self._looking: dict[Key, float] = {}
+        """One decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
+        renewals of Leases would be read too late."""
+        self._running: dict[Key, float] = {}
+        """When the passes that are running began."""
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
-        """Work until `stop` is set (0), or until the lease is lost or something is broken (1)."""
-        ending = self._ending
-        leaving = threading.Event()
-        """Ends the leadership."""
+        """Work until `stop` is set (0), or until the lease is lost or a thread has ended (1)."""
         self.address = probes.serve(self.health, {}, host=self.settings.host, port=self.settings.port)
         log.info("probes and metrics are served on %s", self.address)
-        self._look_around()
-        watches = [threading.Thread(target=self._watch, args=(kind, ending), name=f"watch {kind}") for kind in self._kinds()]
-        leading = threading.Thread(target=self.leadership.run, args=(leaving,), name="lease")
-        workers = [threading.Thread(target=self._work, name=f"worker {n}") for n in range(self.settings.workers)]
-        finding = threading.Thread(target=self._find, args=(ending,), name="find")
-        self._threads = [*watches, leading, finding]
-        for thread in (*self._threads, *workers):
-            thread.daemon = True  # one that hangs must not keep the process
-        for thread in self._threads:
-            thread.start()
-        said: list[Kind] | None = None
+        resign = threading.Event()
+        leading = threading.Thread(target=self.leadership.run, args=(resign,), name="lease", daemon=True)
+        workers = [
+            threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # one that hangs must not keep the process
+            for n in range(self.settings.workers)
+        ]
+        self.watches.start()
+        leading.start()
+        self._threads = [*self.watches.threads, leading]
+        self._until_stopped(stop, workers)
+        asked = stop.is_set()
+        self.queue.shut_down()
+        until = time.monotonic() + (STOP_TIMEOUT_S if asked and self.leadership.holds() else 0.0)
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join(max(0.0, until - time.monotonic()))
+        self._background.finish(max(0.0, until - time.monotonic()))
+        resign.set()  # only now: no other operator may write while a worker of ours does
+        leading.join(1.0 if asked else 0.0)
+        self.watches.stop()
+        log.info("stopped" if asked else "stopped: this operator may act no more")
+        return 0 if asked else 1
+
+    def _until_stopped(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
+        """Start the workers once all is known and we lead; return when `stop` is set, the lease is lost or a thread has ended."""
+        logged: list[Kind] | None = None
         while not stop.is_set() and not self.leadership.lost:
-            if (missing := self.cache.unsynced()) and missing != said:
+            if (missing := self.cache.unsynced()) and missing != logged:
                 log.info("waiting until all is known of %s", ", ".join(kind.resource for kind in missing))
-                said = missing
+                logged = missing
             if not missing and self.leadership.holds() and workers[0].ident is None:
-                log.info("all is known: %d jobs, %d pods", len(self.cache.all()), self.cache.count(POD))
+                log.info("all is known: %d jobs, %d pods", len(self.cache.job_keys()), self.cache.count(POD))
                 for worker in workers:
                     worker.start()
                 self._threads += workers
             if broken := [thread.name for thread in self._threads if not thread.is_alive()]:
                 if not self.leadership.lost:
                     log.error("%s ended by itself; this process ends, to be started again", ", ".join(broken))
-                break
+                return
             stop.wait(0.5 if workers[0].ident is not None or self.leadership.waits else 0.02)
-        asked = stop.is_set()
-        self.turns.close()
-        until = time.monotonic() + (STOP_S if asked and self.leadership.holds() else 0.0)
-        for worker in workers:
-            if worker.ident is not None:
-                worker.join(max(0.0, until - time.monotonic()))
-        self._later.finish(max(0.0, until - time.monotonic()))
-        leaving.set()  # only now: nobody else may act while one of ours does
-        leading.join(1.0 if asked else 0.0)
-        ending.set()
-        for watch in (*watches, finding, *self._listens.values()):
-            watch.join(0.5)  # who closes the cluster's connections next should find nobody using them
-        log.info("stopped" if asked else "stopped: this operator may act no more")
-        return 0 if asked else 1
-
-    # what is heard
 
     def _changed(self, key: Key, urgency: Urgency) -> None:
         if urgency == "now":
-            self.turns.add(key)
+            self.queue.add(key)
         else:
-            self.turns.later(key, self._clock() + TOLD_S)
+            self.queue.add_at(key, self._clock() + PROGRESS_DEBOUNCE_S)
 
-    def _kinds(self) -> tuple[Kind, ...]:
-        return (*self.deciders, POD, LEASE, NODE)
-
-    def _watch(self, kind: Kind, stop: kube.Stop) -> None:
-        """Fill the cache with one kind, for good: whatever is refused is asked for again, and said."""
-        failures, stands = 0, False
-        where: dict[str, Any] = {}
-        if kind.namespaced:
-            where = {"namespace": self.settings.namespace} if self.settings.namespace else {"everywhere": True}
-
-        def heard(version: str | None) -> None:
-            nonlocal failures, stands
-            if stands and version is None:
-                log.warning("the watch of %s is lost; nobody is taken for dead before it stands again", kind.resource)
-            elif not stands and version is not None:
-                failures = 0
-                log.info("%s are watched", kind.resource)
-            comes, stands = not stands and version is not None, version is not None
-            self.cache.heard(kind, version, self._clock())
-            if comes and kind in self._listens:
-                self._look_at_all()  # what was waited for may be known now
-
-        while not stop.is_set():
-            self.cache.begin(kind)
-            try:
-                for change in self.cluster.watch(
-                    kind,
-                    stop=stop,
-                    labels=Label.JOB if kind in (POD, LEASE) or kind in (versions[0] for versions in kueue.VERSIONS) else "",
-                    pace=kube.Pace(heard, WATCH_S),
-                    **where,
-                ):
-                    self._hear(kind, change)
-            except NotServed as error:
-                if kind in self._listens:
-                    log.info("%s are watched no more: %s", kind.resource, error)
-                    return self.cache.heard(kind, None, self._clock())
-                if kind in self.deciders and kind != ELASTIC_JOB:
-                    self.cache.forgo(kind, self._clock())  # may come later, and nobody waits for it
-                else:
-                    heard(None)
-                    if not failures:
-                        log.warning("waiting for %s: %s", kind.resource, error)
-            except ClusterError as error:
-                heard(None)
-                self.metrics.count_error()
-                log.warning("%s cannot be watched: %s", kind.resource, error)
-            except Exception as error:  # a bug that is met here must not end the watch, on which all jobs depend
-                heard(None)
-                self.metrics.count_error()
-                log.error("%s cannot be watched: %s", kind.resource, error, exc_info=error)
-            failures += 1
-            stop.wait(min(WATCH_S, self._pause(failures)))
-
-    def _stamped(self, kind: Kind, document: Document) -> Document:
-        """A document with when we heard of what silence is counted from."""
-        if kind == LEASE:
-            return {**document, HEARD: self._clock()}
-        if kind != NODE:
-            return document
-        name = document["metadata"]["name"]
-        if answers(document):
-            self._unready.pop(name, None)
-            return document
-        return {**document, HEARD: self._unready.setdefault(name, self._clock())}
-
-    def _hear(self, kind: Kind, change: kube.Change) -> None:
-        """Keep what a watch says. A bug that one document meets must not keep the others from being heard."""
-        try:
-            if change.type == "deleted":
-                if kind == NODE:
-                    self._unready.pop(change.document["metadata"]["name"], None)
-                self.cache.remove(kind, change.document)
-            else:
-                self.cache.put(kind, self._stamped(kind, cache.trimmed(kind, change.document)))
-        except Exception as error:
-            self.metrics.count_error()
-            meta = change.document["metadata"]
-            where = {"namespace": meta.get("namespace", ""), "job": meta.get("name", "")}
-            log.error("%s %s cannot be kept: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
-
-    def _find(self, stop: kube.Stop) -> None:
-        """Look now and then which other systems the cluster has."""
-        while not stop.wait(self.settings.find_s):
-            try:
-                self._look_around()
-            except Exception as error:  # what else there is can wait; the process must not end for it
-                self.metrics.count_error()
-                log.error("what else the cluster has is not known: %s", error, exc_info=error)
-
-    def _look_at_all(self) -> None:
-        for key in self.cache.all():
-            self.turns.add(key)
-
-    def _look_around(self) -> None:
-        """Look which other systems the cluster has, and listen to Kueue from then on."""
-        with self._around:
-            try:
-                queues = next((kinds for kinds in kueue.VERSIONS if all(self.cluster.serves(kind) for kind in kinds)), ())
-                found = (*queues, *(kind for kind in _GANGS if self.cluster.serves(kind)))
-            except ClusterError as error:  # as before, then
-                self.metrics.count_error()
-                return log.warning("what else the cluster has is not known: %s", error)
-            before, self._found = self._found, found
-            self._listen_to_queues(queues)
-        if found != before:
-            log.info("this cluster has %s now", ", ".join(kind.resource for kind in found) or "neither Kueue nor gangs")
-            self._look_at_all()
-
-    def _listen_to_queues(self, queues: tuple[Kind, ...]) -> None:
-        for kind in (*queues, PRIORITY_CLASS) if queues else ():
-            if kind not in self._listens or not self._listens[kind].is_alive():
-                self.cache.also(kind)
-                watch = threading.Thread(target=self._watch, args=(kind, self._ending), name=f"watch {kind}", daemon=True)
-                self._listens[kind] = watch
-                watch.start()
-
-    def _has(self, key: Key) -> Found:
-        """What the cluster has beside itself, and what Kueue says of a job."""
-        groups = frozenset(kind.group for kind in self._found)
-        queues = next((kinds for kinds in kueue.VERSIONS if kinds[0] in self._found), ())
-        if not queues or self.cache.unsynced((*queues, PRIORITY_CLASS)):
-            return Found(groups)
-        workload, flavor, priority = queues
-        flavors = {each["metadata"]["name"]: each for each in self.cache.every(flavor)}
-        classes = (*self.cache.every(priority), *self.cache.every(PRIORITY_CLASS))
-        return Found(groups, Sight(workload, self.cache.of(workload, key), flavors, classes))
-
-    # what is done
+    def _queue_all(self) -> None:
+        for key in self.cache.job_keys():
+            self.queue.add(key)
 
     def _work(self) -> None:
-        while (key := self.turns.take()) is not None:
+        while (key := self.queue.get()) is not None:
             try:
                 with self._timed(key):
-                    self.look(key)
+                    self.reconcile(key)
                 self._failures.pop(key, None)
-            except Deposed as error:  # the process ends
+            except NotLeader as error:  # the process ends
                 log.warning("%s", error, extra=_about(key))
             except ClusterError as error:
                 self._failed(key, error)
             except Exception as error:  # a bug that one job meets must not stop the others
                 self._failed(key, error, bug=True)
             finally:
-                self.turns.done(key)
+                self.queue.done(key)
 
-    def look(self, key: Key) -> None:
-        """Look at a job once, and do what is to be done about it. Raises ClusterError."""
+    def reconcile(self, key: Key) -> None:
+        """One reconcile pass: decide about a job and carry the plan out. Raises ClusterError."""
         with self._deciding:
             now = self._clock()
-            looked = self.cache.look(key, now)
-        since = max(looked.since, now - self.leadership.heard_for(), self._clock.broken_at)
-        looked = dataclasses.replace(looked, since=since, refused=self._refused.get(key, ""))
-        if looked.job is None:
-            self._gone(key, looked, now)
+            cached = self.cache.job(key, now)
+        since = max(cached.since, now - self.leadership.heard_for(), self._clock.broken_at)
+        cached = dataclasses.replace(cached, since=since, refused=self._refused.get(key, ""))
+        if cached.job is None:
+            self._gone(key, cached, now)
             return
-        old = looked.job.get("status") or {}
-        if not old and kueue.queue(looked.job) and not any(kind.group == kueue.GROUP for kind in self._found):
-            self._look_around()  # it may have been installed a moment ago
-        has = self._has(key)
+        old = cached.job.get("status") or {}
+        if not old and kueue.queue(cached.job) and not self.watches.serves(kueue.GROUP):
+            self.watches.discover()  # Kueue may have been installed a moment ago
+        features = self.watches.features(key)
         with self._deciding:
-            plan = self.deciders[key.kind](looked, now, has)
-        done = apply.Done(plan.look_again)
-        if plan or plan.notes:
-            if plan.status is not None:
-                log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
-            written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.notes, now)
-            try:
-                done = apply.act(self.hands, looked.job, plan, now, self._each, self._later, written)
-            except (Forbidden, Refused) as error:
-                self._refused[key] = str(error)
-                if plan.look_again is not None:  # the workers that are there wait no longer because of those that are refused
-                    self.turns.later(key, plan.look_again)
-                raise
-            if done.stale:
-                log.info("%s; it is looked at anew", done.stale, extra=_about(key))
+            plan = self.reconcilers[key.kind](cached, now, features)
+        done = self._apply(key, cached.job, plan, now) if plan or plan.notes else apply.Done(plan.look_again)
         self._refused.pop(key, None)
         if done.blocked:
             self._refused[key] = done.blocked
         self.metrics.set_job(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
         if done.look_again is not None:
-            self.turns.later(key, done.look_again)
-        self._settle(key, plan, done, now)
+            self.queue.add_at(key, done.look_again)
+        self._requeue(key, plan, done, now)
 
-    def _settle(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
-        """Look once more after something was done: only a look that finds nothing to do says that a job is settled. One that
-        never settles gets its turns ever more slowly, and is named."""
+    def _apply(self, key: Key, job: Document, plan: Plan, now: float) -> apply.Done:
+        if plan.status is not None:
+            log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
+        old = job.get("status") or {}
+        written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.notes, now)
+        try:
+            done = apply.act(self.writer, job, plan, now, self._parallel, self._background, written)
+        except (Forbidden, Refused) as error:
+            self._refused[key] = str(error)
+            if plan.look_again is not None:  # the workers that exist must not wait for those that are refused
+                self.queue.add_at(key, plan.look_again)
+            raise
+        if done.stale:
+            log.info("%s; it is looked at anew", done.stale, extra=_about(key))
+        return done
+
+    def _requeue(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
+        """Reconcile again after something was done: only a pass that finds nothing to do shows that a job has settled. A job that
+        never settles is slowed down and logged."""
         if not plan:
             self._busy.pop(key, None)
             return
         busy = self._busy[key] = self._busy.get(key, 0) + 1
-        if busy <= BUSY and (done.stale or done.blocked):  # the watch may bring what has changed; should it be late, so are we
-            self.turns.later(key, now + 1.0)
-        elif busy <= BUSY:
-            self.turns.add(key)
+        if busy <= BUSY_PASSES and (done.stale or done.blocked):  # usually the watch brings the change first
+            self.queue.add_at(key, now + 1.0)
+        elif busy <= BUSY_PASSES:
+            self.queue.add(key)
         else:
-            pause = backoff.exponential(busy - BUSY, 1.0, LONGEST_PAUSE_S)
+            pause = backoff.exponential(busy - BUSY_PASSES, 1.0, LONGEST_BACKOFF_S)
             log.warning("%d looks in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
-            self.turns.rest(key, now + pause)  # our own writes come back as changes; they must not keep us busy
+            self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
-    def _gone(self, key: Key, looked: Looked, now: float) -> None:
-        """There is no such job any more. What it owned goes by itself, but for pods on a node that nobody hears of."""
+    def _gone(self, key: Key, cached: CachedJob, now: float) -> None:
+        """The job does not exist any more. Its objects are garbage-collected, but pods on nodes that do not answer need help."""
         self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
         self._busy.pop(key, None)
         self._refused.pop(key, None)
-        if not looked.pods or self._orphans is None or self._exists_otherwise(key):
+        if not cached.pods or self._orphans is None or self._exists_otherwise(key):
             return
-        plan = self._orphans(looked, now)
+        plan = self._orphans(cached, now)
         for deletion in plan.deletes:
-            apply.delete(self.hands, deletion, key.namespace)
+            apply.delete(self.writer, deletion, key.namespace)
         if plan.look_again is not None:
-            self.turns.later(key, plan.look_again)
+            self.queue.add_at(key, plan.look_again)
 
     def _exists_otherwise(self, key: Key) -> bool:
         """Whether a job of another kind has this name, and the pods."""
-        others = [Key(kind, key.namespace, key.name) for kind in self.deciders if kind != key.kind]
-        return any(self.cache.look(other, self._clock()).job is not None for other in others)
+        others = [Key(kind, key.namespace, key.name) for kind in self.reconcilers if kind != key.kind]
+        return any(self.cache.job(other, self._clock()).job is not None for other in others)
 
     def _failed(self, key: Key, error: Exception, *, bug: bool = False) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        pause = self._pause(count)
+        pause = backoff.exponential(count - 1, self.settings.retry_s, LONGEST_BACKOFF_S)
         self.metrics.count_error()
         sentence = "%s; the next try is in %.0f s"
         if bug:
             log.error(sentence, error, pause, extra=_about(key), exc_info=error)
         else:
             log.warning(sentence, error, pause, extra=_about(key))
-        self.turns.later(key, self._clock() + pause)
-
-    def _pause(self, failures: int) -> float:
-        return backoff.exponential(failures - 1, self.settings.pause_s, LONGEST_PAUSE_S)
+        self.queue.add_at(key, self._clock() + pause)
 
     @contextmanager
     def _timed(self, key: Key) -> Iterator[None]:
-        begun = self._looking[key] = time.monotonic()
+        begun = self._running[key] = time.monotonic()
         try:
             yield
         finally:
-            self._looking.pop(key, None)
+            self._running.pop(key, None)
             self.metrics.time_reconcile(time.monotonic() - begun)
-
-    # what is told
 
     def health(self) -> probes.Health:
         """What the probes answer."""
         now, missing = time.monotonic(), self.cache.unsynced()
         dead = [thread.name for thread in self._threads if not thread.is_alive()]
-        stuck = [key for key, begun in list(self._looking.items()) if now - begun > STUCK_S]
+        stuck = [key for key, begun in list(self._running.items()) if now - begun > STUCK_S]
         if dead:
             reason = f"{', '.join(dead)} ended"
         elif stuck:
@@ -441,5 +301,5 @@ class Operator:
 
 
 def _about(key: Key) -> dict[str, str]:
-    """Of which job a line of the log is."""
+    """The job of a log line."""
     return {"job": key.name, "namespace": key.namespace}

@@ -1,7 +1,7 @@
-"""Whose turn it is: the jobs that have to be looked at, each once, never two at a time on one of them.
+"""The operator's workqueue: keys of jobs to reconcile, each queued once, and never handed to two threads at a time.
 
-A job that changes while somebody looks at it gets another turn afterwards. One may also ask for a turn at a later time; the
-earliest counts. Times are those of the clock that is given, one that never steps.
+A key that is added while it is being processed is queued again afterwards. A key may also be added for a later time; of several
+times the earliest counts. Times are those of the given clock, which must never step.
 """
 
 from __future__ import annotations
@@ -15,98 +15,98 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Turns(Generic[K]):
-    """A queue of names. All may be called from several threads."""
+class WorkQueue(Generic[K]):
+    """As client-go's workqueue. Safe to call from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waiting: dict[K, None] = {}
-        self._begun: set[K] = set()
-        self._again: set[K] = set()
+        self._processing: set[K] = set()
+        self._dirty: set[K] = set()
         self._later: dict[K, float] = {}
-        self._rests: dict[K, float] = {}
+        self._held: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._count = 0
-        self._closed = False
-        self._news = threading.Condition()  # of a lock that its holder may take again
+        self._shut_down = False
+        self._changed = threading.Condition()  # its lock is reentrant
 
-    def add(self, name: K) -> None:
-        """It has to be looked at."""
-        with self._news:
-            if (until := self._rests.get(name)) is not None:
+    def add(self, key: K) -> None:
+        """Queue a key now."""
+        with self._changed:
+            if (until := self._held.get(key)) is not None:
                 if until > self._clock():
-                    return self.later(name, until)
-                del self._rests[name]
-            if name in self._begun:
-                self._again.add(name)
-            elif name not in self._waiting:
-                self._waiting[name] = None
-                self._news.notify()
+                    return self.add_at(key, until)
+                del self._held[key]
+            if key in self._processing:
+                self._dirty.add(key)
+            elif key not in self._waiting:
+                self._waiting[key] = None
+                self._changed.notify()
 
-    def later(self, name: K, when: float) -> None:
-        """It has to be looked at, but not before this time."""
-        with self._news:
-            if when < self._later.get(name, float("inf")):
-                self._later[name] = when
+    def add_at(self, key: K, when: float) -> None:
+        """Queue a key at this time."""
+        with self._changed:
+            if when < self._later.get(key, float("inf")):
+                self._later[key] = when
                 self._count += 1
-                heapq.heappush(self._heap, (when, self._count, name))
-                self._news.notify()
+                heapq.heappush(self._heap, (when, self._count, key))
+                self._changed.notify()
 
-    def rest(self, name: K, until: float) -> None:
-        """It has a turn at this time, and none before, whatever changes."""
-        with self._news:
-            self._rests[name] = until
-            self._again.discard(name)
-            self.later(name, until)
+    def hold(self, key: K, until: float) -> None:
+        """Queue a key at this time and ignore `add` before."""
+        with self._changed:
+            self._held[key] = until
+            self._dirty.discard(key)
+            self.add_at(key, until)
 
-    def take(self) -> K | None:
-        """Wait for the next turn; None when there will be none. Each is given back by `done`."""
-        with self._news:
-            while not self._closed:
+    def get(self) -> K | None:
+        """Wait for the next key; None after `shut_down`. The caller must call `done` with it."""
+        with self._changed:
+            while not self._shut_down:
                 wait = self._due()
                 if self._waiting:
-                    name = next(iter(self._waiting))
-                    del self._waiting[name]
-                    self._begun.add(name)
-                    self._later.pop(name, None)  # whoever looks now says when to look next
-                    return name
-                self._news.wait(wait if wait is None else min(wait, threading.TIMEOUT_MAX))  # deadlines may be far away
+                    key = next(iter(self._waiting))
+                    del self._waiting[key]
+                    self._processing.add(key)
+                    self._later.pop(key, None)  # this pass sets the next time
+                    return key
+                self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))  # deadlines may be far away
             return None
 
-    def done(self, name: K) -> None:
-        """The turn is over."""
-        with self._news:
-            self._begun.discard(name)
-            if name in self._again:
-                self._again.discard(name)
-                self._waiting[name] = None
-                self._news.notify()
+    def done(self, key: K) -> None:
+        """A key is processed."""
+        with self._changed:
+            self._processing.discard(key)
+            if key in self._dirty:
+                self._dirty.discard(key)
+                self._waiting[key] = None
+                self._changed.notify()
 
-    def close(self) -> None:
-        """No turn begins any more."""
-        with self._news:
-            self._closed = True
-            self._news.notify_all()
+    def shut_down(self) -> None:
+        """Hand out no more keys."""
+        with self._changed:
+            self._shut_down = True
+            self._changed.notify_all()
 
     def idle(self) -> bool:
-        """Whether nobody looks at anything, and nothing is due."""
-        with self._news:
+        """Whether no key is queued, due or being processed."""
+        with self._changed:
             self._due()
-            return not self._waiting and not self._begun
+            return not self._waiting and not self._processing
 
     def _due(self) -> float | None:
-        """Give what is due its turn; seconds until the next is, None for never."""
+        """Queue the keys that are due; seconds until the next one is, None when there is none."""
         while self._heap:
-            when, _, name = self._heap[0]
-            if self._later.get(name) != when:  # it was called off, or is due earlier
+            when, _, key = self._heap[0]
+            if self._later.get(key) != when:  # superseded by an earlier time
                 heapq.heappop(self._heap)
                 continue
             if (wait := when - self._clock()) > 0:
                 return wait
             heapq.heappop(self._heap)
-            del self._later[name]
-            if name in self._begun:
-                self._again.add(name)
+            del self._later[key]
+            if key in self._processing:
+                self._dirty.add(key)
             else:
-                self._waiting.setdefault(name, None)
+                self._waiting.setdefault(key, None)
         return None

@@ -1,4 +1,4 @@
-"""The operator's way of writing: only as the leader, counted, and known to its own cache before anything else is decided."""
+"""The operator's writes: fenced (only the leader writes), counted, and put into the cache before the next decision."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from outlast.operator.metrics import Metrics
 Document = dict[str, Any]
 
 
-class Deposed(ClusterError):
-    """This operator acts no more: another has taken over, or may have."""
+class NotLeader(ClusterError):
+    """This operator must not write any more: another has taken over, or may have."""
 
 
-class Hands:
-    """`act.Writes` over a cluster. All raise Deposed when this is not the leader."""
+class Writer:
+    """`apply.Writes` over a cluster. All writes raise NotLeader when this operator does not lead."""
 
     def __init__(self, cluster: kube.Cluster, cache: Cache, metrics: Metrics, leads: Callable[[], bool]) -> None:
         self._cluster, self._cache, self._metrics, self._leads = cluster, cache, metrics, leads
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
-        """A document as the server has it."""
+        """An object as the server has it."""
         return self._cluster.get(kind, name, namespace=namespace)
 
     def create(self, document: Document) -> Document:
-        """Make a document."""
-        kind = self._writing(kind_of(document), "create")
-        return self._wrote(kind, self._cluster.create(document))
+        """Create an object."""
+        kind = self._begin(kind_of(document), "create")
+        return self._cached(kind, self._cluster.create(document))
 
     def apply(self, document: Document) -> Document:
-        """Make what we say of a document true."""
-        kind = self._writing(kind_of(document), "apply")
-        return self._wrote(kind, self._cluster.apply(document))
+        """Server-side apply."""
+        kind = self._begin(kind_of(document), "apply")
+        return self._cached(kind, self._cluster.apply(document))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Write a document, or its status, if it is of the version that it says."""
-        kind = self._writing(kind_of(document), "update")
-        return self._wrote(kind, self._cluster.replace(document, subresource=subresource))
+        """Replace an object, or its status, if its resource version is still this one."""
+        kind = self._begin(kind_of(document), "update")
+        return self._cached(kind, self._cluster.replace(document, subresource=subresource))
 
     def patch(self, kind: Kind, name: str, change: Document, *, namespace: str | None = None) -> Document:
-        """Change parts of a document."""
-        self._writing(kind, "patch")
-        return self._wrote(kind, self._cluster.patch(kind, name, change, namespace=namespace))
+        """JSON merge patch."""
+        self._begin(kind, "patch")
+        return self._cached(kind, self._cluster.patch(kind, name, change, namespace=namespace))
 
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:
-        """Delete a document, if it has this uid."""
-        self._writing(kind, "delete")
+        """Delete an object, if it has this uid."""
+        self._begin(kind, "delete")
         inside = (namespace or self._cluster.namespace) if kind.namespaced else ""
         try:
             left = self._cluster.delete(kind, name, namespace=namespace, grace_s=grace_s, uid=uid)
@@ -61,17 +61,17 @@ class Hands:
                 self._cache.deleted(kind, inside, name, uid)
             raise
         if left.get("kind") == kind.kind and left["metadata"].get("deletionTimestamp"):
-            self._wrote(kind, left)  # it is still going
+            self._cached(kind, left)  # still terminating
         elif uid is not None:
             self._cache.deleted(kind, inside, name, uid)
         return left
 
-    def _writing(self, kind: Kind, verb: str) -> Kind:
+    def _begin(self, kind: Kind, verb: str) -> Kind:
         if not self._leads():
-            raise Deposed(f"{kind} cannot be written: this operator is not the leader; look for who holds its lease")
+            raise NotLeader(f"{kind} cannot be written: this operator is not the leader; look for who holds its lease")
         self._metrics.count_write(kind.kind, verb)
         return kind
 
-    def _wrote(self, kind: Kind, answer: Document) -> Document:
+    def _cached(self, kind: Kind, answer: Document) -> Document:
         self._cache.wrote(kind, answer)
         return answer
