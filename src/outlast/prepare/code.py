@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -221,11 +220,11 @@ class _Archive:
         else:
             archive = Path(self.key)
         if self.checksum:
-            _checked(archive, self.name, self.checksum)
+            archives.check_checksum(archive, self.name, self.checksum)
         tree = directory / "tree"
         tree.mkdir()
         archives.extract(archive, tree, name=self.name)
-        return _beginning(tree, runs), self.version
+        return archives.root(tree, runs), self.version
 
 
 def _look(code: str) -> _Prefix | _Archive:
@@ -241,37 +240,6 @@ def _look(code: str) -> _Prefix | _Archive:
     except store.Missing as error:
         raise OutlastError(f"code ({where}) does not exist; correct the URL") from error
     return _Archive(f"code ({where})", place, key, entry.size, checksum, f"{entry.size} {entry.etag}")
-
-
-def _beginning(tree: Path, runs: str) -> Path:
-    """Where in an unpacked archive the code begins."""
-    entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
-    if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
-        (only,) = entries
-        if not _holds(tree, runs) and _holds(only, runs):
-            return only
-    return tree
-
-
-def _holds(directory: Path, runs: str) -> bool:
-    return (directory / runs).exists() or (directory / f"{runs}.py").exists()
-
-
-def check(archive: Path, name: str, checksum: str, runs: str) -> None:
-    """Raise OutlastError when an archive of this machine cannot be unpacked, or what is to be run is not in it."""
-    if checksum:
-        _checked(archive, name, checksum)
-    with tempfile.TemporaryDirectory() as directory:
-        archives.extract(archive, Path(directory), name=name)
-        if runs.endswith(".py") and not (_beginning(Path(directory), runs) / runs).is_file():
-            raise OutlastError(f"script ({runs}) is not in {name}; correct it, or the archive")
-
-
-def _checked(archive: Path, name: str, checksum: str) -> None:
-    if (found := archives.checksum(archive)) != checksum:
-        raise OutlastError(
-            f"{name} has the checksum {found}, the job file says {checksum}; correct #sha256= there, or the archive"
-        )
 
 
 def _merge(tree: Path, into: Path, since: float) -> None:

@@ -46,9 +46,9 @@ def check(job: spec.Job, pins: Path) -> None:
     environment.check(job.spec.environment)
     place, checksum = spec.pinned(job.spec.code or "")
     if place and (path := spec.local(place)) and not path.is_dir():
-        from outlast.prepare import code
+        from outlast.shipping import archives
 
-        code.check(path, f"code ({path})", checksum, _runs(job))
+        archives.check(path, f"code ({path})", checksum, _runs(job))
     given = [(f"data[{i}].from", entry.from_) for i, entry in enumerate(job.spec.data)]
     given += [(f"models[{i}].from", entry.from_) for i, entry in enumerate(job.spec.models)]
     elsewhere = [(field, url) for field, url in given if spec.local(url) is None]

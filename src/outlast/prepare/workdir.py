@@ -24,6 +24,7 @@ from pathlib import Path
 from outlast import contract, files, locks, runs, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
+from outlast.shipping import tree
 from outlast.store import Store
 from outlast.sync import sync
 from outlast.workerfiles import progress, saves
@@ -36,7 +37,6 @@ _LOCK, _KNOWN = ".push/working", ".push/fetched"
 """In the output, below `upload.OWN`: a lock, and a directory of what fetches have found out."""
 _MOST = (64 << 20, 10_000)
 """Bytes and files of code in an image that are copied; larger code runs where it lies."""
-_NO_CODE = (".git", ".outlast", ".venv", "__pycache__")
 _QUIET_S = 2.0
 """A file that was written in place more recently may be unfinished."""
 _SMALL = 1 << 20
@@ -271,7 +271,7 @@ def _found(code: Path) -> dict[str, Path] | None:
     size = 0
     for above, names, inside in os.walk(code):
         linked = [name for name in names if os.path.islink(os.path.join(above, name))]
-        names[:] = [name for name in names if name not in (*_NO_CODE, *linked)]
+        names[:] = [name for name in names if name not in tree.NEVER and name not in linked]
         for name in [*inside, *linked]:
             path = Path(above, name)
             if path.is_symlink() or path.is_file():

@@ -18,7 +18,6 @@ from outlast.contract import Pod
 from outlast.errors import OutlastError
 from outlast.manifests import volumes
 from outlast.manifests.names import Names
-from outlast.prepare import code
 from outlast.shipping import archives, tree
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def _of_directory(job: spec.Job, root: Path, archive: Path, but: Collection[Path
 
 
 def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
-    code.check(path, f"code ({path})", checksum, job.spec.script or "")
+    archives.check(path, f"code ({path})", checksum, job.spec.script or "")
     made = _shipped(job, path, path.name, room)
     if made is None:
         size = units.human_bytes(path.stat().st_size)
