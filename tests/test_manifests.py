@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -210,36 +209,6 @@ def expanded(value: str, known: dict[str, str]) -> str:
     )
 
 
-def test_the_environment_is_what_the_agent_and_the_training_read() -> None:
-    found = env(manifests.render(a_job("cifar10", checkpoint={"every": "200 steps"}), "job", run="run-1"))
-    assert found == {
-        "OUTLAST_NAMESPACE": {"fieldRef": {"fieldPath": "metadata.namespace"}},
-        "OUTLAST_ADDRESS": {"fieldRef": {"fieldPath": "status.podIP"}},
-        "OUTLAST_JOB": "cifar10",
-        "OUTLAST_RUN": "run-1",
-        "OUTLAST_WORKER": "0",
-        "OUTLAST_JOB_FILE": "/etc/outlast/job.yaml",
-        "OUTLAST_CODE": "/workspace",
-        "OUTLAST_DATA": "/data",
-        "OUTLAST_MODELS": "/models",
-        "OUTLAST_OUTPUT": "/out/cifar10",
-        "OUTLAST_STORE": "s3://bucket/runs/cifar10",
-        "OUTLAST_CACHE": "/var/cache/outlast",
-        "OUTLAST_WORKER_STATE": "/run/outlast",
-        "OUTLAST_LEDGER": "/out/cifar10/ledger",
-        "OUTLAST_NOTICE": "/run/outlast/notice.json",
-        "OUTLAST_CHECKPOINT_EVERY": "200 steps",
-        "OUTLAST_CHECKPOINT_KEEP": "3",
-        "OUTLAST_PROBE_PORT": "8080",
-        "OUTLAST_RENDEZVOUS": "c10d://localhost:29400",
-        "HOME": "/home/outlast",
-        "USER": "outlast",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 @every_topology_of_pods
 @every_job
 def test_all_that_is_written_to_is_a_volume_of_its_own(topology: str, name: str) -> None:
@@ -251,21 +220,9 @@ def test_all_that_is_written_to_is_a_volume_of_its_own(topology: str, name: str)
     assert set(mounts.values()) <= {volume["name"] for volume in template(documents)["spec"]["volumes"]}
 
 
-def test_probes_ask_the_agent() -> None:
-    container = worker(manifests.render(a_job(), "job"))
-    assert container["command"] == ["outlast", "agent"]
-    assert {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {
-        "startupProbe": {"path": "/healthz", "port": "probes"},
-        "livenessProbe": {"path": "/healthz", "port": "probes"},
-        "readinessProbe": {"path": "/readyz", "port": "probes"},
-    }
-    assert {"name": "probes", "containerPort": 8080} in container["ports"]
-
-
 def test_grace_is_the_jobs_and_then_some_for_the_last_push() -> None:
     job = a_job(interruption={"grace": "90.5s"})
     assert template(manifests.render(job, "job"))["spec"]["terminationGracePeriodSeconds"] == 91 + contract.Pod.LAST_PUSH_S
-    assert job.spec.interruption.grace == timedelta(seconds=90.5)
 
 
 SPOT_NOTICE_S, ARRIVES_S = 120, 15
@@ -321,12 +278,6 @@ def test_a_label_that_kubernetes_writes_on_pods_is_refused(name: str) -> None:
 
 
 # Applying again
-
-
-@every_topology
-@every_job
-def test_the_same_job_has_the_same_documents(topology: str, name: str) -> None:
-    assert GOLDEN["documents"](name, topology) == GOLDEN["documents"](name, topology)
 
 
 def test_a_run_does_not_depend_on_the_machine_that_renders_it() -> None:
@@ -387,20 +338,6 @@ def test_the_job_file_of_a_pod_is_the_job() -> None:
 # Rendezvous
 
 
-@pytest.mark.parametrize(
-    ("topology", "host"),
-    [
-        ("indexed-job", r"a-[0-9a-f]{8}-0\.a-rdzv"),
-        ("statefulset", r"a-0\.a-rdzv"),
-        ("volcano", r"(a-[0-9a-f]{8})-worker-0\.\1"),
-    ],
-)
-def test_workers_meet_at_pod_0_and_never_at_the_service_of_all(topology: str, host: str) -> None:
-    documents = manifests.render(a_job(workers={"replicas": 2}), topology)
-    pattern = rf"c10d://{host}\.\$\(OUTLAST_NAMESPACE\)\.svc\.cluster\.local:29400"
-    assert re.fullmatch(pattern, env(documents)["OUTLAST_RENDEZVOUS"])
-
-
 @pytest.mark.parametrize("endpoint", ["a-rdzv:29400", "a-rdzv.train.svc.cluster.local:29400"])
 def test_the_service_of_all_pods_as_the_store_is_refused(endpoint: str) -> None:
     job = a_job(rendezvous={"backend": "c10d", "endpoint": endpoint}, workers={"replicas": 2})
@@ -452,31 +389,7 @@ def test_an_elasticjob_may_ask_for_an_etcd_that_its_pods_could_use() -> None:
     ]
 
 
-@pytest.mark.parametrize("topology", ["indexed-job", "statefulset"])
-def test_pods_have_names_before_they_are_ready(topology: str) -> None:
-    documents = manifests.render(a_job(workers={"replicas": 2}), topology)
-    service = kind(documents, "Service")
-    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
-    assert service["spec"]["selector"].items() <= template(documents)["metadata"]["labels"].items()
-    owner = documents[-1]["spec"]
-    assert owner.get("serviceName", template(documents)["spec"].get("subdomain")) == service["metadata"]["name"]
-
-
 # Each topology
-
-
-def test_an_interruption_never_counts_and_a_wrong_configuration_ends_the_job() -> None:
-    fields = kind(manifests.render(a_job(restarts={"limit": 7}), "job"), "Job")["spec"]
-    assert (fields["backoffLimit"], "backoffLimitPerIndex" in fields) == (7, False)
-
-    def on_exit(action: str, *codes: int) -> Document:
-        return {"action": action, "onExitCodes": {"containerName": "worker", "operator": "In", "values": list(codes)}}
-
-    assert fields["podFailurePolicy"]["rules"] == [
-        on_exit("FailJob", 78, 79),
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        on_exit("Ignore", 75, 143),
-    ]
 
 
 def test_a_job_of_one_pod_needs_no_more_than_one() -> None:
@@ -487,31 +400,6 @@ def test_a_job_of_one_pod_needs_no_more_than_one() -> None:
     assert spec.parse(data["job.yaml"]).spec.workers.allowed() == (1,)
 
 
-def test_workers_of_an_indexed_job_know_their_index() -> None:
-    documents = manifests.render(a_job(workers={"replicas": 3, "min": 2, "max": 8}), "indexed-job")
-    fields = kind(documents, "Job")["spec"]
-    assert (fields["completionMode"], fields["completions"], fields["parallelism"]) == ("Indexed", 3, 3)
-    path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": path}}
-
-
-def test_a_statefulset_starts_all_at_once_and_does_not_train_again() -> None:
-    documents = manifests.render(a_job(workers={"replicas": 3}), "statefulset")
-    fields = kind(documents, "StatefulSet")["spec"]
-    assert (fields["podManagementPolicy"], fields["updateStrategy"]) == ("Parallel", {"type": "OnDelete"})
-    assert template(documents)["spec"]["restartPolicy"] == "Always"
-    assert env(documents)["OUTLAST_STAY"] == "1"
-    assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
-    assert kind(manifests.render(a_job(suspend=True), "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
-
-
-@pytest.mark.parametrize("topology", ["job", "indexed-job", "volcano"])
-def test_elsewhere_a_worker_that_is_done_ends(topology: str) -> None:
-    documents = manifests.render(a_job(), topology)
-    assert "OUTLAST_STAY" not in env(documents)
-    assert template(documents)["spec"]["restartPolicy"] == "Never"
-
-
 def test_a_job_of_volcano_is_a_gang_in_its_queue() -> None:
     documents = manifests.render(a_job(workers={"replicas": 4, "min": 2, "max": 4}, scheduling={"queue": "test"}), "volcano")
     job = kind(documents, "Job")
@@ -520,12 +408,6 @@ def test_a_job_of_volcano_is_a_gang_in_its_queue() -> None:
     assert "kueue.x-k8s.io/queue-name" not in job["metadata"]["labels"]
     assert env(documents)["OUTLAST_WORKER"] == {"fieldRef": {"fieldPath": "metadata.annotations['volcano.sh/task-index']"}}
     assert wrong(a_job(suspend=True), "volcano")
-
-
-@pytest.mark.parametrize("limit", [0, 3])
-def test_volcano_ends_a_job_with_the_first_restart_that_is_too_many(limit: int) -> None:
-    spec_ = kind(manifests.render(a_job(restarts={"limit": limit}), "volcano"), "Job")["spec"]
-    assert spec_["maxRetry"] == limit + 1
 
 
 @pytest.mark.parametrize("gang", ["coscheduling", "volcano"])
@@ -551,12 +433,6 @@ def test_an_evaluation_does_not_claim_to_be_a_pod_of_the_job_that_trained() -> N
     found["metadata"]["labels"] |= written  # by the API server, into the template of a Job
     labels = evaluation.document("a", found, [], unique="1")["spec"]["template"]["metadata"]["labels"]
     assert not labels.keys() & written.keys()
-
-
-@pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset"])
-def test_a_queue_is_kueues(topology: str) -> None:
-    owner = manifests.render(a_job(scheduling={"queue": "research"}), topology)[-1]
-    assert owner["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "research"
 
 
 @pytest.mark.parametrize("topology", ["indexed-job", "statefulset"])
@@ -792,12 +668,6 @@ def test_nodes_are_selected_by_one_instance_type_or_any_of_several() -> None:
     assert all(("node.kubernetes.io/instance-type", "In", ["p3.2xlarge", "p3.8xlarge"]) in term for term in both)
 
 
-def test_workers_are_spread_over_nodes_when_there_are_several() -> None:
-    assert "topologySpreadConstraints" not in template(manifests.render(a_job(), "job"))["spec"]
-    (spread,) = template(manifests.render(a_job(), "statefulset"))["spec"]["topologySpreadConstraints"]
-    assert spread["topologyKey"] == "kubernetes.io/hostname"
-
-
 # The template that is laid over
 
 
@@ -972,10 +842,6 @@ def test_render_warns_of_what_is_lost_and_of_what_has_no_meaning(outlast: Outlas
     assert out.startswith("apiVersion: v1\n")
 
 
-def test_the_help_of_render_names_every_topology(outlast: Outlast) -> None:
-    assert all(topology in outlast("render", "--help")[1] for topology in TOPOLOGIES)
-
-
 def test_what_kubectl_would_take_for_a_number_is_in_quotes() -> None:
     texts = ["5e-5", "1e3", "0x1F", "0o17", "1_000", ".5", "2024-01-01", "y", "N", "12:30", "yes", "null", "~", "true", "1.0"]
     for text in texts:
@@ -1005,4 +871,5 @@ def test_no_workers_suspend_a_job() -> None:
     assert (indexed["suspend"], indexed["completions"], indexed["parallelism"]) == (True, 2, 2)
     assert kind(manifests.render(a_job(workers={"replicas": 0}), "job"), "Job")["spec"]["suspend"] is True
     assert kind(manifests.render(job, "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
+    assert kind(manifests.render(a_job(suspend=True), "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
     assert wrong(job, "volcano") == ["workers.replicas (0) suspends the job, and no Job of Volcano begins so; say how many"]
