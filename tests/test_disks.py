@@ -26,15 +26,9 @@ from outlast.errors import Superseded
 from outlast.sync import growing
 from outlast.training import metrics, session
 from servers import Place as Bucket
-from worlds import Ended, Training, world
+from worlds import LAST, Calm, Training, damage, hashes, world
 
-LAST = 20  # steps of a Training
 EVERY = contract.Env.CHECKPOINT_EVERY
-
-
-def hashes(end: Ended) -> set[str]:
-    assert end.codes == [0] * len(end.codes), end.errors
-    return {result["hash"] for result in end.results}
 
 
 def held(output: Path, *names: str) -> dict[str, dict[str, bytes]]:
@@ -78,26 +72,13 @@ def firsts(output: Path, *names: str) -> list[bool]:
     return [checkpoints.first(output / name / contract.CHECKPOINTS, "r") for name in names]
 
 
-def damaged(path: Path) -> None:
-    target = max(path.glob("__*"), key=lambda file: file.stat().st_size)
-    content = bytearray(target.read_bytes())
-    content[len(content) // 2] ^= 1
-    target.write_bytes(content)
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The end of a training on one disk that nothing happened to."""
-    return functools.cache(lambda plan, ranks: world(plan, tmp_path_factory.mktemp("undisturbed"), ranks))
-
-
 # Saving
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "aab", "abba"])
-def test_every_disk_has_the_same_checkpoints_and_the_weights_are_those_of_one_disk(tmp_path: Path, undisturbed: Any, names: str):
+def test_every_disk_has_the_same_checkpoints_and_the_weights_are_those_of_one_disk(tmp_path: Path, calm: Calm, names: str):
     end = world(Training(), tmp_path, len(names), disks=names)
-    assert hashes(end) == hashes(undisturbed(Training(), len(names)))
+    assert hashes(end) == hashes(calm(Training(), len(names)))
     same_everywhere(tmp_path, *sorted(set(names)))
     assert steps(tmp_path, names[-1]) == [10, 15, 20]
     assert firsts(tmp_path, *sorted(set(names))) == [name == names[0] for name in sorted(set(names))]
@@ -131,14 +112,14 @@ def test_each_process_has_a_ledger_of_its_own_wherever_its_rank_is(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("names", "lost"), [("ab", "a"), ("ab", "b"), ("abc", "ab"), ("abb", "a"), ("abb", "b")])
-def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, undisturbed: Any, names: str, lost: str):
+def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, names: str, lost: str):
     killed = world(Training(kill_at=13), tmp_path, len(names), disks=names)
     assert killed.codes == [-9] * len(names)
     for name in lost:
         shutil.rmtree(tmp_path / name)
     again = world(Training(), tmp_path, len(names), generation=2, disks=names)
     assert {result["resumed"] for result in again.results} == {10}
-    assert hashes(again) == hashes(undisturbed(Training(), len(names)))
+    assert hashes(again) == hashes(calm(Training(), len(names)))
     brought = again.kinds("copied")
     (left,) = set(names) - set(lost)
     assert [(c["step"], c["holder"], c["ranks"]) for c in brought] == [
@@ -153,18 +134,18 @@ def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, undistur
     assert {c["generation"] for c in map(json.loads, (tmp_path / names[0] / contract.METRICS).read_text().splitlines())} == {1, 2}
 
 
-def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, undisturbed: Any):
+def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm: Calm):
     world(Training(kill_at=13), tmp_path, 2, disks="ab")
     assert firsts(tmp_path, "a", "b") == [True, False]
     again = world(Training(), tmp_path, 2, generation=2, disks="bc")
-    assert hashes(again) == hashes(undisturbed(Training(), 2))
+    assert hashes(again) == hashes(calm(Training(), 2))
     assert firsts(tmp_path, "b", "c") == [True, False]
     assert logged(tmp_path, "b") == list(range(1, LAST + 1))
     same_everywhere(tmp_path, "b")
     assert steps(tmp_path, "b") == steps(tmp_path, "c") == [10, 15, 20]
 
 
-def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, undisturbed: Any):
+def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm):
     """Two disks have missed the last save: what the third one has is what the run goes on from."""
     world(Training(kill_at=13), tmp_path, 3, disks="abc")
     for name in "ab":
@@ -173,15 +154,15 @@ def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, undisturbed
     again = world(Training(), tmp_path, 3, generation=2, disks="abc")
     assert {result["resumed"] for result in again.results} == {10}
     assert [(c["holder"], c["ranks"]) for c in again.kinds("copied")] == [(2, [0, 1])]
-    assert hashes(again) == hashes(undisturbed(Training(), 3))
+    assert hashes(again) == hashes(calm(Training(), 3))
     same_everywhere(tmp_path, "a", "b", "c")
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, undisturbed: Any, name: str):
+def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, calm: Calm, name: str):
     world(Training(kill_at=13), tmp_path, 2, disks="ab")
     good = held(tmp_path, "a", "b")["b" if name == "a" else "a"]
-    damaged(tmp_path / name / "checkpoints" / "step-00000010")
+    damage(tmp_path / name / "checkpoints" / "step-00000010")
     again = world(Training(epochs=3), tmp_path, 2, generation=2, disks="ab", **{EVERY: "100 steps"})
     assert {result["resumed"] for result in again.results} == {10}
     assert of_step(10, held(tmp_path, name)[name]) == of_step(10, good)
@@ -193,13 +174,13 @@ def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, undisturbed: 
     assert again.errors[0].count("is damaged and skipped") == 1
 
 
-def test_a_checkpoint_damaged_on_all_disks_is_skipped_on_all(tmp_path: Path, undisturbed: Any):
+def test_a_checkpoint_damaged_on_all_disks_is_skipped_on_all(tmp_path: Path, calm: Calm):
     world(Training(kill_at=13), tmp_path, 2, disks="ab")
-    damaged(tmp_path / "a" / "checkpoints" / "step-00000010")
+    damage(tmp_path / "a" / "checkpoints" / "step-00000010")
     (tmp_path / "b" / "checkpoints" / "step-00000010" / contract.COMMIT).write_text("{")
     again = world(Training(), tmp_path, 2, generation=2, disks="ab")
     assert {result["resumed"] for result in again.results} == {5}
-    assert hashes(again) == hashes(undisturbed(Training(), 2))
+    assert hashes(again) == hashes(calm(Training(), 2))
     one, other = (event["reason"] for event in again.kinds("damaged"))
     assert "has crc32" in one
     assert one.endswith("(on the disk of rank 0)")
@@ -258,7 +239,7 @@ def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path):
 # No room
 
 
-def test_a_full_disk_of_another_worker_is_reported_and_the_checkpoint_counts(tmp_path: Path, undisturbed: Any):
+def test_a_full_disk_of_another_worker_is_reported_and_the_checkpoint_counts(tmp_path: Path, calm: Calm):
     """Files of its own fit, the larger one of the other worker does not."""
     end = worlds.ended(worlds.started(crowded, tmp_path, 2, disks="ab"), tmp_path, disks="ab")
     assert end.codes == [0, 0], end.errors

@@ -23,25 +23,12 @@ from outlast.errors import OutlastError
 from outlast.local.state_dir import logged
 from outlast.training import Batch, Stream, checkpoint, metrics, session
 from outlast.workerfiles import progress
-from worlds import Training, world
-
-LAST = 20  # steps of a Training
+from worlds import LAST, Calm, Training, damage, hashes, world
 
 
 def records(output: Path) -> list[dict[str, Any]]:
     """What every rank of every generation wrote about its steps."""
     return [json.loads(line) for path in sorted(output.glob("consumed-*")) for line in path.read_text().splitlines()]
-
-
-def hashes(end: worlds.Ended) -> set[str]:
-    assert end.codes == [0] * len(end.codes), end.errors
-    return {result["hash"] for result in end.results}
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The end of a training that nothing happened to."""
-    return functools.cache(lambda plan, ranks: world(plan, tmp_path_factory.mktemp("undisturbed"), ranks))
 
 
 # The same bits
@@ -61,10 +48,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_a_killed_and_resumed_run_ends_with_the_same_bits(
-    tmp_path: Path, undisturbed: Any, ranks: int, net: str, optimizer: str, microbatch: int | None
+    tmp_path: Path, calm: Calm, ranks: int, net: str, optimizer: str, microbatch: int | None
 ):
     plan = Training(net, optimizer, microbatch=microbatch)
-    before = undisturbed(plan, ranks)
+    before = calm(plan, ranks)
     killed = world(Training(net, optimizer, microbatch=microbatch, kill_at=13, hasty=True), tmp_path, ranks)
     assert killed.codes == [-9] * ranks
     again = world(plan, tmp_path, ranks, generation=2)
@@ -75,7 +62,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_bits(
     assert again.results[0]["losses"] == before.results[0]["losses"][resumed:]
 
 
-def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, undisturbed: Any):
+def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, calm: Calm):
     left = world(Training(leave_at=7), tmp_path, 2)
     assert left.codes == [contract.Exit.INTERRUPTED] * 2
     assert [c.step for c in left.checkpoints] == [5, 7]
@@ -83,7 +70,7 @@ def test_a_planned_leave_saves_the_very_step_and_exits_with_75(tmp_path: Path, u
     worlds.again(left)
     again = world(Training(), tmp_path, 2, generation=2)
     assert [result["resumed"] for result in again.results] == [7, 7]
-    assert hashes(again) == hashes(undisturbed(Training(), 2))
+    assert hashes(again) == hashes(calm(Training(), 2))
 
 
 def test_ranks_draw_different_numbers_but_make_the_same_model(tmp_path: Path):
@@ -110,7 +97,7 @@ def draws() -> None:
 # Worlds of other sizes
 
 
-def test_resizing_consumes_every_sample_once_and_keeps_the_loss(tmp_path: Path, undisturbed: Any):
+def test_resizing_consumes_every_sample_once_and_keeps_the_loss(tmp_path: Path, calm: Calm):
     plan = functools.partial(Training, microbatch=4)
     for generation, (ranks, leave_at) in enumerate([(2, 4), (3, 9), (1, 13), (2, 0)], start=1):
         end = world(plan(leave_at=leave_at), tmp_path, ranks, generation=generation)
@@ -186,23 +173,16 @@ def sharded(leave_at: int = 0) -> None:
 # Damage
 
 
-def damaged(path: Path) -> None:
-    target = max(path.glob("__*"), key=lambda file: file.stat().st_size)
-    content = bytearray(target.read_bytes())
-    content[len(content) // 2] ^= 1
-    target.write_bytes(content)
-
-
-def test_damaged_checkpoints_are_reported_skipped_and_kept(tmp_path: Path, undisturbed: Any):
+def test_damaged_checkpoints_are_reported_skipped_and_kept(tmp_path: Path, calm: Calm):
     killed = world(
         Training(kill_at=18), tmp_path, 2, **{contract.Env.CHECKPOINT_KEEP: "9", contract.Env.CHECKPOINT_EVERY: "3 steps"}
     )
     steps = [c.step for c in killed.checkpoints]
     assert len(steps) >= 3
-    damaged(killed.checkpoints[-1].path)
+    damage(killed.checkpoints[-1].path)
     (killed.checkpoints[-2].path / "COMMIT").write_text("{")
     again = world(Training(), tmp_path, 2, generation=2, **{contract.Env.CHECKPOINT_EVERY: "3 steps"})
-    assert hashes(again) == hashes(undisturbed(Training(), 2))
+    assert hashes(again) == hashes(calm(Training(), 2))
     assert again.results[0]["resumed"] == 12
     reasons = [(Path(e["path"]).name, e["reason"]) for e in again.kinds("damaged")]
     assert [name for name, _ in reasons] == ["step-00000018", "step-00000015"]
@@ -232,10 +212,10 @@ def test_a_model_that_is_not_the_saved_one_is_refused_with_its_name(tmp_path: Pa
 
 
 @pytest.mark.parametrize("limited", [0, 1])
-def test_a_full_disk_ends_no_training_and_is_reported(tmp_path: Path, undisturbed: Any, limited: int):
+def test_a_full_disk_ends_no_training_and_is_reported(tmp_path: Path, calm: Calm, limited: int):
     plan = Training(limit_at=9, unlimited_at=14, limited=limited)
     end = world(plan, tmp_path, 2, **{contract.Env.CHECKPOINT_KEEP: "9"})
-    assert hashes(end) == hashes(undisturbed(Training(), 2))
+    assert hashes(end) == hashes(calm(Training(), 2))
     assert [c.step for c in end.checkpoints] == [5, 15, 20]
     assert end.kinds("save_failed") == [{"kind": "save_failed", "step": 10, "reason": f"rank {limited}: File too large"}]
     assert end.errors[0].strip() == (

@@ -19,6 +19,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ports
 from outlast import checkpoints, contract
 from outlast.ledger import Event, read
@@ -55,6 +57,10 @@ class Training:
     pause_s: float = 0.0
     reference: bool = False
     """Record the hash of the weights after every step and after resuming."""
+
+
+LAST = 20
+"""The steps of a Training."""
 
 
 def network(kind: str) -> Any:
@@ -248,6 +254,29 @@ def ended(processes: list[ForkServerProcess], output: Path, *, disks: Sequence[s
 def world(plan: Training, output: Path, ranks: int, **how: Any) -> Ended:
     """Train with so many ranks until they end."""
     return ended(started(functools.partial(train, plan), output, ranks, **how), output, disks=how.get("disks", ()))
+
+
+Calm = Callable[[Training, int], Ended]
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The end of a training that nothing happened to; each is run once a session."""
+    return functools.cache(lambda plan, ranks: world(plan, tmp_path_factory.mktemp("undisturbed"), ranks))
+
+
+def hashes(end: Ended) -> set[str]:
+    """Of the weights that the ranks end with; none may have failed."""
+    assert end.codes == [0] * len(end.codes), end.errors
+    return {result["hash"] for result in end.results}
+
+
+def damage(path: Path) -> None:
+    """Flip a bit of the largest file of a checkpoint."""
+    target = max(path.glob("__*"), key=lambda file: file.stat().st_size)
+    content = bytearray(target.read_bytes())
+    content[len(content) // 2] ^= 1
+    target.write_bytes(content)
 
 
 def again(end: Ended) -> None:
