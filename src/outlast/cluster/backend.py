@@ -37,7 +37,7 @@ from outlast.errors import (
     OutlastError,
     Unanswered,
 )
-from outlast.kube import dropins, pods
+from outlast.kube import dropins, ownership, pods
 from outlast.manifests import evaluation, objects
 from outlast.runs import output as stored
 from outlast.status import JobStatus, State
@@ -339,7 +339,7 @@ class KubernetesBackend:
             found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except (Absent, NotServed):
             return None
-        owners = {owner["uid"] for owner in found["metadata"].get("ownerReferences") or ()}
+        owners = ownership.owners(found)
         if kind not in (*_MINOR, kube.SECRET) or not owners or owners & alive:
             return found
         try:
@@ -778,5 +778,4 @@ def _name(workload: Document) -> str:
 
 def _of(pod: Document, workload: Document) -> bool:
     """Whether a pod is one of this workload's."""
-    owners = {owner["uid"] for owner in pod["metadata"].get("ownerReferences") or ()}
-    return not owners or workload["metadata"]["uid"] in owners
+    return not ownership.owners(pod) or ownership.owned_by(pod, workload)

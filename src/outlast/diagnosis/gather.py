@@ -14,6 +14,7 @@ from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unan
 from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.kube.kinds import Kind
+from outlast.kube.ownership import owned_by
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
@@ -126,8 +127,7 @@ def _of(workload: Document, pods: list[Document]) -> list[Document]:
 
 
 def _owned(documents: list[Document], owner: Document) -> list[Document]:
-    uid = owner.get("metadata", {}).get("uid")
-    return [each for each in documents if uid in [ref.get("uid") for ref in each["metadata"].get("ownerReferences", [])]]
+    return [each for each in documents if owned_by(each, owner)]
 
 
 def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:

@@ -20,6 +20,7 @@ from typing import Any
 from outlast import backoff, contract
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import LEGACY_JOB
+from outlast.kube.ownership import owned_by
 from outlast.legacy import pods as legacy
 from outlast.operator import job_status
 from outlast.operator.plan import Deletion, Document, Note, Plan
@@ -128,7 +129,7 @@ class _Sight:
         return {index: pod for index, pod in named if index is not None}
 
     def _owned(self, pod: Document) -> bool:
-        return any(each.get("uid") == self.job["metadata"]["uid"] for each in pod["metadata"].get("ownerReferences") or ())
+        return owned_by(pod, self.job)
 
     @cached_property
     def wanted(self) -> int:

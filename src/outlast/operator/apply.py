@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from outlast.contract import OPERATOR, Label
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
+from outlast.kube.ownership import owned_by
 from outlast.operator import job_status
 from outlast.operator.parallel import ForEach, immediately, in_order
 from outlast.operator.plan import Deletion, Document, Note, Plan
@@ -204,9 +205,9 @@ def _others(job: Mapping[str, Any], foreign: list[str], document: Document, ther
     name = f"{kind_of(document)} {document['metadata']['name']}"
     if not document["metadata"].get("ownerReferences"):
         return ""
-    owners = there["metadata"].get("ownerReferences") or ()
-    if any(owner["uid"] == job["metadata"]["uid"] for owner in owners):
+    if owned_by(there, job):
         return None
+    owners = there["metadata"].get("ownerReferences") or ()
     if any(_of(owner) == (kind_of(job).group, job["kind"], job["metadata"]["name"]) for owner in owners):
         return f"{name} of an earlier job of this name is still there; this job's is made when it has gone"
     if kind_of(document) in (ROLE, ROLE_BINDING):
@@ -243,10 +244,11 @@ def _in_the_way(cluster: Writes, wanted: Document, job: Mapping[str, Any]) -> _W
     gets it, for by that pods are watched: the controller that we stand in for has made it, or somebody has changed the label."""
     kind, meta = kind_of(wanted), wanted["metadata"]
     try:
-        there = cluster.get(kind, meta["name"], namespace=meta.get("namespace"))["metadata"]
+        found = cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
     except Absent:
         return _Way(f"{kind} {meta['name']} was in the way and has just gone; it is made in a moment")
-    if any(owner["uid"] == job["metadata"]["uid"] for owner in there.get("ownerReferences") or ()):
+    there = found["metadata"]
+    if owned_by(found, job):
         if there.get("deletionTimestamp"):
             return _Way(f"{kind} {meta['name']} is still going; it is made anew when it has gone")
         if (there.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):

@@ -17,6 +17,7 @@ from typing import Any
 
 from outlast.kube import pods as podwords
 from outlast.kube.kinds import Kind, kind_of
+from outlast.kube.ownership import owned_by
 from outlast.manifests import kueue
 from outlast.manifests.kueue import Priority
 from outlast.operator import job_status
@@ -334,8 +335,7 @@ def of(job: Mapping[str, Any], found: Found) -> Queue | None:
     """The queue of a job; None for one that waits in none and has no Workloads, and without Kueue."""
     if found.kueue is None:
         return None
-    uid = job["metadata"]["uid"]
-    own = (each for each in found.kueue.workloads if any(o["uid"] == uid for o in each["metadata"].get("ownerReferences") or ()))
+    own = (each for each in found.kueue.workloads if owned_by(each, job))
     shares = tuple(sorted((Share(each) for each in own), key=lambda share: (_born(share), len(share.name), share.name)))
     name = kueue.queue(job)
     return Queue(name, job, found.kueue, shares) if name or shares else None

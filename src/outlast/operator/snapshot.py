@@ -16,6 +16,7 @@ from outlast.contract import LEASE_S, Annotation, Label
 from outlast.errors import InvalidJob
 from outlast.kube import pods as podwords
 from outlast.kube import wire
+from outlast.kube.ownership import owned_by
 from outlast.manifests import gang, kueue
 from outlast.operator import job_status as memory
 from outlast.operator import queues
@@ -259,7 +260,7 @@ def observe(
     known = memory.read(job.get("status") or {})
     run = f"{job['metadata']['name']}-{uid[:8]}"
     all_ = seen_pods(pods, nodes)
-    owned = {id(pod) for pod in all_ if _owned(pod.document, uid)}
+    owned = {id(pod) for pod in all_ if owned_by(pod.document, job)}
     ours = tuple(pod for pod in all_ if id(pod) in owned)
     holders = {pod.index: pod.uid for pod in reversed(ours)}
     name = job["metadata"]["name"]
@@ -303,10 +304,6 @@ def _read(text: str) -> tuple[spec.Job | None, str]:
 def _ours(label: str) -> bool:
     prefix, slash, _ = label.partition("/")
     return bool(slash) and prefix.endswith(("app.kubernetes.io", contract.GROUP, "kueue.x-k8s.io"))
-
-
-def _owned(pod: Document, uid: str) -> bool:
-    return any(owner["uid"] == uid for owner in pod["metadata"].get("ownerReferences") or ())
 
 
 def seen_pods(pods: Sequence[Document], nodes: Mapping[str, Document]) -> list[Pod]:
