@@ -115,7 +115,7 @@ class FakeCluster:
                 yield kube.Change("added", document)
         stop.wait()
 
-    def logs(self, pod: str, **_: Any) -> Iterator[str]:
+    def logs(self, pod: str, options: kube.LogOptions | None = None, **_: Any) -> Iterator[str]:
         if pod not in self.lines:
             raise Refused(f"Pod {pod} has not begun")
         return iter(self.lines[pod])

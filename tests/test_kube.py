@@ -23,9 +23,7 @@ import pytest
 import apiserver
 import ports
 from outlast import errors, kube
-from outlast.cli import inside
-from outlast.cluster.backend import KubernetesBackend
-from outlast.kube import error_mapping, kubeconfig
+from outlast.kube import error_mapping, kubeconfig, login, requests, streams, watch
 from outlast.kube.error_mapping import Asked
 from outlast.rendezvous.transports import kubernetes as rendezvous
 
@@ -86,7 +84,7 @@ LONG_RULE = f"metadata.name is longer than 51 characters; {'shorten it, ' * 10}s
 def test_threads_do_not_share_a_client_until_there_are_many(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kube, "_CLIENTS", 3)
+    monkeypatch.setattr(login, "_CLIENTS", 3)
     mine, others = cluster.client, []
 
     def look() -> None:
@@ -225,7 +223,7 @@ def test_documents_are_applied_read_changed_and_deleted(cluster: kube.Cluster) -
 
 @pytest.mark.parametrize(("said", "low", "high"), [("7", 7.0, 7.0), ("", 0.25, 0.5), ("3600", 30.0, 30.0)])
 def test_who_is_told_to_slow_down_waits_as_long_as_it_is_told(said: str, low: float, high: float) -> None:
-    assert low <= kube._pause(1, httpx2.Response(429, headers={"Retry-After": said})) <= high
+    assert low <= requests.pause(1, httpx2.Response(429, headers={"Retry-After": said})) <= high
 
 
 def test_apply_is_strict_forced_and_ours(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -382,32 +380,12 @@ def received(handler: BaseHTTPRequestHandler) -> bytes:
     return bytes(byte ^ mask[n % 4] for n, byte in enumerate(message))
 
 
-def test_a_command_with_a_terminal_learns_of_its_new_size(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    sizes: list[bytes] = []
-    size = [80, 24]
-
-    def executed(handler: BaseHTTPRequestHandler) -> bool:
-        upgraded(handler, "v5.channel.k8s.io")
-        sizes.append(received(handler))
-        size[0] = 100
-        sizes.append(received(handler))
-        status = b'\3{"status": "Success"}'
-        handler.wfile.write(bytes([0x82, len(status)]) + status + bytes([0x88, 0]))
-        handler.wfile.flush()
-        handler.rfile.read(1)
-        return True
-
-    api.prescribe("GET .*/pods/one/exec", executed)
-    assert cluster.exec_("one", ["sh"], tty=True, size=lambda: (size[0], size[1])).code == 0
-    assert sizes == [b'\4{"Width": 80, "Height": 24}', b'\4{"Width": 100, "Height": 24}']
-
-
 def test_a_port_answers_who_has_said_all_and_then_ends(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said_all = threading.Event()
     heard: list[bytes] = []
-    upload = kube._upload
+    upload = streams._upload
 
     def noticed(*arguments: Any) -> None:
         upload(*arguments)
@@ -425,39 +403,19 @@ def test_a_port_answers_who_has_said_all_and_then_ends(
         handler.rfile.read(1)
         return True
 
-    monkeypatch.setattr(kube, "_upload", noticed)
+    monkeypatch.setattr(streams, "_upload", noticed)
     api.prescribe("GET .*/pods/one/portforward", forwarded)
     ours, theirs = socket.socketpair()
-    with ours:
+    with ours, theirs:
         ours.settimeout(10)
-        thread = threading.Thread(target=inside._carry, args=(KubernetesBackend(cluster), "one", 80, theirs), daemon=True)
+        thread = threading.Thread(target=cluster.forward, args=("one", 80, theirs), daemon=True)
         thread.start()
         ours.sendall(b"ask")
         ours.shutdown(socket.SHUT_WR)
-        assert b"".join(iter(lambda: ours.recv(100), b"")) == b"answer"
+        assert ours.recv(100) == b"answer"
         thread.join(60)
     assert heard == [b"\0ask"]
     assert not thread.is_alive()
-
-
-def test_who_asks_a_port_sees_that_the_pod_ends_the_connection(cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = threading.Thread()
-
-    def read(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it is closed before we begin
-            connection.recv(1)
-
-    def forward(pod: str, port: int, connection: socket.socket) -> None:
-        nonlocal reads
-        reads = threading.Thread(target=read, args=(connection,), daemon=True)
-        reads.start()
-
-    monkeypatch.setattr(cluster, "forward", forward)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=60) as ours:
-        inside._carry(KubernetesBackend(cluster), "one", 80, server.accept()[0])
-        assert ours.recv(1) == b""
-        reads.join(60)
-    assert not reads.is_alive()
 
 
 class Watched:
@@ -475,7 +433,7 @@ class Watched:
 
     def _run(self, cluster: kube.Cluster) -> None:
         try:
-            for change in cluster.watch(kube.POD, stop=self.stop, listening=self.versions.append):
+            for change in cluster.watch(kube.POD, stop=self.stop, pace=kube.Pace(self.versions.append)):
                 with self._more:
                     self.said.append((change.type, change.document["metadata"]["name"]))
                     self._more.notify_all()
@@ -583,8 +541,8 @@ def test_a_watch_of_what_never_changes_is_neither_lost_nor_begun_late(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paused: list[int] = []
-    monkeypatch.setattr(kube, "_pause", lambda failures: paused.append(failures) or 0.0)
-    monkeypatch.setattr(kube, "_STOOD_S", 0.0)
+    monkeypatch.setattr(requests, "pause", lambda failures: paused.append(failures) or 0.0)
+    monkeypatch.setattr(watch, "_STOOD_S", 0.0)
     watched = Watched(cluster)
     for times in (1, 2, 3):
         api.until(lambda: sum("watch=true" in path for path in api.asked) == times and len(api.watchers) == 1)  # noqa: B023
@@ -595,7 +553,7 @@ def test_a_watch_of_what_never_changes_is_neither_lost_nor_begun_late(
     assert None not in watched.versions
     asked = [float(found[1]) for path in api.asked if (found := re.search(r"timeoutSeconds=(\d+)", path))]
     assert len(asked) == 4
-    assert max(asked) < kube._SILENCE_S
+    assert max(asked) < watch._SILENCE_S
 
 
 def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

@@ -98,7 +98,7 @@ def test_pods_answer_by_way_of_the_api_server(cluster: kube.Cluster, pod: str) -
 
 def test_a_followed_log_ends_when_it_is_stopped(cluster: kube.Cluster, pod: str) -> None:
     stop = kube.Stop()
-    lines = cluster.logs(pod, follow=True, stop=stop)
+    lines = cluster.logs(pod, kube.LogOptions(follow=True), stop=stop)
     assert next(lines) == "begun"
     threading.Timer(0.2, stop.set).start()
     begun = time.monotonic()

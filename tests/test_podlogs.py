@@ -61,7 +61,8 @@ class Cluster:
             except queue.Empty:
                 continue
 
-    def logs(self, pod: str, *, previous: bool, since: str = "", tail: int | None = None, **_: Any) -> Iterator[str]:
+    def logs(self, pod: str, options: kube.LogOptions, **_: Any) -> Iterator[str]:
+        previous, since, tail = options.previous, options.since, options.tail
         start = self.pods[pod]["status"]["containerStatuses"][0]["restartCount"] - previous
         if (pod, start) not in self.lines:
             raise Refused("waiting to start")
@@ -277,7 +278,7 @@ def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connecte
 
 def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
-    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kube.requests, "_TRIES", 1)
     monkeypatch.setattr(backend, "_AGENTS_S", 0)
     a_stateful_set(api)
     api.prescribe("train-0/log.*follow=true", goes_on(at(1, "before")))
@@ -303,7 +304,7 @@ def test_following_waits_for_an_api_server_that_is_away(connected: Connected, mo
 
 def test_the_first_request_of_following_may_fail(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
-    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kube.requests, "_TRIES", 1)
     api.well = False
     with pytest.raises(Unanswered, match="HTTP 503"):
         list(backend.KubernetesBackend(cluster).logs("train", follow=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -374,7 +373,7 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
-    monkeypatch.setattr(kube, "_TRIES", 1)
+    monkeypatch.setattr(kube.requests, "_TRIES", 1)
     monkeypatch.setattr(backend.KubernetesBackend, "look_s", 0.01)
 
     def suspended(_: object) -> bool:
@@ -414,16 +413,3 @@ def test_a_kubeconfig_that_is_named_and_does_not_exist_is_said(
     assert (
         err == f"Error: KUBECONFIG names {tmp_path}/none, which does not exist; correct it, or log in to a cluster to make one\n"
     )
-
-
-def test_exec_works_without_standard_input(api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch) -> None:
-    outlast("submit", "job.yaml", "--as", "statefulset")
-    template = {"labels": {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}}
-    status = {"phase": "Running", "containerStatuses": [{"name": "worker", "restartCount": 0, "state": {"running": {}}}]}
-    spec = {"containers": [{"name": "worker"}]}
-    api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train-0", **template}, "spec": spec, "status": status})
-    api.prescribe("/exec", apiserver.status(403, "Forbidden", "not here"))
-    monkeypatch.setattr(sys, "stdin", None)
-    code, _, err = outlast("exec", "train", "--", "true")
-    assert (code, err) == (1, "Error: Pod train-0 in namespace default cannot be reached: not here\n")
-    assert "stdin" not in api.asked[-1]

@@ -22,7 +22,6 @@ from outlast.cli import (
     doctor,
     forget,
     image,
-    inside,
     install,
     jobs,
     operator,
@@ -139,8 +138,6 @@ app.command()(jobs.cancel)
 app.command()(forget.forget)
 app.command()(why.why)
 app.command()(top.top)
-app.command("exec", cls=which.takes("NAME -- COMMAND"))(inside.exec_)
-app.command("port-forward", cls=which.takes("NAME [PORT]"))(inside.port_forward)
 app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.evaluate)

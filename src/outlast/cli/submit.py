@@ -150,9 +150,9 @@ def _change(cluster: Cluster, document: Document) -> str:
     title = f"{document['kind']} {document['metadata']['name']}"
     if old is None:
         return f"{title} would be created"
-    if kube.said(old) == kube.said(new):
+    if kube.without_server_fields(old) == kube.without_server_fields(new):
         return f"{title} is unchanged"
-    return "\n".join([f"{title} would be changed", *_diff(kube.said(old), kube.said(new))])
+    return "\n".join([f"{title} would be changed", *_diff(kube.without_server_fields(old), kube.without_server_fields(new))])
 
 
 def _diff(old: Document, new: Document) -> Iterator[str]:

@@ -265,7 +265,8 @@ class KubernetesBackend:
                 yield objects.kept(document, old)
                 continue
             new = self.cluster.apply(document)
-            yield f"{title} {'created' if old is None else 'unchanged' if kube.said(old) == kube.said(new) else 'changed'}"
+            same = old is not None and kube.without_server_fields(old) == kube.without_server_fields(new)
+            yield f"{title} {'created' if old is None else 'unchanged' if same else 'changed'}"
             if kind in _MINOR:
                 beside.append(new)
             elif kind in _KINDS:
@@ -753,7 +754,7 @@ def _claimed(workload: Document) -> bool:
 
 def _trained(elastic_job: Document) -> Document:
     """What an ElasticJob is to train; how many workers it has may have been scaled."""
-    spec = kube.said(elastic_job)["spec"]
+    spec = kube.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 
 

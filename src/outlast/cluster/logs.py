@@ -72,15 +72,10 @@ def _past(
     before = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if before else (False,):
         with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
-            for line in cluster.logs(
-                meta["name"],
-                namespace=meta["namespace"],
-                container=pods.container_name(pod),
-                tail=tail,
-                since_s=since_s,
-                previous=previous,
-                timestamps=True,
-            ):
+            options = kube.LogOptions(
+                container=pods.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
+            )
+            for line in cluster.logs(meta["name"], options, namespace=meta["namespace"]):
                 if stamped := _split(line):
                     yield stamped[0], LogLine(index, stamped[1])
 
@@ -268,9 +263,7 @@ class _Reader:
         if self._stop.is_set():
             return
         try:
-            for line in self._cluster.logs(
-                self.name,
-                namespace=self.namespace,
+            options = kube.LogOptions(
                 container=self._container,
                 follow=follow,
                 previous=previous,
@@ -278,8 +271,9 @@ class _Reader:
                 since=self._last,
                 tail=None if self._last else self._tail,
                 since_s=None if self._last else self._since_s,
-                stop=self._finished if follow else self._stop,
-            ):
+            )
+            stop = self._finished if follow else self._stop
+            for line in self._cluster.logs(self.name, options, namespace=self.namespace, stop=stop):
                 if (stamped := _split(line)) is None:
                     continue
                 when, text = stamped

@@ -6,8 +6,8 @@ A list that is forbidden, or of a kind that is not installed, is no reason to sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
+from outlast import kube
 from outlast.contract import Label
 from outlast.diagnosis.snapshot import Snapshot
 from outlast.errors import Absent, Forbidden, NotFound, NotServed, Refused, Unanswered
@@ -17,9 +17,6 @@ from outlast.kube.kinds import Kind
 from outlast.kube.ownership import owned_by
 from outlast.manifests.request import Document
 
-if TYPE_CHECKING:
-    from outlast.kube import Cluster
-
 _LINES = 40
 """Of each log."""
 _LOGS = 6
@@ -27,7 +24,7 @@ _LOGS = 6
 _WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
 
 
-def job(cluster: Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
+def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
     """What there is to see of a job. Raises NotFound when there is nothing, ClusterError when the cluster cannot be asked."""
     where = namespace or cluster.namespace
     unseen: dict[str, str] = {}
@@ -65,7 +62,7 @@ def job(cluster: Cluster, name: str, *, namespace: str | None = None) -> Snapsho
     )
 
 
-def workload(cluster: Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
+def workload(cluster: kube.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
     """What there is to see of what is no job: a workload of this kind and name, and the pods with these labels."""
     unseen: dict[str, str] = {}
     listed = _reader(cluster, namespace, unseen)
@@ -90,7 +87,7 @@ def workload(cluster: Cluster, name: str, namespace: str, *, labels: str, kind: 
 _Listed = Callable[..., list[Document]]
 
 
-def _reader(cluster: Cluster, namespace: str, unseen: dict[str, str]) -> _Listed:
+def _reader(cluster: kube.Cluster, namespace: str, unseen: dict[str, str]) -> _Listed:
     """Lists a kind, nothing where it is not installed or may not be read; the latter is noted."""
 
     def listed(kind: Kind, labels: str = "") -> list[Document]:
@@ -136,14 +133,14 @@ def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:
     return [*mine, *(each for each in _owned(found, workload) if each not in mine)]
 
 
-def _names(cluster: Cluster, kind: Kind, namespace: str, pods: tuple[Document, ...], unseen: dict[str, str]) -> list[str]:
+def _names(cluster: kube.Cluster, kind: Kind, namespace: str, pods: tuple[Document, ...], unseen: dict[str, str]) -> list[str]:
     """Names of Secrets, and only while pods wait for some: what is in them comes with a list of them."""
     if not any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods):
         return []
     return list(map(kube_pods.name, _reader(cluster, namespace, unseen)(kind)))
 
 
-def _logs(cluster: Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
+def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
     """The last lines of pods whose worker has ended, failed ones first."""
 
     def order(pod: Document) -> tuple[bool, str]:
@@ -153,15 +150,12 @@ def _logs(cluster: Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[
     for pod in sorted((pod for pod in pods if kube_pods.termination(pod) or _runs(pod)), key=order, reverse=True)[:_LOGS]:
         again = any((each.get("lastState") or {}).get("terminated") for each in kube_pods.statuses(pod))
         name = kube_pods.name(pod)
+        options = kube.LogOptions(container=kube_pods.container_name(pod), tail=_LINES, previous=again)
         try:
-            found[name] = list(cluster.logs(name, namespace=namespace, container=_main(pod), tail=_LINES, previous=again))
+            found[name] = list(cluster.logs(name, options, namespace=namespace))
         except (Absent, Forbidden, Refused, Unanswered) as error:
             found[name] = [f"(the log cannot be read: {error})"]
     return found
-
-
-def _main(pod: Document) -> str:
-    return str(kube_pods.container(pod).get("name", ""))
 
 
 def _runs(pod: Document) -> bool:

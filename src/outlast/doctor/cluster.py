@@ -64,7 +64,6 @@ RIGHTS = (
     Right("watch", kinds.POD),
     Right("get", kinds.POD, "log"),
     Right("create", kinds.POD, "exec", needed=False),
-    Right("create", kinds.POD, "portforward", needed=False),
     *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
     Right("list", kinds.EVENT, needed=False),
     Right("list", kinds.CLAIM, needed=False),
@@ -221,9 +220,9 @@ def rights(absent: Sequence[Right]) -> Check:
     if absent:
         said = f"enough to submit; you may not {joined(map(str, absent), 'or')}"
         return warned(
-            "rights", said, "`exec`, `port-forward`, `why` and `top` show less; the role `edit`, and `view` of nodes, have all"
+            "rights", said, "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
         )
-    return passed("rights", "all that submit, logs, exec and why need")
+    return passed("rights", "all that submit, logs and why need")
 
 
 def definition(served: bool, absent: Sequence[Right] = ()) -> Check:

@@ -165,8 +165,7 @@ class Watches:
             kind,
             stop=self._stop,
             labels=Label.JOB if labelled else "",
-            longest_pause_s=WATCH_RETRY_S,
-            listening=lambda version: self._set_version(watch, version),
+            pace=kube.Pace(lambda version: self._set_version(watch, version), WATCH_RETRY_S),
             **where,
         ):
             self._apply(kind, change)

@@ -143,7 +143,7 @@ class Client:
                     if version is not None and not there:  # whoever watches is not told of what was gone before
                         raise Absent(f"there is no ElasticJob {self._job}")
 
-                watch = cluster.watch(ELASTIC_JOB, stop=watching, fields=name, longest_pause_s=LONGEST_PAUSE_S, listening=stands)
+                watch = cluster.watch(ELASTIC_JOB, stop=watching, fields=name, pace=kube.Pace(stands, LONGEST_PAUSE_S))
                 for change in watch:
                     if change.type == "deleted":
                         raise Absent(f"ElasticJob {self._job} does not exist any more")

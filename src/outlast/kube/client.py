@@ -1,0 +1,378 @@
+"""The API server of a cluster: documents in, documents out, as plain dicts.
+
+Documents are not parsed into models, so fields that we do not know stay as they are. All errors are `ClusterError`s of
+`error_mapping`. Everything here may be called from several threads. Long calls end when their `Stop` is set, at once.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+from outlast.errors import Absent, Forbidden, NotServed, Refused
+from outlast.kube import requests, streams, watch, wire
+from outlast.kube.error_mapping import Asked
+from outlast.kube.kinds import NAMESPACE, POD, Kind, kind_of
+from outlast.kube.requests import Document, Request
+from outlast.kube.stop import Stop
+from outlast.kube.streams import Ended
+from outlast.kube.watch import Change
+
+if TYPE_CHECKING:
+    import httpx2
+
+MANAGER = "outlast"
+"""Our name in `managedFields`."""
+_PAGE = 500
+"""Documents in a page of `list_`, as kubectl asks for."""
+_FIRST = 20
+"""The same of the first page of a kind whose documents may be of any size, such as jobs: an API server needs minutes for 500 of a
+MiB each. The next page has twice as many, as long as pages are short."""
+_PAGE_BYTES = 8 * 2**20
+"""Limit of a page. A longer one is asked for again with a quarter of the documents."""
+_WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
+"""Metadata that the API server writes."""
+_WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The documents that a list or a watch is about."""
+
+    kind: Kind
+    namespace: str | None = None
+    everywhere: bool = False
+    labels: str = ""
+    fields: str = ""
+
+    def selectors(self) -> dict[str, str]:
+        """As parameters of a request."""
+        found = {"labelSelector": self.labels, "fieldSelector": self.fields}
+        return {key: value for key, value in found.items() if value}
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """Which lines of a container's log to read."""
+
+    container: str = ""
+    follow: bool = False
+    """Wait for more lines until the container ends."""
+    since_s: float | None = None
+    """Only the lines of the last so many seconds."""
+    since: str = ""
+    """Only lines after a time, written as `timestamps` shows it."""
+    tail: int | None = None
+    """Only the last lines."""
+    previous: bool = False
+    """The log of the container before its last restart."""
+    timestamps: bool = False
+    """Begin each line with its time."""
+
+    def params(self) -> dict[str, str]:
+        """As parameters of a request."""
+        flags = {"follow": self.follow, "previous": self.previous, "timestamps": self.timestamps}
+        given = {name: "true" for name, value in flags.items() if value}
+        given |= {"container": self.container} if self.container else {}
+        given |= {"sinceSeconds": str(max(1, round(self.since_s)))} if self.since_s is not None else {}
+        given |= {"sinceTime": self.since} if self.since else {}
+        given |= {"tailLines": str(self.tail)} if self.tail is not None else {}
+        return given
+
+
+@dataclass
+class Cluster:
+    """The API server of a cluster, and the namespace of documents that name none."""
+
+    connection: requests.Connection = field(repr=False)
+    context: str
+    namespace: str
+
+    @property
+    def client(self) -> httpx2.Client:
+        """The HTTP client of this thread."""
+        return self.connection.clients.mine()
+
+    @property
+    def server(self) -> str:
+        """The address of the API server."""
+        return self.connection.server
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the server has warned of, each once."""
+        return self.connection.warnings
+
+    # Documents
+
+    def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
+        """A document. Raises Absent."""
+        asked, path = self.address("get", kind, name, namespace, subresource=subresource)
+        return self._document(Request(asked, "GET", path, repeat=True))
+
+    def list_(
+        self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
+    ) -> list[Document]:
+        """All documents of a kind that the selectors find, in one namespace or `everywhere`."""
+        selection = Selection(kind, namespace, everywhere, labels, fields)
+        for attempt in (1, 2):
+            try:
+                return [document for page, _ in self.pages(selection) for document in page]
+            except requests.Expired:  # between two pages
+                if attempt == 2:
+                    raise
+        raise AssertionError
+
+    def create(self, document: Document, *, dry_run: bool = False) -> Document:
+        """Create a document. Raises Taken when one of its name exists."""
+        kind, name, namespace = _named(document)
+        at, path = self.address("create", kind, "", namespace)
+        asked = Asked("create", kind, name, at.namespace, self.server)
+        return self._document(Request(asked, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
+
+    def apply(
+        self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
+    ) -> Document:
+        """Create a document, or change its fields to what is given here (server-side apply). Unknown fields are an error.
+
+        Set `tries=1` if the caller retries with fresher data.
+        """
+        kind, name, namespace = _named(document)
+        asked, path = self.address("apply", kind, name, namespace)
+        params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
+        content_type = "application/apply-patch+yaml"
+        return self._document(
+            Request(asked, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
+        )
+
+    def patch(
+        self,
+        kind: Kind,
+        name: str,
+        change: Any,
+        *,
+        namespace: str | None = None,
+        subresource: str = "",
+        type: Literal["merge", "strategic", "json"] = "merge",
+    ) -> Document:
+        """Change some fields. A `metadata.resourceVersion` in the change makes it a condition: raises Conflict."""
+        content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
+        asked, path = self.address("patch", kind, name, namespace, subresource=subresource)
+        return self._document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
+
+    def replace(self, document: Document, *, subresource: str = "") -> Document:
+        """Write a document that was read before. Raises Conflict when it has been written in between."""
+        kind, name, namespace = _named(document)
+        asked, path = self.address("update", kind, name, namespace, subresource=subresource)
+        return self._document(Request(asked, "PUT", path, _WRITE, document))
+
+    def delete(
+        self,
+        kind: Kind,
+        name: str,
+        *,
+        namespace: str | None = None,
+        grace_s: float | None = None,
+        propagation: Literal["Background", "Foreground", "Orphan"] = "Background",
+        uid: str | None = None,
+    ) -> Document:
+        """Delete a document, and what it owns; the answer is the document with its deletion time, or a Status.
+
+        Raises Absent; Conflict when the document has another uid by now.
+        """
+        options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
+        if grace_s is not None:
+            options["gracePeriodSeconds"] = round(grace_s)
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
+        asked, path = self.address("delete", kind, name, namespace)
+        return self._document(Request(asked, "DELETE", path, body=options, repeat=True))
+
+    def evict(self, pod: str, *, namespace: str | None = None, uid: str | None = None) -> None:
+        """Evict a pod, as the drain of its node does. Raises Refused when a PodDisruptionBudget keeps it."""
+        name = {"name": pod, "namespace": namespace or self.namespace}
+        options = {"deleteOptions": {"preconditions": {"uid": uid}}} if uid else {}
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": name, **options}
+        asked, path = self.address("evict", POD, pod, namespace, subresource="eviction")
+        self._document(Request(asked, "POST", path, body=body, tries=1))
+
+    def watch(
+        self,
+        kind: Kind,
+        *,
+        stop: Stop,
+        namespace: str | None = None,
+        everywhere: bool = False,
+        labels: str = "",
+        fields: str = "",
+        pace: watch.Pace = watch.PACE,
+    ) -> Iterator[Change]:
+        """All documents as they are, then every change, until `stop` is set.
+
+        No state is missed for good: when the server no longer has the changes since the last connection, everything is listed
+        again, and documents that have vanished are reported as deleted. While the server is away we retry with growing pauses.
+        A refusal is raised, and so is the first failure to reach the server. Documents are parsed one at a time.
+        """
+        return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, pace)
+
+    # Pods
+
+    def logs(
+        self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
+    ) -> Iterator[str]:
+        """The lines of a container's log, without their ends. Raises Refused for a container that has not begun."""
+        options = options or LogOptions()
+        asked, path = self.address("log", POD, pod, namespace, subresource="log")
+        silence_s = None if options.follow else requests.READ_S
+        with self.connection.stream(asked, path, options.params(), stop or Stop(), silence_s=silence_s) as lines:
+            for line in lines:
+                yield line.decode(errors="replace")
+
+    def proxy(self, pod: str, port: int, path: str, *, namespace: str | None = None, timeout_s: float | None = None) -> str:
+        """The answer of a server in a pod to GET, through the API server. Raises Unanswered."""
+        asked, base = self.address("proxy", POD, f"{pod}:{port}", namespace, subresource="proxy")
+        return self.connection.answer(Request(asked, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
+
+    def exec_(
+        self, pod: str, command: Sequence[str], *, namespace: str | None = None, container: str = "", stdin: bytes | None = None
+    ) -> Ended:
+        """Run a command in a container, with `stdin` as its input."""
+        return streams.execute(self, pod, command, namespace=namespace, container=container, stdin=stdin)
+
+    def forward(self, pod: str, port: int, connection: socket.socket, *, namespace: str | None = None) -> None:
+        """Carry a connection to a port of a pod, and its answers back, until the pod ends it.
+
+        A client may end its side and still read; it is taken for gone when nothing has come for a while. Raises Unanswered with
+        the node's message when nothing listens there.
+        """
+        streams.forward(self, pod, port, connection, namespace=namespace)
+
+    # The cluster
+
+    def may(
+        self,
+        verb: str,
+        kind: Kind,
+        *,
+        name: str = "",
+        subresource: str = "",
+        namespace: str | None = None,
+        everywhere: bool = False,
+    ) -> bool:
+        """Whether we have the right to do something (SelfSubjectAccessReview)."""
+        attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
+        if kind.namespaced and not everywhere:
+            attributes["namespace"] = namespace or self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+        }
+        path = "apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        request = Request(Asked("create", server=self.server), "POST", path, body=review, repeat=True)
+        return bool(self._document(request)["status"].get("allowed"))
+
+    def version(self) -> str:
+        """The server's version: `v1.36.2`."""
+        return str(self.raw("version")["gitVersion"])
+
+    def time(self) -> float:
+        """The server's time, to half a second. Raises Refused if its answers carry none."""
+        request = Request(Asked("get", server=self.server), "GET", "version", repeat=True)
+        date = self.connection.answer(request).headers.get("date", "")
+        try:
+            return email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
+        except ValueError as error:
+            raise Refused(f"the API server says no time (Date: {date!r}); a proxy before it may remove that header") from error
+
+    def serves(self, kind: Kind) -> bool:
+        """Whether the cluster knows a kind of document."""
+        try:
+            found = self.raw(kind.root)
+        except (Absent, NotServed):
+            return False
+        return any(resource["name"] == kind.plural for resource in found.get("resources", ()))
+
+    def has_namespace(self, namespace: str | None = None) -> bool:
+        """Whether a namespace exists; True when we may not know."""
+        try:
+            self.get(NAMESPACE, namespace or self.namespace)
+        except Absent:
+            return False
+        except Forbidden:
+            return True
+        return True
+
+    def raw(self, path: str) -> Document:
+        """The document at a path: discovery and the server's version have no kind."""
+        return self._document(Request(Asked("get", server=self.server), "GET", path, repeat=True))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.connection.clients.close()
+
+    # Requests
+
+    def address(
+        self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
+    ) -> tuple[Asked, str]:
+        """What a request asks for, in words for its errors, and its path."""
+        inside = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
+        parts = [kind.root, *(["namespaces", quote(inside, safe="")] if inside else []), kind.plural]
+        parts += [quote(name, safe=":")] if name else []
+        parts += [subresource] if subresource else []
+        shown = name.partition(":")[0] if subresource == "proxy" else name
+        return Asked(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
+
+    def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
+        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the list
+        has expired: the pages before are of no use then."""
+        kind = selection.kind
+        asked, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
+        token, limit = "", _FIRST if kind in wire.FREE else _PAGE
+        while True:
+            params = {**selection.selectors(), "limit": str(limit), **({"continue": token} if token else {})}
+            try:
+                most = _PAGE_BYTES if limit > 3 else None
+                answer = self.connection.answer(Request(asked, "GET", path, params, repeat=True, most=most))
+            except requests.TooLong:
+                limit //= 4
+                continue
+            content: bytes = answer.extensions.pop("whole", None) or answer.content
+            with requests.reading(content, asked):
+                meta, items = wire.page(content, kind)
+            token = meta.get("continue") or ""
+            yield _items(items, kind, content, asked), str(meta.get("resourceVersion", ""))
+            if not token:
+                return
+            if len(content) < _PAGE_BYTES // 4:
+                limit = min(_PAGE, 2 * limit)
+
+    def _document(self, request: Request) -> Document:
+        return requests.parsed(self.connection.answer(request).content, request.asked)
+
+
+def without_server_fields(document: Document) -> Document:
+    """A document without its status and the metadata that the API server writes."""
+    meta = {key: value for key, value in document["metadata"].items() if key not in _WRITTEN_BY_SERVER}
+    return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
+
+
+def _named(document: Mapping[str, Any]) -> tuple[Kind, str, str | None]:
+    meta = document["metadata"]
+    return kind_of(document), meta.get("name", ""), meta.get("namespace")
+
+
+def _dry(dry_run: bool) -> dict[str, str]:
+    return {"dryRun": "All"} if dry_run else {}
+
+
+def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Asked) -> Iterator[Document]:
+    """The documents of a page, completed with their kind, which a page does not repeat."""
+    with requests.reading(content, asked):
+        for item in items:
+            yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

@@ -1,0 +1,59 @@
+"""An Event that also ends connections: whatever waits for the API server returns when it is set."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+
+class Stop(threading.Event):
+    """An Event that also ends what waits for the server, in whichever thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sockets: set[socket.socket] = set()
+        self._guard = threading.Lock()
+
+    def set(self) -> None:
+        with self._guard:
+            super().set()
+            for connection in self._sockets:
+                hang_up(connection)
+
+    @contextlib.contextmanager
+    def holding(self, connection: socket.socket | None) -> Iterator[None]:
+        """Close the connection when the Event is set."""
+        if connection is None:
+            yield
+            return
+        with self._guard:
+            self._sockets.add(connection)
+            if self.is_set():
+                hang_up(connection)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._sockets.discard(connection)
+
+
+@contextlib.contextmanager
+def within(timeout_s: float) -> Iterator[Stop]:
+    """A Stop that is set after this time, and at the end of the block."""
+    stop = Stop()
+    clock = threading.Timer(timeout_s, stop.set)
+    clock.daemon = True
+    clock.start()
+    try:
+        yield stop
+    finally:
+        clock.cancel()
+        stop.set()
+
+
+def hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
+    """Shut a connection down: whoever reads from it sees its end."""
+    with contextlib.suppress(OSError):  # it is closed already
+        socket.socket.shutdown(connection, way)  # of TLS, the reader has to see the end by itself

@@ -1,0 +1,118 @@
+"""Commands and ports in pods, over websockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outlast.errors import Refused, Unanswered
+from outlast.kube import requests
+from outlast.kube.error_mapping import Asked
+from outlast.kube.kinds import POD
+
+if TYPE_CHECKING:
+    from httpx2.websockets import WebSocketSession
+
+    from outlast.kube.client import Cluster
+
+_GONE_S = 30.0
+"""Timeout of a forwarded connection whose client has ended its side and over which nothing more comes from the pod."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command in a pod ended."""
+
+    code: int
+    output: bytes
+    error: bytes
+
+
+def execute(
+    cluster: Cluster, pod: str, command: Sequence[str], *, namespace: str | None, container: str, stdin: bytes | None
+) -> Ended:
+    """See `Cluster.exec_`."""
+    params: list[tuple[str, str]] = [("command", word) for word in command]
+    params += [("stdout", "true"), ("stderr", "true")]
+    params += [("container", container)] if container else []
+    params += [("stdin", "true")] if stdin is not None else []
+    asked, path = cluster.address("exec", POD, pod, namespace, subresource="exec")
+    written: dict[int, list[bytes]] = {1: [], 2: []}
+    with cluster.connection.websocket(asked, path, params, "v5.channel.k8s.io") as connection:
+        if stdin is not None:
+            connection.send_bytes(b"\0" + stdin)
+            connection.send_bytes(b"\xff\0")
+        for message in _messages(connection, asked):
+            channel, rest = message[0], message[1:]
+            if channel == 3:
+                return Ended(_exit_code(rest, asked), b"".join(written[1]), b"".join(written[2]))
+            if channel in written:
+                written[channel].append(rest)
+    raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
+
+
+def forward(cluster: Cluster, pod: str, port: int, connection: socket.socket, *, namespace: str | None) -> None:
+    """See `Cluster.forward`."""
+    asked, path = cluster.address("portforward", POD, pod, namespace, subresource="portforward")
+    with cluster.connection.websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
+        gone = threading.Event()
+        threading.Thread(target=_upload, args=(connection, there, gone), daemon=True).start()
+        begun: set[int] = set()
+        for message in _messages(there, asked, gone):
+            channel, rest = message[0], message[1:]
+            if channel not in begun:  # the first message of each is the port
+                begun.add(channel)
+            elif channel == 1 and rest:
+                raise Unanswered(f"{asked.thing}: port {port} does not answer: {rest.decode(errors='replace').strip()}")
+            elif channel == 0:
+                try:
+                    connection.sendall(rest)
+                except OSError:  # the client has gone
+                    return
+
+
+def _messages(connection: WebSocketSession, asked: Asked, gone: threading.Event | None = None) -> Iterator[bytes]:
+    """Messages of a websocket until it is closed, or nothing has come for a while after the client has `gone`."""
+    from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
+
+    while True:
+        try:
+            message = connection.receive_bytes(timeout=None if gone is None else _GONE_S)
+        except WebSocketDisconnect:
+            return
+        except TimeoutError:
+            if gone is not None and gone.is_set():
+                return
+            continue
+        except (WebSocketNetworkError, OSError) as error:
+            if gone is not None and gone.is_set():
+                return
+            raise Unanswered(f"{asked.thing}: the connection to the API server was lost; try again") from error
+        if message:
+            yield message
+
+
+def _upload(source: socket.socket, there: WebSocketSession, gone: threading.Event) -> None:
+    """Send what comes over a connection, and set `gone` at its end. The protocol cannot tell the pod of that end; what the pod
+    still answers is read."""
+    try:
+        while part := source.recv(32 * 1024):
+            there.send_bytes(b"\0" + part)
+        gone.set()
+    except Exception:  # either side has gone altogether
+        gone.set()
+        requests.end(there)
+
+
+def _exit_code(content: bytes, asked: Asked) -> int:
+    """The exit code in the Status with which a command ends. Raises Refused when it could not be started."""
+    status = requests.parsed(content, asked)
+    if status.get("status") == "Success":
+        return 0
+    for cause in (status.get("details") or {}).get("causes") or ():
+        if cause.get("reason") == "ExitCode":
+            return int(cause["message"])
+    raise Refused(f"nothing can be run in {asked.thing}: {status.get('message')}")
