@@ -141,7 +141,9 @@ def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes
     assert nodes.training(2)()
     last.report(Standing.DONE)
     nodes.until(lambda: last.closed)
-    assert last.closed == sockets.Closed(f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE)
+    assert last.closed == sockets.Closed(
+        f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE, "JobSucceeded"
+    )
 
 
 def test_a_run_that_has_ended_is_nothing_to_a_new_one_of_its_name(nodes: Nodes) -> None:
@@ -187,7 +189,7 @@ def test_a_node_that_gives_up_ends_the_job(nodes: Nodes) -> None:
     a.close()
     nodes.all.remove(a)
     nodes.until(lambda: b.closed)
-    assert b.closed == sockets.Closed("worker 0 gives up", contract.Exit.FAILED)
+    assert b.closed == sockets.Closed("worker 0 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
 
 
 def test_another_job_of_the_same_id_is_told_so(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
