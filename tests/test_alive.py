@@ -181,7 +181,7 @@ def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Store, index: int) -> None:
     taken(place, "a", A)
-    runs.take(place, "a", "b")  # A was silent for long
+    runs.acquire(place, "a", "b")  # A was silent for long
     ours = a_heart(place, "a", B, owner="b")
     hearts = [ours, a_heart(place, "a", B, index=1, owner="b")]
     for _ in range(2):
@@ -228,7 +228,7 @@ def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_el
         alive.beat(place, "r", "host:/elsewhere")
 
     assert stored.unfinished(place, ours, ended=None, home="host:/here") is not None
-    runs.take(place, "r", "them")
+    runs.acquire(place, "r", "them")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(alive, "_LOOK_S", 0.001)
         with pytest.raises(AlreadyRunning, match="--take-over takes the run from it"):
@@ -247,7 +247,7 @@ def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_on
     runs.claim(place, runs.Run("old", "job", 1.0, state="Running", owner="dead"))
     assert stored.unfinished(place, None, ended=None, home="host:/here") is not None
     runs.claim(place, runs.Run("new", "job", 2.0, state="Running", owner="them"), replace=True)
-    runs.set_aside(place, "new")
+    runs.archive(place, "new")
     with pytest.raises(AlreadyRunning, match=r"run new of job job in .* has not ended"):
         stored.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), before=None)
     assert (now := runs.read(place)) is not None

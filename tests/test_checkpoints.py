@@ -50,7 +50,7 @@ def written(directory: Path, step: int, *, run: str = "r", generation: int = 1, 
 
 
 def test_what_was_committed_is_listed_and_valid(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     new = [written(tmp_path, step) for step in (200, 100)]
     assert checkpoints.list_(tmp_path) == new[::-1]
     assert [checkpoints.verify(c.path) for c in new] == [None, None]
@@ -60,7 +60,7 @@ def test_what_was_committed_is_listed_and_valid(tmp_path: Path):
 
 
 def test_nothing_else_in_the_directory_is_a_checkpoint(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     for name in ("best", "step-00000007", "step-00000008.saving-g1", "step-9", "notes-step-00000001"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000008.saving-g1" / "COMMIT").write_text("{}")
@@ -69,7 +69,7 @@ def test_nothing_else_in_the_directory_is_a_checkpoint(tmp_path: Path):
 
 
 def test_a_commit_that_cannot_be_read_is_listed_as_a_problem_and_never_the_latest(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     good, torn, odd = (written(tmp_path, step) for step in (100, 200, 300))
     (torn.path / "COMMIT").write_text('{"run": "r", "st')
     (odd.path / "COMMIT").write_text("[]")
@@ -113,7 +113,7 @@ def damage_remove(path: Path) -> None:
     ],
 )
 def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], problem: str):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     path = written(tmp_path, 1).path
     damage(path / "a")
     assert checkpoints.verify(path) == problem
@@ -129,41 +129,41 @@ def test_checksums_do_not_depend_on_how_a_file_is_read(tmp_path: Path):
 
 
 def test_a_replaced_generation_commits_nothing(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
-    checkpoints.take(tmp_path, "r", 2)
+    checkpoints.acquire(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 2)
     with pytest.raises(Superseded, match="generation 1 may not commit step 10: generation 2 of run r owns"):
         written(tmp_path, 10)
     assert checkpoints.list_(tmp_path) == []
 
 
 def test_a_replaced_generation_cannot_open_either(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 2)
+    checkpoints.acquire(tmp_path, "r", 2)
     with pytest.raises(Superseded, match="generation 1 of this run has been replaced by generation 2"):
-        checkpoints.take(tmp_path, "r", 1)
+        checkpoints.acquire(tmp_path, "r", 1)
 
 
 def test_a_new_run_takes_the_directory_over(tmp_path: Path):
-    checkpoints.take(tmp_path, "old", 7)
-    assert checkpoints.take(tmp_path, "new", 1) == 1
+    checkpoints.acquire(tmp_path, "old", 7)
+    assert checkpoints.acquire(tmp_path, "new", 1) == 1
     with pytest.raises(Superseded, match="generation 7 may not commit"):
         written(tmp_path, 10, run="old", generation=7)
 
 
 def test_generations_count_by_themselves_when_nobody_numbers_them(tmp_path: Path):
-    assert [checkpoints.take(tmp_path, "", None) for _ in range(3)] == [1, 2, 3]
-    assert checkpoints.take(tmp_path, "r", None) == 1
+    assert [checkpoints.acquire(tmp_path, "", None) for _ in range(3)] == [1, 2, 3]
+    assert checkpoints.acquire(tmp_path, "r", None) == 1
 
 
 def test_saving_a_step_again_keeps_the_valid_checkpoint(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     first = written(tmp_path, 10)
-    checkpoints.take(tmp_path, "r", 2)
+    checkpoints.acquire(tmp_path, "r", 2)
     assert written(tmp_path, 10, generation=2, content=b"other") == first
     assert {path.name for path in tmp_path.iterdir()} == {"FENCE", ".lock", "step-00000010"}
 
 
 def test_saving_a_step_again_moves_a_damaged_one_aside(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     for _ in range(2):
         damage_cut(written(tmp_path, 10).path / "a")
     assert checkpoints.verify(written(tmp_path, 10).path) is None
@@ -178,9 +178,9 @@ def test_saving_a_step_again_moves_a_damaged_one_aside(tmp_path: Path):
 
 
 def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
-    checkpoints.take(tmp_path, "other", 9)
+    checkpoints.acquire(tmp_path, "other", 9)
     written(tmp_path, 1, run="other", generation=9)
-    checkpoints.take(tmp_path, "r", 3)
+    checkpoints.acquire(tmp_path, "r", 3)
     for step in (10, 20, 30):
         written(tmp_path, step, generation=3)
     for name in (
@@ -210,7 +210,7 @@ def test_sweeping_leaves_the_newest_and_what_is_not_ours(tmp_path: Path):
 
 
 def test_one_that_is_being_read_is_not_swept_until_its_reader_has_ended(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     old, _, newest = (written(tmp_path, step) for step in (10, 20, 30))
     with checkpoints.reading(old.path), checkpoints.reading(old.path):
         assert checkpoints.sweep(tmp_path, newest, checkpoints.Retention(2)) == []
@@ -222,7 +222,7 @@ def test_one_that_is_being_read_is_not_swept_until_its_reader_has_ended(tmp_path
 
 
 def test_a_reader_that_dies_holds_nothing(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     old, _, newest = (written(tmp_path, step) for step in (10, 20, 30))
     code = (
         "import sys, pathlib, time; from outlast import checkpoints\n"
@@ -237,7 +237,7 @@ def test_a_reader_that_dies_holds_nothing(tmp_path: Path):
 
 
 def test_what_is_being_fetched_is_not_swept_and_what_a_dead_fetcher_left_is(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     newest = written(tmp_path, 10)
     with checkpoints.fetching(tmp_path, 5) as path:
         (path / "a").write_bytes(b"half")
@@ -273,7 +273,7 @@ def test_two_fetch_one_after_the_other(tmp_path: Path):
 
 
 def test_a_fetched_checkpoint_never_replaces_a_valid_one(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     ours = written(tmp_path, 5)
     said = checkpoints.Commit("r", 5, 2, 2, 9.0, {"a": {"size": 7, "crc32": 449999704}})
 
@@ -310,7 +310,7 @@ def test_a_commit_is_taken_at_its_word_only_if_it_makes_sense(said: dict[str, An
 
 def test_the_generation_of_a_directory_is_that_of_its_run(tmp_path: Path):
     assert checkpoints.generation(tmp_path, "r") == 0
-    checkpoints.take(tmp_path, "r", 3)
+    checkpoints.acquire(tmp_path, "r", 3)
     assert (checkpoints.generation(tmp_path, "r"), checkpoints.generation(tmp_path, "other")) == (3, 0)
 
 
@@ -318,17 +318,17 @@ def test_a_directory_is_rank_0s_until_a_session_says_otherwise(tmp_path: Path):
     assert checkpoints.first(tmp_path, "r")
     (tmp_path / "FENCE").write_text('{"run": "r", "generation": 1}')
     assert checkpoints.first(tmp_path, "r")
-    checkpoints.take(tmp_path, "r", 2, first=False)
+    checkpoints.acquire(tmp_path, "r", 2, first=False)
     assert not checkpoints.first(tmp_path, "r")
-    checkpoints.take(tmp_path, "r", 3)  # whoever decides the world takes the fence before there is one
+    checkpoints.acquire(tmp_path, "r", 3)  # whoever decides the world takes the fence before there is one
     assert not checkpoints.first(tmp_path, "r")
     assert checkpoints.first(tmp_path, "another run")
-    checkpoints.take(tmp_path, "another run", 1)
+    checkpoints.acquire(tmp_path, "another run", 1)
     assert checkpoints.first(tmp_path, "another run")
 
 
 def test_one_that_comes_instead_replaces_a_valid_checkpoint(tmp_path: Path):
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     ours = written(tmp_path, 10)
     with checkpoints.fetching(tmp_path, 10) as path:
         (path / "a").write_bytes(b"theirs")
@@ -355,7 +355,7 @@ def alone() -> Iterator[None]:
 
 def saved(directory: Path, state: checkpoint.State, step: int = 1) -> Path:
     """Save a state with a Saver; the checkpoint's path."""
-    checkpoints.take(directory, "r", 1)
+    checkpoints.acquire(directory, "r", 1)
     told: list[str] = []
     writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: told.append(kind))
     writer.begin(step, checkpoint.capture(state, rank=0, ranks=1))
@@ -538,7 +538,7 @@ def test_ranks_share_the_writing_and_buffers_are_rank_zeros():
 def test_training_on_while_a_save_is_written_does_not_change_it(tmp_path: Path):
     model = nn.Linear(300, 300)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    checkpoints.take(tmp_path, "r", 1)
+    checkpoints.acquire(tmp_path, "r", 1)
     writer = saver.Saver(tmp_path, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.begin(1, checkpoint.capture({"model": model}, 0, 1))
     with torch.no_grad():

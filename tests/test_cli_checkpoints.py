@@ -51,7 +51,7 @@ def place(tmp_path: Path) -> Store:
 
 
 def saved(directory: Path, step: int) -> checkpoints.Checkpoint:
-    checkpoints.take(directory, RUN, 1)
+    checkpoints.acquire(directory, RUN, 1)
     draft = checkpoints.saving(directory, step, 1)
     draft.mkdir(parents=True)
     (draft / "weights").write_bytes(b"w" * 3000)
@@ -63,7 +63,7 @@ def saved(directory: Path, step: int) -> checkpoints.Checkpoint:
 
 def pushed(place: Store, local: checkpoints.Checkpoint, tmp_path: Path) -> None:
     there = remote.Checkpoints(place, RUN)
-    there.take(1)
+    there.acquire(1)
     assert there.push(local, journals=tmp_path / "journals").there
 
 

@@ -203,7 +203,7 @@ def test_of_two_worlds_that_saved_the_same_step_the_later_ones_counts(tmp_path: 
 
 
 def test_a_worker_of_a_generation_that_was_replaced_on_any_disk_cannot_begin(tmp_path: Path):
-    checkpoints.take(tmp_path / "b" / "checkpoints", "r", 3)
+    checkpoints.acquire(tmp_path / "b" / "checkpoints", "r", 3)
     processes = worlds.started(functools.partial(worlds.train, Training()), tmp_path, 2, generation=2, disks="ab")
     processes[1].join(60)
     processes[0].kill()  # as its agent does
@@ -214,7 +214,7 @@ def test_a_worker_of_a_generation_that_was_replaced_on_any_disk_cannot_begin(tmp
 
 
 def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disks(tmp_path: Path):
-    checkpoints.take(tmp_path / "b" / "checkpoints", "r", 6)
+    checkpoints.acquire(tmp_path / "b" / "checkpoints", "r", 6)
     end = world(Training(epochs=1), tmp_path, 2, generation=None, disks="ab")
     assert len(hashes(end)) == 1
     assert [checkpoints.generation(tmp_path / name / "checkpoints", "r") for name in "ab"] == [7, 7]
@@ -306,7 +306,7 @@ class Worker:
 
     def trains(self, generation: int, *, first: bool, upto: int) -> None:
         """Every disk has the checkpoints and metrics of all steps, and files of its own."""
-        checkpoints.take(self.directory, "r", generation, first=first)
+        checkpoints.acquire(self.directory, "r", generation, first=first)
         done = max((c.step for c in checkpoints.list_(self.directory)), default=0)
         for step in range(done + 1, upto + 1):
             self.save(step, generation)
@@ -383,7 +383,7 @@ def test_a_machine_whose_run_went_on_elsewhere_is_told_so_also_when_it_was_first
     old.trains(1, first=True, upto=1)
     old.push()
     runs.update(bucket, "r", owner="new")
-    remote.Checkpoints(bucket, "r").take(2)
+    remote.Checkpoints(bucket, "r").acquire(2)
     old.trains(1, first=True, upto=2)
     with pytest.raises(Superseded, match="taken up elsewhere"):
         old.push()

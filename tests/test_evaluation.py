@@ -22,14 +22,14 @@ print(sys.argv[1:], steps, pathlib.Path(os.environ["OUTLAST_OUTPUT"], "model.pt"
 def stored(place: store.Store, directory: Path, run: str) -> None:
     """A run in the store with a checkpoint of step 7."""
     runs.claim(place, ownership.record("job", run, run), replace=False)
-    checkpoints.take(directory, run, 1)
+    checkpoints.acquire(directory, run, 1)
     draft = checkpoints.saving(directory, 7, 1)
     draft.mkdir(parents=True)
     (draft / "weights").write_bytes(b"weights")
     files = {"weights": {"size": 7, "crc32": checkpoints.checksum(draft / "weights")}}
     new = checkpoints.Checkpoint(7, directory / contract.checkpoint_name(7), run, 1, 1, 5.0)
     there = remote.Checkpoints(place, run)
-    there.take(1)
+    there.acquire(1)
     there.push(checkpoints.commit(draft, new, files), journals=directory)
     place.put("model.pt", b"the model")
 

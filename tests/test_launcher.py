@@ -247,7 +247,7 @@ def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, st
     launcher = a_launcher(tmp_path, Machine())
     if saved:
         directory = launcher.output / contract.CHECKPOINTS
-        checkpoints.take(directory, launcher.run_id, 3)
+        checkpoints.acquire(directory, launcher.run_id, 3)
         checkpoints.saving(directory, saved, 3).mkdir()
         path = directory / contract.checkpoint_name(saved)
         checkpoints.commit(

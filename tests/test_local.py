@@ -71,7 +71,7 @@ class Here:
     def save(self, step: int, run: str, generation: int = 3) -> None:
         """A checkpoint, as the run commits one."""
         directory = self.output / contract.CHECKPOINTS
-        checkpoints.take(directory, run, generation)
+        checkpoints.acquire(directory, run, generation)
         target = checkpoints.saving(directory, step, generation)
         target.mkdir()
         checkpoints.commit(

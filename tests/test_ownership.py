@@ -121,7 +121,7 @@ def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place:
         for _ in range(2):  # its worker was started again
             ownership.set_aside(tmp_path, run)
             ownership.fetch_own(place, tmp_path, 0)
-            checkpoints.take(tmp_path / "checkpoints", run, None)
+            checkpoints.acquire(tmp_path / "checkpoints", run, None)
             (tmp_path / "logs").mkdir(exist_ok=True)
             (tmp_path / f"{word}.json").write_text("{}")
             with (tmp_path / "logs/worker-0.log").open("a") as log:
@@ -146,9 +146,9 @@ def test_of_two_that_take_a_run_at_once_the_second_knows_of_the_first(
 
     def slowly(*asked: Any) -> bool:
         for owner in meanwhile:
-            runs.take(place, "a", owner)
+            runs.acquire(place, "a", owner)
         return write(*asked)
 
     monkeypatch.setattr(runs.record, "_write", slowly)
-    now = runs.take(place, "a", "b")
+    now = runs.acquire(place, "a", "b")
     assert (now.owner, now.before) == ("b", ("a", "c"))

@@ -79,11 +79,11 @@ def runs(tmp_path: Path, place: Store) -> Runs:
 def test_data_is_fetched_once_for_all_runs_of_a_machine(runs: Runs, place: Store):
     put(place, a_bin="one", sub__b_bin="two")
     place.put(".outlast-manifest", b"of outlast sync, no data")
-    first = runs.source("first").take()
+    first = runs.source("first").acquire()
     assert contents(first.tree) == {"a.bin": "one", "sub/b.bin": "two"}
     assert runs.said[0] == f"fetching data[0].from ({place.url}): 2 files, 6 B"
     assert runs.said[1].startswith(f"fetched data[0].from ({place.url}): 6 B in ")
-    second = runs.source("second").take()
+    second = runs.source("second").acquire()
     assert (second.tree, second.version) == (first.tree, first.version)
     assert runs.said[2:] == [f"data[0].from ({place.url}) is here already"]
     assert not (first.tree / "a.bin").stat().st_mode & 0o222, "it belongs to all: read only"
@@ -91,20 +91,20 @@ def test_data_is_fetched_once_for_all_runs_of_a_machine(runs: Runs, place: Store
 
 def test_a_run_keeps_the_data_it_began_with_whatever_becomes_of_the_store(runs: Runs, place: Store):
     put(place, a="one")
-    runs.source().take().close()
+    runs.source().acquire().close()
     put(place, a="two")
-    assert contents(runs.source().take().tree) == {"a": "one"}
+    assert contents(runs.source().acquire().tree) == {"a": "one"}
     place.delete(["a"])
-    assert contents(runs.source().take().tree) == {"a": "one"}
+    assert contents(runs.source().acquire().tree) == {"a": "one"}
 
 
 def test_changed_data_is_a_version_of_its_own_and_shares_what_has_not_changed(runs: Runs, place: Store):
     put(place, same="same", changed="old", gone="x")
-    first = runs.source("first").take()
+    first = runs.source("first").acquire()
     put(place, changed="new", added="y")
     place.delete(["gone"])
     runs.said.clear()
-    second = runs.source("second").take()
+    second = runs.source("second").acquire()
     assert contents(first.tree) == {"same": "same", "changed": "old", "gone": "x"}
     assert contents(second.tree) == {"same": "same", "changed": "new", "added": "y"}
     assert runs.said[0].endswith(": 2 files, 4 B"), "what has not changed is not fetched"
@@ -113,28 +113,28 @@ def test_changed_data_is_a_version_of_its_own_and_shares_what_has_not_changed(ru
 
 def test_a_version_goes_when_no_worker_uses_it_and_no_run_has_noted_it(runs: Runs, place: Store):
     put(place, a="1")
-    worker = runs.source("old").take()
+    worker = runs.source("old").acquire()
     put(place, a="2")
-    runs.source("new").take().close()
+    runs.source("new").acquire().close()
     assert runs.trees() == [{"a": "1"}, {"a": "2"}], "a worker uses it, and its run may go on"
     worker.close()
     put(place, a="3")
-    runs.source("newer").take().close()
+    runs.source("newer").acquire().close()
     assert runs.trees() == [{"a": "1"}, {"a": "2"}, {"a": "3"}], "their runs may go on"
     for pin in (runs.directory / "old" / "pins").iterdir():
         pin.unlink()  # as a new run of that name does
-    held = runs.source("new").take()
+    held = runs.source("new").acquire()
     for pin in (runs.directory / "new" / "pins").iterdir():
         pin.unlink()
     put(place, a="4")
-    runs.source("newest").take().close()
+    runs.source("newest").acquire().close()
     assert runs.trees() == [{"a": "2"}, {"a": "3"}, {"a": "4"}], "the first is gone, a worker uses the second"
     held.close()
 
 
 def test_a_run_whose_data_is_lost_here_and_changed_there_does_not_go_on_with_other_data(runs: Runs, place: Store):
     put(place, a="one")
-    version = runs.source().take()
+    version = runs.source().acquire()
     version.close()
     (version.tree.parent / "listing.json").unlink()
     (version.tree / "a").unlink()
@@ -142,18 +142,18 @@ def test_a_run_whose_data_is_lost_here_and_changed_there_does_not_go_on_with_oth
     with pytest.raises(
         OutlastError, match=r"^data\[0\].from \(.*\) is no longer what this run began with, and this machine has no"
     ):
-        runs.source().take()
+        runs.source().acquire()
     place.delete(["b"])
-    assert contents(runs.source().take().tree) == {"a": "one"}, "it is the same again"
+    assert contents(runs.source().acquire().tree) == {"a": "one"}, "it is the same again"
 
 
 def test_what_somebody_wrote_into_the_data_of_all_is_mended_by_the_next_run(runs: Runs, place: Store):
     put(place, a="one", b="two", c="three")
-    tree = runs.source("first").take().tree
+    tree = runs.source("first").acquire().tree
     (tree / "a").chmod(0o644)
     (tree / "a").write_text("ONE")
     (tree / "b").unlink()
-    assert contents(runs.source("second").take().tree) == {"a": "one", "b": "two", "c": "three"}
+    assert contents(runs.source("second").acquire().tree) == {"a": "one", "b": "two", "c": "three"}
 
 
 def test_files_replaced_while_they_are_fetched_are_never_mixed(runs: Runs, place: Store):
@@ -164,7 +164,7 @@ def test_files_replaced_while_they_are_fetched_are_never_mixed(runs: Runs, place
         put(place, a="new", b="new")
 
     runs.when_fetching = replace
-    assert contents(runs.source().take().tree) == {"a": "new", "b": "new"}
+    assert contents(runs.source().acquire().tree) == {"a": "new", "b": "new"}
     assert f"data[0].from ({place.url}) has changed while it was fetched; looking again" in runs.said
     assert len(runs.trees()) == 1, "what was begun is removed"
 
@@ -177,7 +177,7 @@ def test_a_file_that_goes_while_it_is_fetched_is_no_longer_part_of_the_data(runs
         place.delete(["b"])
 
     runs.when_fetching = remove
-    assert contents(runs.source().take().tree) == {"a": "a"}
+    assert contents(runs.source().acquire().tree) == {"a": "a"}
 
 
 def test_a_store_that_never_rests_is_given_up(runs: Runs, place: Store):
@@ -185,18 +185,18 @@ def test_a_store_that_never_rests_is_given_up(runs: Runs, place: Store):
     put(place, a="0")
     runs.when_fetching = lambda: put(place, a=str(next(count)))
     with pytest.raises(store.StoreError, match="changes faster than it can be fetched") as caught:
-        runs.source().take()
+        runs.source().acquire()
     assert caught.value.retry
 
 
 def test_the_url_of_one_object_gives_a_directory_with_that_file(runs: Runs, place: Store):
     put(place, train_bin="tokens")
-    assert contents(runs.source(url=f"{place.url}/train.bin").take().tree) == {"train.bin": "tokens"}
+    assert contents(runs.source(url=f"{place.url}/train.bin").acquire().tree) == {"train.bin": "tokens"}
 
 
 def test_a_url_with_nothing_behind_it_is_said(runs: Runs, place: Store):
     with pytest.raises(OutlastError) as caught:
-        runs.source().take()
+        runs.source().acquire()
     assert str(caught.value) == f"data[0].from ({place.url}) holds nothing; put something there, or correct the URL"
 
 
@@ -204,13 +204,13 @@ def test_a_file_that_is_a_directory_too_is_said(runs: Runs, place: Store):
     put(place, a="", a__b="x")
     place.put("a", b"not empty")
     with pytest.raises(OutlastError, match=r"holds both a and a/b, which no directory can; rename one of them"):
-        runs.source().take()
+        runs.source().acquire()
 
 
 @pytest.mark.parametrize("name", ["a b", "ä€", "#1%20", "-rf", "empty"])
 def test_names_of_all_kinds_arrive(runs: Runs, place: Store, name: str):
     place.put(f"{name}/{name}", b"" if name == "empty" else name.encode())
-    assert contents(runs.source().take().tree) == {f"{name}/{name}": "" if name == "empty" else name}
+    assert contents(runs.source().acquire().tree) == {f"{name}/{name}": "" if name == "empty" else name}
 
 
 def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):
@@ -218,7 +218,7 @@ def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):
     source = runs.source()
     found: list[Any] = []
     with locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
-        thread = threading.Thread(target=lambda: found.append(source.take()))
+        thread = threading.Thread(target=lambda: found.append(source.acquire()))
         thread.start()
         while not runs.said:
             time.sleep(0.01)
@@ -235,7 +235,7 @@ def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
     with locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
         threading.Timer(0.1, stop.set).start()
         with pytest.raises(Stopped):
-            source.take()
+            source.acquire()
 
 
 TAKE = """
@@ -243,7 +243,7 @@ import sys
 from pathlib import Path
 from outlast.prepare import cache
 say = lambda text: print(text, flush=True)
-cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).take()
+cache.Source(Path(sys.argv[1]), sys.argv[2], field="data", pins=Path(sys.argv[3]), say=say).acquire()
 print("done")
 """
 
@@ -290,7 +290,7 @@ def test_data_that_does_not_fit_is_told_before_it_is_fetched(runs: Runs, tmp_pat
     with pytest.raises(
         OutlastError, match=r"needs 10 TiB, the disk of /.*/tree has .* left; make room there, or let OUTLAST_CACHE"
     ):
-        runs.source(url=f"file://{tmp_path}/there").take()
+        runs.source(url=f"file://{tmp_path}/there").acquire()
     assert runs.trees() == [{}]
 
 

@@ -42,7 +42,7 @@ def written(
     directory: Path, step: int, *, generation: int = 1, run: str = RUN, files: dict[str, bytes] = FILES
 ) -> checkpoints.Checkpoint:
     """A local checkpoint."""
-    checkpoints.take(directory, run, generation)
+    checkpoints.acquire(directory, run, generation)
     draft = checkpoints.saving(directory, step, generation)
     draft.mkdir(parents=True)
     for name, content in files.items():
@@ -75,25 +75,25 @@ def test_the_last_two_stay_and_the_newest_that_count(now: Latest, keep: int):
     left = now.without(gone)
     assert set(now.places[-2:]) <= set(left.places)
     assert set(rules.counted(now)[-max(2, keep) :]) <= set(left.places)
-    assert all(rules.outlived(now, place) for place in gone)
+    assert all(rules.obsolete(now, place) for place in gone)
 
 
 @given(registers(), places, st.lists(st.tuples(places, st.integers(0, 4)), max_size=8))
 def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, happens: list[tuple[Place, int]]):
     """So its files may be deleted however late one comes to it."""
-    outlived = rules.outlived(now, old)
+    obsolete = rules.obsolete(now, old)
     for place, keep in happens:
         if not rules.refused(now, place):
             now = now.added(place)
         now = now.without(rules.expired(now, checkpoints.Retention(keep)))
-        assert rules.outlived(now, old) or not outlived
-        outlived = rules.outlived(now, old)
+        assert rules.obsolete(now, old) or not obsolete
+        obsolete = rules.obsolete(now, old)
 
 
 @given(registers(), st.lists(places, max_size=5))
 def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zombies(now: Latest, finished: list[Place]):
     now = dataclasses.replace(now, generation=3)
-    new = rules.taken(now, 4, finished)
+    new = rules.acquired(now, 4, finished)
     assert new.generation == 4
     assert new.step >= now.step
     assert all(place.generation == 3 and place in finished for place in new.places if place not in now.places)
@@ -186,7 +186,7 @@ def memory(tmp_path: Path) -> Store:
 def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):
     ours = remote.Checkpoints(place, RUN)
     assert (ours.latest(), ours.list_()) == (None, [])
-    assert ours.take(1).step == 0
+    assert ours.acquire(1).step == 0
     for step in (10, 20):
         local = written(tmp_path / "here", step)
         assert ours.push(local, journals=tmp_path) == remote.Outcome("committed", f"step {step} is in the store")
@@ -209,13 +209,13 @@ def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):
 
 def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
     zombie, owner = remote.Checkpoints(place, RUN), remote.Checkpoints(place, RUN)
-    zombie.take(1)
+    zombie.acquire(1)
     zombie.push(written(tmp_path / "zombie", 10), journals=tmp_path)
-    assert owner.take(2).step == 10
+    assert owner.acquire(2).step == 10
     with pytest.raises(Superseded, match="generation 1 of run run-1 has been replaced by generation 2"):
         zombie.push(written(tmp_path / "zombie", 20), journals=tmp_path)
     with pytest.raises(Superseded):
-        zombie.take(1)
+        zombie.acquire(1)
     assert owner.push(written(tmp_path / "owner", 20, generation=2), journals=tmp_path).kind == "committed"
     assert [(c.step, c.generation) for c in owner.list_()] == [(10, 1), (20, 2)]
 
@@ -223,17 +223,17 @@ def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
 def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place(place: Store, tmp_path: Path):
     old, new = remote.Checkpoints(place, "old"), remote.Checkpoints(place, "new")
     runs.claim(place, runs.Run("old", "job", 1.0))
-    old.take(7)
+    old.acquire(7)
     old.push(written(tmp_path / "old", 10, run="old", generation=7), journals=tmp_path)
     with pytest.raises(Superseded, match=r"run new no longer owns .*: run old does"):
-        new.take(1)
+        new.acquire(1)
     runs.claim(place, runs.Run("new", "job", 2.0), replace=True)
-    runs.set_aside(place, "new")
-    assert new.take(1).step == 0
+    runs.archive(place, "new")
+    assert new.acquire(1).step == 0
     with pytest.raises(Superseded):
         old.push(written(tmp_path / "old", 20, run="old", generation=7), journals=tmp_path)
     with pytest.raises(Superseded):
-        old.take(8)
+        old.acquire(8)
     assert new.list_() == []
     assert [c.step for c in remote.Checkpoints(place.child("previous/old"), "old").list_()] == [10]
 
@@ -250,13 +250,13 @@ def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path:
         return act()
 
     ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
-    ours.take(1)
+    ours.acquire(1)
     with pytest.raises(Unreachable):
         ours.push(local, journals=tmp_path)
     arrived = {key.rpartition("/")[2] for key in keys(memory, "checkpoints/step-00000010")}
     assert 0 < len(arrived) < len(FILES)
     sent[:] = ["", "", "", ""]
-    ours.take(2)  # a new generation goes on with the same files
+    ours.acquire(2)  # a new generation goes on with the same files
     assert ours.push(local, journals=tmp_path).kind == "committed"
     assert set(sent[4:]) == FILES.keys() - arrived
 
@@ -274,7 +274,7 @@ def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Buck
     ours = remote.Checkpoints(place, RUN)
     arrived = 0
     for generation in (1, 2):
-        ours.take(generation)
+        ours.acquire(generation)
         half_pushed(ours, local, tmp_path / "journals")
         (upload,) = moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
         key = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
@@ -292,7 +292,7 @@ def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(moto: Buck
 
 def test_uploads_that_nobody_goes_on_with_are_aborted(moto: Bucket, tmp_path: Path):
     ours = remote.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
-    ours.take(1)
+    ours.acquire(1)
     half_pushed(ours, written(tmp_path / "here", 10, files={"large": bytes(PARTS * multipart.PART)}), tmp_path / "journals")
     assert moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
     ours.forget(tmp_path / "journals")
@@ -307,8 +307,8 @@ def test_a_checkpoint_that_is_spread_over_machines_is_committed_by_the_last(plac
     for name in FILES.keys() - {"__1_0.distcp"}:
         (tmp_path / "two" / "step-00000010" / name).unlink()
     one, two = remote.Checkpoints(place, RUN), remote.Checkpoints(place, RUN)
-    one.take(1)
-    two.take(1)
+    one.acquire(1)
+    two.acquire(1)
     waits = one.push(whole, journals=tmp_path)
     assert (waits.kind, waits.there, waits.missing) == ("waiting", False, ("__1_0.distcp",))
     assert waits.reason == "step-00000010 waits for __1_0.distcp, which another machine has"
@@ -343,7 +343,7 @@ def remove(place: Store, key: str) -> None:
 def three(place: Store, tmp_path: Path) -> remote.Checkpoints:
     """Steps 10, 20 and 30 in a store."""
     ours = remote.Checkpoints(place, RUN)
-    ours.take(1)
+    ours.acquire(1)
     for step in (10, 20, 30):
         ours.push(written(tmp_path / "here", step), journals=tmp_path)
     return ours
@@ -384,7 +384,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
 def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(memory: Store, tmp_path: Path):
     ours = three(memory, tmp_path)
     garble(memory, commit_key(memory, 30).replace("COMMIT", "__0_0.distcp"))
-    ours.take(2)
+    ours.acquire(2)
     again = written(tmp_path / "again", 30, generation=2, files={**FILES, "__0_0.distcp": b"changed " * 100})
     assert ours.push(again, journals=tmp_path).kind == "committed"
     assert [(c.step, c.generation) for c in ours.list_()] == [(10, 1), (20, 1), (30, 2)]
@@ -411,12 +411,12 @@ def test_a_lost_register_is_told_from_the_checkpoints_and_written_anew(memory: S
     assert json.loads(memory.get(register.LATEST))["generation"] == 1
     assert [c.step for c in ours.list_()] == [10, 20, 30, 40]
     harm(memory, register.LATEST)
-    assert ours.take(2).step == 40
+    assert ours.acquire(2).step == 40
 
 
 def test_what_is_damaged_here_is_never_committed(memory: Store, tmp_path: Path):
     ours = remote.Checkpoints(memory, RUN)
-    ours.take(1)
+    ours.acquire(1)
     rotten, cut, torn = (written(tmp_path / "here", step) for step in (10, 20, 30))
     (rotten.path / ".metadata").write_bytes(b"[]")
     (cut.path / ".metadata").write_bytes(b"{")
@@ -525,7 +525,7 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
     def process(place: Any, generation: int) -> Iterator[int]:
         """Go on for three steps; those that are in the store, as soon as they are."""
         ours = remote.Checkpoints(place, RUN)
-        newest = ours.take(generation).step
+        newest = ours.acquire(generation).step
         if newest:
             restored = ours.restore(tmp_path / f"{place.url.rpartition('/')[2]}-{generation}", say=lambda _: None)
             assert restored
@@ -565,11 +565,11 @@ def test_a_checkpoint_whose_writer_died_before_the_register_counts_for_the_next(
         return act()
 
     ours = remote.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
-    ours.take(1)
+    ours.acquire(1)
     with pytest.raises(Killed):
         ours.push(written(tmp_path, 10), journals=tmp_path)
     assert remote.Checkpoints(memory, RUN).latest() is None
-    assert remote.Checkpoints(memory, RUN).take(2).step == 10
+    assert remote.Checkpoints(memory, RUN).acquire(2).step == 10
 
 
 # What goes
@@ -666,7 +666,7 @@ def test_what_dead_generations_left_is_swept_when_two_newer_are_there(place: Sto
         place.put(f"checkpoints/{key}", b"left")
     place.put("checkpoints/step-00000005/other-run-g1-00000001/a", b"another run's")
     place.put("checkpoints/step-00000005/notes.txt", b"somebody's")
-    ours.take(3)
+    ours.acquire(3)
     for step in (10, 20):
         ours.push(written(tmp_path, step, generation=3), journals=tmp_path)
         ours.prune(checkpoints.Retention(2))
@@ -714,8 +714,8 @@ def test_what_earlier_runs_left_is_set_aside(place: Store):
     before = {key: place.get(key) for key in keys(place)}
     claimed = runs.claim(place, a_run("two"))
     assert claimed == a_run("two", aside="one")
-    assert runs.set_aside(place, "two") == 4
-    assert runs.set_aside(place, "two") == 0
+    assert runs.archive(place, "two") == 4
+    assert runs.archive(place, "two") == 0
     assert runs.read(place) == a_run("two")
     assert {key: place.get(f"previous/one/{key}") for key in before} == before
     assert set(keys(place)) == {"run.json", *(f"previous/one/{key}" for key in before)}
@@ -724,7 +724,7 @@ def test_what_earlier_runs_left_is_set_aside(place: Store):
 def test_objects_of_nobody_are_set_aside_too(place: Store):
     place.put("notes.txt", b"mine")
     assert runs.claim(place, a_run("one")).aside == "before-one"
-    runs.set_aside(place, "one")
+    runs.archive(place, "one")
     assert keys(place) == ["previous/before-one/notes.txt", "run.json"]
 
 
@@ -750,12 +750,12 @@ def test_whoever_is_killed_while_setting_aside_loses_no_object(conditional: bool
         dying: Any = Watched(place, last, conditional=conditional)
         try:
             runs.claim(dying, a_run("two"))
-            runs.set_aside(dying, "two")
+            runs.archive(dying, "two")
         except (Killed, Unreachable):
             here = {key.removeprefix("previous/one/"): place.get(key) for key in keys(place)}
             assert objects.items() <= here.items(), "an object is lost"
         runs.claim(calm, a_run("two"))
-        runs.set_aside(calm, "two")
+        runs.archive(calm, "two")
         assert {key: place.get(key) for key in keys(place) if not key.endswith("run.json")} == {
             f"previous/one/{key}": content for key, content in objects.items()
         }
@@ -776,11 +776,11 @@ def test_who_sets_aside_much_too_late_touches_nothing_of_the_new_run(memory: Sto
         answer = act()
         if request == "copy" and not done:  # meanwhile another process has done it, and the run has begun
             done = True
-            runs.set_aside(memory, "one")
+            runs.archive(memory, "one")
             memory.put("logs/worker-0.log", b"new")
         return answer
 
-    runs.set_aside(Watched(memory, hand), "one")  # type: ignore[arg-type]
+    runs.archive(Watched(memory, hand), "one")  # type: ignore[arg-type]
     assert memory.get("logs/worker-0.log") == b"new"
     assert memory.get("previous/before-one/logs/worker-0.log") == b"old"
 

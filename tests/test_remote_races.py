@@ -40,7 +40,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     found = {}
     for generation in range(1, 6):
         directory = tmp_path_factory.mktemp(f"machine-{generation}")
-        checkpoints.take(directory, RUN, generation)
+        checkpoints.acquire(directory, RUN, generation)
         for step in range(1, STEPS + 1):
             draft = checkpoints.saving(directory, step, generation)
             draft.mkdir()
@@ -81,7 +81,7 @@ class Truth:
             return
         before, self.latest = self.latest, latest
         for place in latest.places:
-            if rules.outlived(latest, place):  # a new owner may have copied it while it went
+            if rules.obsolete(latest, place):  # a new owner may have copied it while it went
                 continue
             assert place in finished, f"{place} counts and is not there"
             assert place in before.places or place.generation >= before.generation, f"{place} is a zombie's, after {before}"
@@ -120,7 +120,7 @@ class Writer:
         for _ in range(self.wait):
             self.again(lambda: self.place.names("nothing"))
         try:
-            newest = self.again(lambda: there.take(self.generation)).step
+            newest = self.again(lambda: there.acquire(self.generation)).step
             for step in self.steps or range(newest + 1, min(newest + 4, STEPS + 1)):
                 local = self.saved[self.generation, step]
                 if self.again(lambda local=local: there.push(local, journals=self.journals)).kind == "committed":
@@ -176,7 +176,7 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
     turns.run(**{f"g{writer.generation}": writer for writer in writers})
     # Whoever comes last, alone, restores the newest that was ever seen, and goes on from there.
     there = remote.Checkpoints(Watched(raw, lambda request, key, act: act(), conditional=conditional), RUN)
-    newest = there.take(5)
+    newest = there.acquire(5)
     truth()
     assert newest.step == truth.latest.step >= max((step for writer in writers for step in writer.committed), default=0)
     if newest.step:

@@ -258,7 +258,7 @@ def test_a_generation_that_was_replaced_commits_nothing_and_stops(tmp_path: Path
     while not checkpoints.list_(tmp_path / "checkpoints"):
         time.sleep(0.01)
         assert all(process.is_alive() for process in processes)
-    checkpoints.take(tmp_path / "checkpoints", "r", 2)
+    checkpoints.acquire(tmp_path / "checkpoints", "r", 2)
     committed = checkpoints.list_(tmp_path / "checkpoints")
     end = worlds.ended(processes, tmp_path)
     assert end.codes == [1, 1]
@@ -268,7 +268,7 @@ def test_a_generation_that_was_replaced_commits_nothing_and_stops(tmp_path: Path
 
 
 def test_a_replaced_generation_cannot_begin(tmp_path: Path):
-    checkpoints.take(tmp_path / "checkpoints", "r", 3)
+    checkpoints.acquire(tmp_path / "checkpoints", "r", 3)
     end = world(Training(), tmp_path, 1, generation=2)
     assert end.codes == [1]
     assert "Superseded: generation 2 of this run has been replaced by generation 3" in end.errors[0]

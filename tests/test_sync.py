@@ -109,8 +109,8 @@ def test_a_file_is_believed_unchanged_only_if_everything_says_so() -> None:
     here, there = Stat(5, 100, 200), Object(5, 100, 7, 0)
     seen = Seen(5, 100, 200, 7)
 
-    def verdict(here: Stat = here, seen: Seen | None = seen, there: Object = there, settled: int = 1000) -> Verdict:
-        return index.compare(here, seen, there, settled)
+    def verdict(here: Stat = here, seen: Seen | None = seen, there: Object = there, clean_before: int = 1000) -> Verdict:
+        return index.compare(here, seen, there, clean_before)
 
     assert verdict() is Verdict.SAME
     assert verdict(here=Stat(6, 100, 200)) is Verdict.DIFFERENT
@@ -118,7 +118,7 @@ def test_a_file_is_believed_unchanged_only_if_everything_says_so() -> None:
     assert verdict(here=Stat(5, 100, 201)) is Verdict.LOOK, "its time may have been set back"
     assert verdict(there=Object(5, 100, 8, 0)) is Verdict.DIFFERENT, "somebody replaced the object"
     assert verdict(seen=None) is Verdict.SAME, "the state was lost, or another machine sent it"
-    assert verdict(seen=None, settled=100) is Verdict.LOOK, "it was read when it might still have changed unnoticed"
+    assert verdict(seen=None, clean_before=100) is Verdict.LOOK, "it was read when it might still have changed unnoticed"
     assert verdict(seen=None, here=Stat(5, 101, 200)) is Verdict.LOOK, "reading is cheaper than sending"
     unknown = Object(5, 100, -1, 0)
     assert verdict(there=unknown, seen=None) is Verdict.SAME, "a file that was received from it has its time"
@@ -137,7 +137,7 @@ def test_a_file_that_was_just_written_is_looked_at_again() -> None:
 
 
 def test_a_listing_tells_what_others_replaced() -> None:
-    known = {key: Object(5, 1, 7, index.mark('"etag"')) for key in ("same", "replaced", "resized", "gone")}
+    known = {key: Object(5, 1, 7, index.etag_hash('"etag"')) for key in ("same", "replaced", "resized", "gone")}
     entries = [
         ("same", 5, "etag", 200.0),
         ("replaced", 5, "other", 200.0),
@@ -167,8 +167,8 @@ OBJECTS = some.dictionaries(some.text(min_size=1), some.builds(Object, INTS.filt
 
 
 @given(OBJECTS, INTS)
-def test_a_manifest_is_read_as_it_was_written(there: dict[str, Object], settled: int) -> None:
-    assert index.decode(index.encode(there, settled)) == (there, settled)
+def test_a_manifest_is_read_as_it_was_written(there: dict[str, Object], clean_before: int) -> None:
+    assert index.decode(index.encode(there, clean_before)) == (there, clean_before)
 
 
 @given(OBJECTS, some.dictionaries(some.text(min_size=1), some.builds(Seen, INTS.filter(lambda n: n >= 0), INTS, INTS, INTS)))
@@ -911,7 +911,7 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
         with memory.of(tmp_path / "push", f"{away.url}/{sync.MANIFEST}") as known:
             for name in names:
                 stat, content = tree.look(source / name), (source / name).read_bytes()
-                there = Object(stat.size, stat.mtime, zlib.crc32(content), index.mark(away.put(name, content)))
+                there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(away.put(name, content)))
                 known.add(name, there, Seen(*stat, zlib.crc32(content)))
 
     killed_after("a", "b")

@@ -134,7 +134,7 @@ def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     directory = tmp_path / "one" / contract.CHECKPOINTS
-    checkpoints.take(directory, "r", 1)
+    checkpoints.acquire(directory, "r", 1)
     writer = saver.Saver(directory, "r", 1, retention=checkpoints.Retention(2), report=lambda kind, **fields: None)
     writer.begin(7, checkpoint.capture({"net": net, "other": other, "optimizer": optimizer}, rank=0, ranks=1))
     assert writer.wait() == saver.Outcome(7, committed=True)

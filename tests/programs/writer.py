@@ -19,7 +19,7 @@ from outlast.checkpoints import restore
 output, url, run, generation = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 directory = output / contract.CHECKPOINTS
 restore.restore(output, store.open_(url), run, lambda text: print(text, flush=True))
-checkpoints.take(directory, run, generation)
+checkpoints.acquire(directory, run, generation)
 newest = checkpoints.latest(checkpoints.list_(directory), run)
 step = newest.step if newest else 0
 print(f"restored {step}", flush=True)

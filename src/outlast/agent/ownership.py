@@ -122,9 +122,9 @@ def take(
     if there is None or there.succeeded or (fresh and there.owner != new.owner):
         there = runs.claim(where, new, replace=fresh)
     if there.aside:
-        runs.set_aside(where, there.run)
+        runs.archive(where, there.run)
     if there.ended or there.owner != new.owner:
-        runs.take(where, there.run, new.owner)
+        runs.acquire(where, there.run, new.owner)
     return there.run
 
 
@@ -151,8 +151,8 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
     """A generation that no worker of the run has had, and after which none from before may commit any more."""
     found = seen(where, output, run, stored=stored)
     if stored:
-        remote.Checkpoints(where, run).take(found + 1)
-    return checkpoints.take(output / contract.CHECKPOINTS, run, found + 1)
+        remote.Checkpoints(where, run).acquire(found + 1)
+    return checkpoints.acquire(output / contract.CHECKPOINTS, run, found + 1)
 
 
 def seen(where: store.Store, output: Path, run: str, *, stored: bool) -> int:

@@ -176,7 +176,7 @@ class Pusher:
         """Push the committed checkpoints that are not in the store yet, and keep as many there as here."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._taken:
-            newest = self._checkpoints.take(generation)
+            newest = self._checkpoints.acquire(generation)
             self._taken = generation
             self._settled |= {(c.step, c.generation) for c in self._checkpoints.list_() if not c.problem}
             self.say(step=newest.step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from outlast.checkpoints.disk import (
     Checkpoint,
     Commit,
+    acquire,
     checksum,
     commit,
     expired,
@@ -20,12 +21,29 @@ from outlast.checkpoints.disk import (
     remove,
     saving,
     sweep,
-    take,
     verify,
 )
 from outlast.checkpoints.retention import Retention
 
 __all__ = [
-    "Checkpoint", "Commit", "Retention", "checksum", "commit", "expired", "fetching", "first", "generation", "latest",
-    "list_", "owner", "place", "read", "reading", "remove", "saving", "sweep", "take", "verify",
+    "Checkpoint",
+    "Commit",
+    "Retention",
+    "acquire",
+    "checksum",
+    "commit",
+    "expired",
+    "fetching",
+    "first",
+    "generation",
+    "latest",
+    "list_",
+    "owner",
+    "place",
+    "read",
+    "reading",
+    "remove",
+    "saving",
+    "sweep",
+    "verify",
 ]  # fmt: skip

@@ -232,7 +232,7 @@ def first(directory: Path, run: str) -> bool:
     return said or holder != run
 
 
-def take(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
+def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`: earlier ones can commit no more. None stands for the one after the last.
 
     `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a

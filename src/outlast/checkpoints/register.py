@@ -27,7 +27,7 @@ _ATTEMPTS = 50
 class Register(Protocol):
     """Where it is kept. All may raise StoreError."""
 
-    def take(self, generation: int) -> Latest:
+    def acquire(self, generation: int) -> Latest:
         """Let `generation` begin: earlier ones can commit no more. Raises Superseded when a later one has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
@@ -37,7 +37,7 @@ class Register(Protocol):
         """
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
-        """Forget checkpoints, but none that might be needed (`rules.outlived`); what the register says then."""
+        """Forget checkpoints, but none that might be needed (`rules.obsolete`); what the register says then."""
 
 
 def open_(store: Store, of: str, now: Callable[[], float]) -> Register:
@@ -87,7 +87,7 @@ class Swapped:
     of: str
     now: Callable[[], float]
 
-    def take(self, generation: int) -> Latest:
+    def acquire(self, generation: int) -> Latest:
         """See `Register`. A register of another run is taken over if the store's `runs.json` says that it is our turn."""
         for _ in range(_ATTEMPTS):
             said, etag = _object(self.store)
@@ -100,9 +100,9 @@ class Swapped:
                 raise Superseded(reason)
             if latest is said and latest.generation == generation:
                 return latest
-            if self._swap(new := rules.taken(latest, generation, finished(self.store, self.of)), etag):
+            if self._swap(new := rules.acquired(latest, generation, finished(self.store, self.of)), etag):
                 return new
-        raise self._restless()
+        raise self._contended()
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """See `Register`."""
@@ -113,13 +113,13 @@ class Swapped:
             if reason := rules.superseded(latest, self.of, generation):
                 raise Superseded(reason)
             if latest is None or latest.generation < generation:  # somebody has removed or damaged it
-                self.take(generation)
+                self.acquire(generation)
                 continue
             if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
                 return latest
             if self._swap(new := latest.added(place), etag):
                 return new
-        raise self._restless()
+        raise self._contended()
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
         """See `Register`."""
@@ -127,10 +127,10 @@ class Swapped:
             latest, etag = _object(self.store)
             if latest is None or latest.run != self.of:
                 return None
-            new = latest.without([place for place in places if rules.outlived(latest, place)])
+            new = latest.without([place for place in places if rules.obsolete(latest, place)])
             if new == latest or self._swap(new, etag):
                 return new
-        raise self._restless()
+        raise self._contended()
 
     def _swap(self, new: Latest, etag: str) -> bool:
         text = new.text(self.now())
@@ -143,7 +143,7 @@ class Swapped:
             return False
         return True
 
-    def _restless(self) -> Unreachable:
+    def _contended(self) -> Unreachable:
         return Unreachable(f"{self.store.url}/{LATEST} changes whenever we would change it; is more than one job writing there?")
 
 
@@ -169,7 +169,7 @@ class Named:
                 return said
         return said
 
-    def take(self, generation: int) -> Latest:
+    def acquire(self, generation: int) -> Latest:
         """See `Register`. What the generation before has proposed is committed: it may have told somebody so."""
         said = self.names()
         if said.latest and said.latest.generation == generation == said.announced:
@@ -218,7 +218,7 @@ class Named:
             return said.latest
         self._check(said, generation)
         if said.latest is None or said.latest.generation < generation:  # somebody has removed it
-            return self.take(generation)
+            return self.acquire(generation)
         return said.latest
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
@@ -226,7 +226,7 @@ class Named:
         latest = self.names().latest
         if latest is None:
             return None
-        gone = [place for place in places if rules.outlived(latest, place)]
+        gone = [place for place in places if rules.obsolete(latest, place)]
         self._forget(latest.generation, gone)
         return latest.without(gone)
 

@@ -97,13 +97,13 @@ class Checkpoints:
     def _parts(self, place: Place) -> Parts:
         return Parts(self.store, self.run, place)
 
-    def take(self, generation: int) -> Latest:
+    def acquire(self, generation: int) -> Latest:
         """Begin to commit as `generation`: earlier ones can commit no more. Its newest step is `.step`, 0 if there is none.
 
         Comes before anything is pushed, and before a checkpoint is chosen to go on from, so that nothing is committed after
         the choice. Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
         """
-        latest = self._register.take(generation)
+        latest = self._register.acquire(generation)
         self._generation = generation
         return latest
 
@@ -114,8 +114,8 @@ class Checkpoints:
             return []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             found = list(pool.map(self._known, latest.places))
-        # Without COMMIT and outlived: somebody is removing it.
-        return [c for c in found if c.said or not rules.outlived(latest, c.place)]
+        # Without COMMIT and obsolete: somebody is removing it.
+        return [c for c in found if c.said or not rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint whose COMMIT can be read."""
@@ -139,7 +139,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> Outcome:
-        """Commit a local checkpoint in the store. `take` comes first.
+        """Commit a local checkpoint in the store. `acquire` comes first.
 
         Files that are in the store already are not sent again. A checkpoint may be spread over machines: each pushes the files
         that it has, whoever comes last commits. `journals` is a directory for notes about unfinished uploads, `progress` is told
@@ -147,7 +147,7 @@ class Checkpoints:
         called again.
         """
         if self._generation is None:
-            raise ValueError("take() comes before push()")
+            raise ValueError("acquire() comes before push()")
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(disk.reading(local.path))
@@ -327,7 +327,7 @@ class Checkpoints:
             dead: dict[Place, list[str]] = {}
             for entry in entries:
                 place = Place.parse(entry.key.removeprefix(f"{contract.CHECKPOINTS}/"), self.run)
-                if place and rules.outlived(latest, place):
+                if place and rules.obsolete(latest, place):
                     dead.setdefault(place, []).append(entry.key)
             for place, keys in dead.items():
                 self._parts(place).delete(keys)

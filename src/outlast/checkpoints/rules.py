@@ -8,9 +8,9 @@ name; what is here decides only which of those directories count. Docs: docs/dec
     passed     a later generation went back before it, so it was skipped as damaged when that one began
     counted    committed and not passed
     expired    enough counted ones are above it: it goes
-    outlived   two committed ones of its own generation or later are above it: it may never be added (again), so its files may go
+    obsolete   two committed ones of its own generation or later are above it: it may never be added (again), so its files may go
 
-What is expired is outlived, and what is outlived stays so, whatever happens next: a process may delete such files however late it
+What is expired is obsolete, and what is obsolete stays so, whatever happens next: a process may delete such files however late it
 comes to it, even as a zombie. That is the reason why both rules look as they do.
 """
 
@@ -138,14 +138,14 @@ def expired(latest: Latest, retention: Retention) -> list[Place]:
     return [place for place in latest.places if place.step in steps]
 
 
-def outlived(latest: Latest, place: Place) -> bool:
+def obsolete(latest: Latest, place: Place) -> bool:
     """Whether a checkpoint is so old that it is never to be added (again), and its files may go."""
     return sum(other.step > place.step and other.generation >= place.generation for other in latest.places) >= 2
 
 
 def refused(latest: Latest, place: Place) -> str:
     """Why a checkpoint is not to be added, or nothing. One of the same step may stand in its way, too: look at that one."""
-    if outlived(latest, place):
+    if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
     there = latest.at(place.step)
@@ -154,7 +154,7 @@ def refused(latest: Latest, place: Place) -> str:
     return ""
 
 
-def taken(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
+def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
     """The register when `generation` begins. `finished` have all their files and a COMMIT.
 
     Those of the generation before that did not get into the register, because their writer died a moment too early, get in now.
@@ -169,7 +169,7 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
     """The register with checkpoints that were about to get in; they do unless a later generation has written that step."""
     for place in sorted(places):
         there = latest.at(place.step)
-        if not outlived(latest, place) and (there is None or there.generation < place.generation):
+        if not obsolete(latest, place) and (there is None or there.generation < place.generation):
             latest = latest.added(place)
     return latest
 

@@ -79,9 +79,9 @@ def home(state: Path) -> str:
     kept = state.parent / ".id"
     if not kept.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
-        with tree.Landing(str(kept)) as landing:
-            tree.write(landing.fd, secrets.token_hex(4).encode(), 0)
-            landing.land_first()  # or somebody else was faster
+        with tree.AtomicFile(str(kept)) as file:
+            tree.write(file.fd, secrets.token_hex(4).encode(), 0)
+            file.finish_unless_there()  # or somebody else was faster
     return f"{socket.gethostname()}:{state} (id {kept.read_text()})"
 
 
@@ -93,11 +93,11 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     Raises AlreadyRunning when another run has the place by now and has not ended, unless that is to be replaced.
     """
     old = runs.claim(place, new, replace=replace)
-    runs.set_aside(place, new.run)
-    runs.take(place, new.run, new.owner)
+    runs.archive(place, new.run)
+    runs.acquire(place, new.run, new.owner)
     latest, directory = register.read(place, new.run), output / contract.CHECKPOINTS
     generation = 1 + max(latest.generation if latest else 0, checkpoints.generation(directory, new.run))
-    remote.Checkpoints(place, new.run).take(generation)
+    remote.Checkpoints(place, new.run).acquire(generation)
     if before is None or old.owner != before.owner:
         _put_aside(output)
     report = sync.pull(place, output, output / upload.OWN / "pulled", skip=upload.skipped, only_missing=True)
@@ -106,7 +106,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
         raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
     for path in growing.files(place):
         growing.fetch(place, path, output / path)
-    checkpoints.take(directory, new.run, generation)
+    checkpoints.acquire(directory, new.run, generation)
     return generation
 
 

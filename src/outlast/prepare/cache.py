@@ -102,7 +102,7 @@ class Source:
         )
         self._say, self._stop = say, stop or threading.Event()
 
-    def take(self) -> Version:
+    def acquire(self) -> Version:
         """The version that this run uses: fetched if need be, and kept from being removed until it is closed.
 
         Raises OutlastError when the store does not give it, or gives another one than the run began with; OSError.

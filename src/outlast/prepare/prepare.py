@@ -226,7 +226,7 @@ class Preparation:
         source = cache.Source(
             cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self.say, stop=self._stop
         )
-        self._held.append(source.take())
+        self._held.append(source.acquire())
         return self._held[-1].tree
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from outlast.runs.record import PREVIOUS, RUN, Run, check, claim, end, read, set_aside, take, update
+from outlast.runs.record import PREVIOUS, RUN, Run, acquire, archive, check, claim, end, read, update
 
-__all__ = ["PREVIOUS", "RUN", "Run", "check", "claim", "end", "read", "set_aside", "take", "update"]
+__all__ = ["PREVIOUS", "RUN", "Run", "acquire", "archive", "check", "claim", "end", "read", "update"]

@@ -120,7 +120,7 @@ def release(place: Store) -> str:
     run, there = record.read(place), last(place)
     if run is None or run.ended:
         return ""
-    record.take(place, run.run, f"released-{secrets.token_hex(4)}")
+    record.acquire(place, run.run, f"released-{secrets.token_hex(4)}")
     beat(place, run.run, there.where if there else "", left=True)
     return there.where if there else "an owner that says nothing of itself"
 

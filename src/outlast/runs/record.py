@@ -103,7 +103,7 @@ def _elsewhere(store: Store, run: str) -> str:
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
     """Have `new` own the place; the record as it is now, which is the old one if the run owns it already.
 
-    Raises AlreadyRunning when a run owns it that has not ended, unless `replace`. `set_aside` comes next. In a store without
+    Raises AlreadyRunning when a run owns it that has not ended, unless `replace`. `archive` comes next. In a store without
     conditional writes, two that claim at the very same time may both believe that they have succeeded; the one that was earlier
     learns it with its next `update`.
     """
@@ -124,7 +124,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
         record = dataclasses.replace(new, aside=aside)
         if _write(store, record, etag, conditional):
             return record
-    raise _restless(store)
+    raise _contended(store)
 
 
 def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
@@ -144,17 +144,17 @@ def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> R
         new = changed(record)
         if new == record or _write(store, new, etag, conditional):
             return new
-    raise _restless(store)
+    raise _contended(store)
 
 
-def take(store: Store, run: str, owner: str) -> Run:
+def acquire(store: Store, run: str, owner: str) -> Run:
     """Take a run up, or go on with it: it is `owner`'s from now on, and others add nothing to it."""
 
-    def taken(old: Run) -> Run:
+    def acquired(old: Run) -> Run:
         before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
         return dataclasses.replace(old, owner=owner, before=before, state="Running", reason="", exit_code=None)
 
-    return _change(store, run, "", taken)
+    return _change(store, run, "", acquired)
 
 
 def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:
@@ -162,7 +162,7 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
     return update(store, run, by=by, state=str(state), reason=reason, exit_code=exit_code)
 
 
-def set_aside(
+def archive(
     store: Store,
     run: str,
     *,
@@ -245,5 +245,5 @@ def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
     return True
 
 
-def _restless(store: Store) -> Unreachable:
+def _contended(store: Store) -> Unreachable:
     return Unreachable(f"{store.url}/{RUN} changes whenever we would change it; is more than one run beginning there?")

@@ -249,12 +249,12 @@ class Upload:
             finally:
                 os.close(own)
 
-        crew: list[threading.Thread] = []
+        threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
                 # A daemon: a stalled connection does not keep the process from its end. With its own file: it may outlast us.
-                crew.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
-                crew[-1].start()
+                threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
+                threads[-1].start()
             while len(etags) < len(lengths):
                 if self.stop.is_set():
                     raise Stopped(f"the upload of {self.key} was stopped")
@@ -267,7 +267,7 @@ class Upload:
         finally:
             enough.set()
             deadline = time.monotonic() + (0 if self.stop.is_set() else 5)
-            for thread in crew:
+            for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         return [etags[number] for number in sorted(etags)]
 

@@ -141,7 +141,7 @@ class Sender:
         self._store, self._root = store, root
         self._known: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
-        """Parts whose arrival is not certain: sent again as they were, they are there once."""
+        """Parts whose downloaded is not certain: sent again as they were, they are there once."""
         self.failed: list[tuple[str, str]] = []
         """Files that the last push could not read or send, and why."""
 
@@ -236,17 +236,17 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
     made = as_file(parts(store, path))
     if to.exists() or not made:
         return to.exists()
-    with tree.Landing(str(to)) as landing, ThreadPoolExecutor(AHEAD, "outlast-growing") as pool:
+    with tree.AtomicFile(str(to)) as partial, ThreadPoolExecutor(AHEAD, "outlast-growing") as pool:
 
         def bring(part: Part, start: int, end: int) -> None:
             if stop is not None and stop.is_set():
                 raise Stopped(f"fetching {path} was stopped")
-            tree.write(landing.fd, store.range(part.key, start - part.start, end - part.start), start)
+            tree.write(partial.fd, store.range(part.key, start - part.start, end - part.start), start)
 
         pieces = ((part, at, min(end, at + PART)) for part, end in made for at in range(part.start, end, PART))
         for _ in _ahead(pool, ((end - at, bring, (part, at, end)) for part, at, end in pieces), _HELD):
             pass
-        landing.land_first()
+        partial.finish_unless_there()
     return True
 
 

@@ -1,8 +1,8 @@
 """What is where: objects as a manifest remembers them, files as we saw them, and whether the two agree.
 
 The rules of `sync`, as plain functions of plain values; nothing here looks at a disk, a clock or a store. A file is known by its
-size, its two times (of the content and of the inode) and the crc32 of what was read; an object by its size, its crc32, and a mark
-made of its etag. Times are nanoseconds since the epoch, crc32 is -1 where nobody knows it.
+size, its two times (of the content and of the inode) and the crc32 of what was read; an object by its size, its crc32, and a hash
+of its etag. Times are nanoseconds since the epoch, crc32 is -1 where nobody knows it.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class Verdict(enum.Enum):
     """The file must be read to know."""
 
 
-def compare(here: Stat, seen: Seen | None, there: Object, settled: int) -> Verdict:
+def compare(here: Stat, seen: Seen | None, there: Object, clean_before: int) -> Verdict:
     """Whether the file `here`, last `seen` as that, has the content of the object `there`.
 
     Without `seen`, a file of the object's size and mtime is believed to be the one it was made of, if that mtime is before
-    `settled`: the object's maker then read it when it could no longer change unnoticed.
+    `clean_before`: the object's maker then read it when it could no longer change unnoticed.
     """
     if here.size != there.size:
         return Verdict.DIFFERENT
     if there.crc32 < 0:  # a file that was made of it has its time; but if we had seen it, we would know more
         return Verdict.SAME if seen is None and here.mtime == there.mtime else Verdict.DIFFERENT
     if seen is None:
-        return Verdict.SAME if here.mtime == there.mtime and here.mtime < settled else Verdict.LOOK
+        return Verdict.SAME if here.mtime == there.mtime and here.mtime < clean_before else Verdict.LOOK
     if seen.size != here.size or seen.mtime != here.mtime:
         return Verdict.DIFFERENT
     if seen.ctime != here.ctime:
@@ -83,14 +83,14 @@ def seen(stat: Stat, crc32: int, read: int) -> Seen:
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
-def mark(etag: str) -> int:
+def etag_hash(etag: str) -> int:
     """What we keep of an etag."""
     return zlib.crc32(etag.strip('"').encode())
 
 
 def as_left(known: Object, size: int, etag: str) -> bool:
     """Whether an object is still the one we know."""
-    return known.size == size and known.mark == mark(etag)
+    return known.size == size and known.mark == etag_hash(etag)
 
 
 def found(entries: Iterable[tuple[str, int, str, float]], known: Mapping[str, Object], own: str) -> dict[str, Object]:
@@ -110,7 +110,7 @@ def found(entries: Iterable[tuple[str, int, str, float]], known: Mapping[str, Ob
 
 def unknown(size: int, etag: str, modified: float) -> Object:
     """An object of which nobody knows the file."""
-    return Object(size, round(modified * 1000) * 1_000_000, -1, mark(etag))
+    return Object(size, round(modified * 1000) * 1_000_000, -1, etag_hash(etag))
 
 
 def unsafe(key: str) -> str:
@@ -142,16 +142,16 @@ _UNKNOWN = Object(-1, 0, -1, 0)
 _UNSEEN = Seen(-1, 0, 0, -1)
 
 
-def encode(objects: Mapping[str, Object], settled: int) -> bytes:
+def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
     """A manifest, for the store."""
     paths = sorted(objects)
-    text = _text({"settled": settled, "path": paths, **_columns(Object, [objects[path] for path in paths])})
+    text = _text({"settled": clean_before, "path": paths, **_columns(Object, [objects[path] for path in paths])})
     packer = zlib.compressobj(1, zlib.DEFLATED, 31)  # 31: gzip; level 1: six times as fast as 6, and 9 % larger
     return packer.compress(text) + packer.flush()
 
 
 def decode(data: bytes) -> tuple[dict[str, Object], int]:
-    """What a manifest says: objects, `settled`. Raises ValueError."""
+    """What a manifest says: objects, `clean_before`. Raises ValueError."""
     try:
         said = _document(zlib.decompress(data, 31))
         with _uncollected():
@@ -168,7 +168,7 @@ class State:
     """The manifest's URL: what is known of one store is of no use for another."""
     etag: str = ""
     """Of the manifest whose content `objects` is; empty when there is none."""
-    settled: int = 0
+    clean_before: int = 0
     """As in the manifest."""
     checked: float = 0.0
     """When the store was last listed, by our clock."""
@@ -178,7 +178,7 @@ class State:
     def encode(self) -> bytes:
         """As a document."""
         paths = sorted(self.objects.keys() | self.seen.keys())
-        head = {"place": self.place, "etag": self.etag, "settled": self.settled, "checked": self.checked}
+        head = {"place": self.place, "etag": self.etag, "settled": self.clean_before, "checked": self.checked}
         there = _columns(Object, [self.objects.get(path, _UNKNOWN) for path in paths])
         here = _columns(Seen, [self.seen.get(path, _UNSEEN) for path in paths], "seen_")
         return _text({**head, "path": paths, **there, **here})

@@ -60,17 +60,17 @@ def work(
     waiting = next(source, None)
     if waiting is None:
         return
-    crew = _Crew()
+    threads = _Threads()
     begun, moved, before = time.monotonic(), 0.0, 0.0
     deadline: float | None = None
     try:
         while True:
-            while deadline is None and out < 2 * crew.width:
+            while deadline is None and out < 2 * threads.width:
                 waiting = waiting or next(source, None)
                 if waiting is None or (out and cost + waiting.cost > MEMORY):
                     break
                 out, cost = out + 1, cost + waiting.cost
-                crew.todo.put(waiting)
+                threads.todo.put(waiting)
                 waiting = None
             if not out:
                 break
@@ -78,12 +78,12 @@ def work(
             if stop is not None and stop.is_set() and deadline is None:
                 deadline = time.monotonic() + _LEAVE_S
                 enough.set()
-                dropped = crew.drop()
+                dropped = threads.drop()
                 out, cost = out - len(dropped), cost - sum(job.cost for job in dropped)
             if deadline is not None and (not out or time.monotonic() > deadline):
                 break
             try:
-                job, result, error = crew.done.get(timeout=0.1)
+                job, result, error = threads.done.get(timeout=0.1)
             except queue.Empty:
                 continue
             out, cost = out - 1, cost - job.cost
@@ -91,13 +91,13 @@ def work(
                 yield Outcome(job.of, result, error)
             moved += 1 + job.cost / (1 << 20)
             if (lasted := time.monotonic() - begun) > _WINDOW_S:
-                crew.width, before = widened(crew.width, before, moved / lasted)
+                threads.width, before = widened(threads.width, before, moved / lasted)
                 begun, moved = time.monotonic(), 0.0
         if deadline is not None:
             raise Stopped("stopped; the same again goes on from here")
     finally:
         enough.set()
-        crew.leave(time.monotonic() + _LEAVE_S if deadline is None else deadline)
+        threads.leave(time.monotonic() + _LEAVE_S if deadline is None else deadline)
 
 
 def widened(width: int, before: float, now: float) -> tuple[int, float]:
@@ -110,7 +110,7 @@ def widened(width: int, before: float, now: float) -> tuple[int, float]:
     return min(2 * width, MANY), now
 
 
-class _Crew:
+class _Threads:
     """Threads that do what is in `todo`, and put into `done` how it ended. They start when they are needed."""
 
     def __init__(self) -> None:

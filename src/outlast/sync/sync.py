@@ -210,12 +210,12 @@ class _Run:
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
                 data, entry = store.read(self._key)
-                state.objects, state.settled = manifest.decode(data)
+                state.objects, state.clean_before = manifest.decode(data)
                 state.etag = entry.etag
                 self._memory.fresh.clear()  # whoever wrote this may have replaced it since
                 self._learned = True
         except (Missing, ValueError):  # a manifest that cannot be read is none
-            state.etag, state.settled = "", 0
+            state.etag, state.clean_before = "", 0
             check = self.changed = True
         if check or not 0 <= time.time() - state.checked < CHECK_EVERY_S:
             entries = ((e.key, e.size, e.etag, e.modified) for e in store.entries() if not self._skip(e.key))
@@ -227,14 +227,14 @@ class _Run:
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
         """Those of the paths whose file and object are not the same."""
-        seen, objects, settled = self._state.seen, self._state.objects, self._state.settled
+        seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
             here, there = files.get(path), objects.get(path)
             if here is None or there is None:
                 todo.append(path)
                 continue
-            verdict = manifest.compare(here, seen.get(path), there, settled)
+            verdict = manifest.compare(here, seen.get(path), there, clean_before)
             if verdict is Verdict.SAME:
                 self.report.unchanged += 1
                 if path not in seen and there.crc32 >= 0:
@@ -289,7 +289,7 @@ class _Run:
     def send(self, paths: list[str], files: Mapping[str, Stat]) -> None:
         """Send files, and remember what has arrived."""
         meter = _Meter(self._progress, len(paths), sum(files[path].size for path in paths))
-        outcomes = transfer.departures(
+        outcomes = transfer.uploads(
             self._store,
             ((Path(self._root, path), path) for path in sorted(paths, key=lambda path: files[path].size)),
             journals=self._memory.uploads,
@@ -299,17 +299,17 @@ class _Run:
             tick=meter.tick,
         )
         with contextlib.closing(outcomes):
-            for (place, path), departure, error in outcomes:
-                if departure is None:
+            for (place, path), uploaded, error in outcomes:
+                if uploaded is None:
                     if not tree.gone(place):  # deleted since the walk: it has never been there
                         self._failed(path, error)
                     continue
-                sent, here, read, steady = departure
+                sent, here, read, steady = uploaded
                 seen = manifest.seen(here, sent.crc32, read)
                 if not steady:
                     seen = seen._replace(ctime=0)
                     self.report.changing.append(path)
-                self._moved(path, Object(sent.size, here.mtime, sent.crc32, manifest.mark(sent.etag)), seen)
+                self._moved(path, Object(sent.size, here.mtime, sent.crc32, manifest.etag_hash(sent.etag)), seen)
                 meter.files += 1
         self._settle()
         meter.tick(last=True)
@@ -345,13 +345,13 @@ class _Run:
             Wanted(path, objects[path].size, os.path.join(self._root, path), objects[path].crc32, objects[path].mtime)
             for path in sorted(paths, key=lambda path: objects[path].size)
         )
-        outcomes = transfer.arrivals(self._store, wanted, progress=meter.moved, stop=self._stop, tick=meter.tick)
+        outcomes = transfer.downloads(self._store, wanted, progress=meter.moved, stop=self._stop, tick=meter.tick)
         with contextlib.closing(outcomes):
-            for one, arrival, error in outcomes:
+            for one, downloaded, error in outcomes:
                 path = one.key
-                if arrival is not None:
-                    there = objects[path]._replace(crc32=arrival.crc32)
-                    self._moved(path, there, manifest.seen(arrival.stat, arrival.crc32, time.time_ns()))
+                if downloaded is not None:
+                    there = objects[path]._replace(crc32=downloaded.crc32)
+                    self._moved(path, there, manifest.seen(downloaded.stat, downloaded.crc32, time.time_ns()))
                     meter.files += 1
                 elif isinstance(error, Missing | Changed | Damaged):
                     replaced[path] = error
@@ -392,7 +392,7 @@ class _Run:
         if self._refused and not self.report.transferred:
             raise self._refusal
 
-    def write(self, settled: int, gone: list[str]) -> None:
+    def write(self, clean_before: int, gone: list[str]) -> None:
         """Write the manifest of what is in the store, without what is about to go."""
         state, store = self._state, self._store
         try:  # another pusher may have been here since we looked: what it says is true, but for what we did
@@ -404,7 +404,7 @@ class _Run:
             pass
         for path in gone:
             state.objects.pop(path, None)
-        state.etag, state.settled = store.put(self._key, manifest.encode(state.objects, settled)), settled
+        state.etag, state.clean_before = store.put(self._key, manifest.encode(state.objects, clean_before)), clean_before
         self._learned = True
 
     @contextlib.contextmanager

@@ -4,7 +4,7 @@
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
 Small files are sent and received whole, large ones by parts. What arrives is written beside its place, compared with the size
-(and checksum) that is expected, and renamed. Threads and the limit of memory are those of `crew`. `sync` does this for trees,
+(and checksum) that is expected, and renamed. Threads and the limit of memory are those of `threads`. `sync` does this for trees,
 `checkpoints` for checkpoints, `fetch` and `code` for data.
 """
 
@@ -48,7 +48,7 @@ class Sent(NamedTuple):
     etag: str
 
 
-class Departure(NamedTuple):
+class Uploaded(NamedTuple):
     """A file that was sent."""
 
     sent: Sent
@@ -72,7 +72,7 @@ class Wanted(NamedTuple):
     """The time that the file gets, nanoseconds since the epoch."""
 
 
-class Arrival(NamedTuple):
+class Downloaded(NamedTuple):
     """A file that was received."""
 
     crc32: int
@@ -94,14 +94,14 @@ def send(
     meanwhile, and Stopped soon after `stop` is set.
     """
     done = {}
-    with contextlib.closing(departures(store, files, journals=journals, progress=progress, stop=stop)) as outcomes:
-        for (path, key), departure, error in outcomes:
+    with contextlib.closing(uploads(store, files, journals=journals, progress=progress, stop=stop)) as outcomes:
+        for (path, key), uploaded, error in outcomes:
             if error is not None:
                 raise error
-            assert departure is not None
-            if not departure.steady:
+            assert uploaded is not None
+            if not uploaded.steady:
                 raise Changed(f"{path} changes while it is sent", retry=True)
-            done[key] = departure.sent
+            done[key] = uploaded.sent
     return done
 
 
@@ -122,19 +122,19 @@ def receive(
     """
     wanted = (Wanted(key, size, str(path), (expected or {}).get(key, -1)) for key, size, path in objects)
     done = {}
-    with contextlib.closing(arrivals(store, wanted, durable=durable, progress=progress, stop=stop)) as outcomes:
-        for one, arrival, error in outcomes:
+    with contextlib.closing(downloads(store, wanted, durable=durable, progress=progress, stop=stop)) as outcomes:
+        for one, downloaded, error in outcomes:
             if error is not None:
                 raise error
-            assert arrival is not None
-            done[one.key] = arrival.crc32
+            assert downloaded is not None
+            done[one.key] = downloaded.crc32
     return done
 
 
 # Sending
 
 
-def departures(
+def uploads(
     store: Store,
     files: Iterable[tuple[Path, str]],
     *,
@@ -143,21 +143,21 @@ def departures(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> Generator[Outcome[Departure], None, None]:
+) -> Generator[Outcome[Uploaded], None, None]:
     """Send files, and tell of each how that ended. If `snapshots`, a large file that changes all the time is copied first."""
     enough = threading.Event()
 
-    def job(path: Path, key: str) -> Departure:
+    def job(path: Path, key: str) -> Uploaded:
         read = time.time_ns()
         data = tree.read(path, SMALL)
         if data is None:
             return _upload(store, path, key, journals, snapshots, progress, enough)
         content, stat, steady = data
-        departure = Departure(Sent(len(content), zlib.crc32(content), store.put(key, content)), stat, read, steady)
+        uploaded = Uploaded(Sent(len(content), zlib.crc32(content), store.put(key, content)), stat, read, steady)
         progress(len(content))
-        return departure
+        return uploaded
 
-    def jobs() -> Iterator[Job[Departure]]:
+    def jobs() -> Iterator[Job[Uploaded]]:
         for path, key in files:
             size = 0
             with contextlib.suppress(OSError):  # the job will say so
@@ -175,7 +175,7 @@ def _upload(
     snapshots: bool,
     progress: Callable[[int], None],
     stop: threading.Event,
-) -> Departure:
+) -> Uploaded:
     """Send a large file. Its checksum is read beside that, from pages that the upload has just read, or will."""
     journals.mkdir(parents=True, exist_ok=True)
     journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
@@ -193,7 +193,7 @@ def _upload(
                 failed.set()
                 raise
             if tree.look(path) == before:
-                return Departure(Sent(before.size, crc.result(), etag), before, read, True)
+                return Uploaded(Sent(before.size, crc.result(), etag), before, read, True)
     if not snapshots:
         raise Changed(f"{path} changes while it is sent", retry=True)
     with tempfile.TemporaryDirectory(dir=journals) as directory:
@@ -204,13 +204,13 @@ def _upload(
         with path.open("rb", buffering=0) as file:
             steady = crc32.of(file.fileno(), size) == crc_sent
         etag = store.upload(copy, key, progress=progress, stop=stop)
-    return Departure(Sent(size, crc_sent, etag), before._replace(size=size, ctime=0), read, steady)
+    return Uploaded(Sent(size, crc_sent, etag), before._replace(size=size, ctime=0), read, steady)
 
 
 # Receiving
 
 
-def arrivals(
+def downloads(
     store: Store,
     wanted: Iterable[Wanted],
     *,
@@ -218,30 +218,30 @@ def arrivals(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
-) -> Generator[Outcome[Arrival], None, None]:
+) -> Generator[Outcome[Downloaded], None, None]:
     """Receive objects, and tell of each how that ended."""
     enough = threading.Event()
     direct = Direct(store.link)
     begun: list[_Pieces] = []
 
-    def small(one: Wanted) -> Arrival:
+    def small(one: Wanted) -> Downloaded:
         for attempt in range(2):
-            with tree.Landing(one.path) as landing:
-                arrived = direct.fetch(one.key, landing.fd, 0, one.size, True) if one.size and not attempt else None
+            with tree.AtomicFile(one.path) as partial:
+                arrived = direct.fetch(one.key, partial.fd, 0, one.size, True) if one.size and not attempt else None
                 if arrived is None:
                     data, entry = store.read(one.key)
                     if entry.size != one.size:
                         raise _replaced(store, one, entry.size)
                     arrived = zlib.crc32(data)
-                    tree.write(landing.fd, data, 0)
+                    tree.write(partial.fd, data, 0)
                 crc = arrived
                 if one.crc32 in (-1, crc):
-                    stat = landing.land(one.mtime, durable=durable)
+                    stat = partial.finish(one.mtime, durable=durable)
                     progress(one.size)
-                    return Arrival(crc, stat)
+                    return Downloaded(crc, stat)
         raise _damaged(store, one, crc)
 
-    def jobs() -> Iterator[Job[Arrival | None]]:
+    def jobs() -> Iterator[Job[Downloaded | None]]:
         for one in wanted:
             if one.size <= SMALL:
                 yield Job(one, one.size, partial(small, one))
@@ -277,7 +277,7 @@ class _Pieces:
         self._store, self._wanted, self._direct, self._durable = store, wanted, direct, durable
         self._progress, self._enough = progress, enough
         self._lock = threading.Lock()
-        self._landing: tree.Landing | None = None
+        self._file: tree.AtomicFile | None = None
         self._etag = ""
         self._left = -(-wanted.size // SMALL)
         self._busy = 0
@@ -285,7 +285,7 @@ class _Pieces:
         self._error: BaseException | None = None
         self.ended = False
 
-    def fetch(self, start: int) -> Arrival | None:
+    def fetch(self, start: int) -> Downloaded | None:
         """Bring the piece that begins there; the file, if that was the last one."""
         with self._lock:
             self._left -= 1
@@ -312,8 +312,8 @@ class _Pieces:
                     raise self._error
                 return self._end()
             finally:
-                if self._landing is not None:
-                    self._landing.close()
+                if self._file is not None:
+                    self._file.close()
 
     def give_up(self) -> None:
         """Leave it, if it has not ended."""
@@ -324,18 +324,18 @@ class _Pieces:
     def _begin(self) -> None:
         if self._enough.is_set():
             raise Stopped(f"the download of {self._wanted.key} was stopped")
-        if self._landing is None:
+        if self._file is None:
             if self._wanted.crc32 < 0:  # else that tells whether all pieces are of one version
                 entry = self._store.head(self._wanted.key)
                 if entry.size != self._wanted.size:
                     raise _replaced(self._store, self._wanted, entry.size)
                 self._etag = entry.etag
-            self._landing = tree.Landing(self._wanted.path)
-            os.truncate(self._landing.fd, self._wanted.size)
+            self._file = tree.AtomicFile(self._wanted.path)
+            os.truncate(self._file.fd, self._wanted.size)
 
     def _bring(self, start: int) -> None:
-        assert self._landing is not None
-        file, end = self._landing.fd, min(start + SMALL, self._wanted.size)
+        assert self._file is not None
+        file, end = self._file.fd, min(start + SMALL, self._wanted.size)
         crc = self._direct.fetch(self._wanted.key, file, start, end, False)
         if crc is None:
             try:
@@ -351,8 +351,8 @@ class _Pieces:
         self._crcs[start] = crc
         self._progress(end - start)
 
-    def _end(self) -> Arrival:
-        assert self._landing is not None
+    def _end(self) -> Downloaded:
+        assert self._file is not None
         one, crc = self._wanted, 0
         for start in sorted(self._crcs):
             crc = crc32.combine(crc, self._crcs[start], min(SMALL, one.size - start))
@@ -360,11 +360,11 @@ class _Pieces:
             raise _damaged(self._store, one, crc)
         if self._etag and self._store.head(one.key).etag != self._etag:
             raise Changed(f"{self._store.url}/{one.key} was replaced while it was received", retry=True)
-        return Arrival(crc, self._landing.land(one.mtime, durable=self._durable))
+        return Downloaded(crc, self._file.finish(one.mtime, durable=self._durable))
 
     def _drop_if_idle(self) -> None:
-        if self._error is not None and not self._busy and self._landing is not None:
-            self._landing.close()
+        if self._error is not None and not self._busy and self._file is not None:
+            self._file.close()
 
 
 def _replaced(store: Store, wanted: Wanted, size: int) -> Changed:

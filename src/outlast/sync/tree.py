@@ -189,14 +189,14 @@ def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
     return size, crc
 
 
-class Landing:
+class AtomicFile:
     """A file on its way: written beside `path`, and renamed to it when it is whole.
 
-        with Landing(path) as landing:
-            os.pwrite(landing.fd, ...)
-            stat = landing.land(mtime)
+        with AtomicFile(path) as file:
+            os.pwrite(file.fd, ...)
+            stat = file.finish(mtime)
 
-    Without `land`, nothing remains. Raises OSError, and OutlastError where a directory is in the way.
+    Without `finish`, nothing remains. Raises OSError, and OutlastError where a directory is in the way.
     """
 
     def __init__(self, path: str) -> None:
@@ -208,15 +208,15 @@ class Landing:
         except FileNotFoundError:
             os.makedirs(directory, exist_ok=True)
             self.fd = self._open()
-        self._landed = False
+        self._finished = False
 
     def _open(self) -> int:
         return os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def __enter__(self) -> Landing:
+    def __enter__(self) -> AtomicFile:
         return self
 
-    def land(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
+    def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
         """Give the file its name, and its time (nanoseconds); the file as it is then."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
@@ -226,10 +226,10 @@ class Landing:
             os.rename(self._partial, self.path)
         except IsADirectoryError as error:
             raise OutlastError(f"there is a directory of this name at {self.path}; move it away") from error
-        self._landed = True
+        self._finished = True
         return _stat(os.fstat(self.fd))
 
-    def land_first(self) -> None:
+    def finish_unless_there(self) -> None:
         """Give the file its name, unless there is a file of that name by now: that one stays."""
         try:
             os.link(self._partial, self.path)
@@ -237,14 +237,14 @@ class Landing:
             pass
         except OSError:  # a file system without links
             if not os.path.lexists(self.path):
-                self.land()
+                self.finish()
 
     def close(self) -> None:
         """Remove what did not land."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-            if not self._landed:
+            if not self._finished:
                 with contextlib.suppress(OSError):
                     os.unlink(self._partial)
 

@@ -167,7 +167,7 @@ class Session:
         number = torch.tensor(self.generation)
         if self._disks.leader:
             with self._writing():
-                number.fill_(checkpoints.take(self._directory, self._run, ours, first=self.rank == 0))
+                number.fill_(checkpoints.acquire(self._directory, self._run, ours, first=self.rank == 0))
         if not numbered:
             dist.broadcast(number, 0, group=self._group)
             self.generation = int(number)
