@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
-from outlast.kube import kinds
+from outlast.kube import kinds, ownership
 from outlast.legacy import decide as controller
 from outlast.legacy import pods
 from outlast.operator import reconcilers
@@ -74,7 +74,7 @@ def test_a_worker_is_the_users_pod_and_is_told_where_to_meet() -> None:
             "outlast.dev/worker": "1",
         },
         "annotations": {"outlast.dev/nnodes": "1:128"},
-        "ownerReferences": [pods.owner(a_job())],
+        "ownerReferences": [ownership.reference(a_job())],
     }
     assert variables(pod) == {
         "PET_NNODES": "1:128",

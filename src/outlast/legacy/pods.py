@@ -16,6 +16,7 @@ from typing import Any
 
 from outlast import accelerators, contract
 from outlast.contract import Label
+from outlast.kube import ownership
 from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests import cel, names
 from outlast.manifests.crd import Schema
@@ -164,7 +165,7 @@ def service(job: Mapping[str, Any]) -> Document:
             "name": _service(name),
             "namespace": job["metadata"]["namespace"],
             "labels": {**selector(name), Label.JOB: names.fit(name)},
-            "ownerReferences": [owner(job)],
+            "ownerReferences": [ownership.reference(job)],
         },
         "spec": {
             "clusterIP": "None",
@@ -200,7 +201,7 @@ def pod(job: Mapping[str, Any], index: int) -> Document:
             "namespace": job["metadata"]["namespace"],
             "labels": labelled,
             "annotations": {**(given.get("annotations") or {}), NNODES: nnodes(job)},
-            "ownerReferences": [owner(job)],
+            "ownerReferences": [ownership.reference(job)],
         },
         "spec": {
             **template["spec"],
@@ -209,18 +210,6 @@ def pod(job: Mapping[str, Any], index: int) -> Document:
             "restartPolicy": _pod_policy(job),
             "containers": containers,
         },
-    }
-
-
-def owner(job: Mapping[str, Any]) -> Document:
-    """The ownerReference of what is made for a job."""
-    return {
-        "apiVersion": LEGACY_JOB.api_version,
-        "kind": LEGACY_JOB.kind,
-        "name": job["metadata"]["name"],
-        "uid": job["metadata"]["uid"],
-        "controller": True,
-        "blockOwnerDeletion": True,
     }
 
 
