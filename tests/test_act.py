@@ -14,7 +14,7 @@ import apiserver
 from outlast import errors, kube
 from outlast.contract import Label
 from outlast.kube import kinds
-from outlast.operator.apply import AGAIN_S, Done, act, event
+from outlast.operator.apply import RETRY_S, Done, act, event
 from outlast.operator.parallel import Parallel
 from outlast.operator.plan import Deletion, Note, Plan
 
@@ -200,7 +200,7 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
         done = act(cluster, job, Plan(creates=(pod,), look_again=NOW + 60), NOW)
     assert [record.getMessage() for record in caplog.records] == ([said] if said else [])
     stays = said if said.endswith("give the job another name") else ""
-    assert done == Done(NOW + AGAIN_S if said else NOW + 60, blocked=stays)
+    assert done == Done(NOW + RETRY_S if said else NOW + 60, blocked=stays)
     assert told(cluster) == ([("Warning", "FailedCreate", stays)] if stays else [])
 
 
@@ -217,7 +217,7 @@ def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
     plan = Plan(setup=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
     said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
-    assert act(cluster, job, plan, NOW) == Done(NOW + AGAIN_S, said)
+    assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
     assert told(cluster) == [("Normal", "NameTaken", said)]
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
     assert not cluster.list_(kinds.POD)
@@ -266,7 +266,7 @@ def test_what_is_the_jobs_follows_its_changes_and_what_is_an_earlier_jobs_is_wai
     plan = Plan(apply=({**an_owned_service(job), "spec": {"n": 2}},), status={"n": 2})
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
     said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
-    assert act(cluster, job, plan, NOW) == Done(NOW + AGAIN_S, said)
+    assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train"), "what is written there is not asked for again"
     api.remove("services", "train")
     api.put(an_owned_service(job))

@@ -29,7 +29,7 @@ LONG_MODULES = {
 }
 LONG_FUNCTIONS = {
     *("agent/agent.py:__init__", "cluster/logs.py:follow", "doctor/inside.py:pod", "launch/warm.py:serve"),
-    *("legacy/pods.py:_replicas", "local/backend.py:submit", "manifests/crd.py:_status", "operator/apply.py:act"),
+    *("legacy/pods.py:_replicas", "local/backend.py:submit", "manifests/crd.py:_status"),
     "operator/job_status.py:write",
 }
 WIDE_FUNCTIONS = {

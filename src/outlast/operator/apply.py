@@ -78,9 +78,10 @@ def act(
 ) -> Done:
     """Carry out a plan, as far as the job is still the one that it was made for.
 
-    `each` may make the writes of one part of the plan in parallel; `later` may write Events in the background; `written` is called
-    once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, with none in flight; the
-    next pass finds what is left. When the API server rejects pods, or what they need, that is Refused or Forbidden, and an Event.
+    `each` may make the writes of one part of the plan in parallel; `later` may write Events in the background; `written` is
+    called once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, with none in
+    flight; the next pass finds what is left. When the API server rejects pods, or what they need, it raises Refused or Forbidden
+    and writes an Event.
     """
     applying = _Applying(cluster, job, now, each, later)
     try:
