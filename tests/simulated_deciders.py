@@ -26,8 +26,8 @@ TTL = 5
 
 class Voice:
     def say(self, text: str) -> None: ...
-    def note(self, kind: str, **facts: Any) -> None: ...
-    def over(self, state: State, reason: str, code: int) -> None: ...
+    def event(self, kind: str, **facts: Any) -> None: ...
+    def finished(self, state: State, reason: str, code: int) -> None: ...
 
 
 class Node:
@@ -39,7 +39,7 @@ class Node:
         link = Link(etcd, rng)
         self.member = Membership(link, OF, run="run", id=index, token=uid, ttl=TTL, floor=floor, clock=clock)
         office = election.Office(
-            link, OF, uid, coordinator.Terms.of(fields), Voice(), replicas=fields.workers.replicas, operated=True, ttl=TTL,
+            link, OF, uid, coordinator.Settings.of(fields), Voice(), replicas=fields.workers.replicas, operated=True, ttl=TTL,
             clock=clock, chance=rng.random, word=lambda: f"born-{rng.random()}",
         )  # fmt: skip
         self.candidate = election.Candidate(office, id=lambda: index)

@@ -34,9 +34,9 @@ class Voice:
     def say(self, text: str) -> None:
         self.said.append(text)
 
-    def note(self, kind: str, **facts: Any) -> None: ...
+    def event(self, kind: str, **facts: Any) -> None: ...
 
-    def over(self, state: State, reason: str, code: int) -> None:
+    def finished(self, state: State, reason: str, code: int) -> None:
         self.ended.append((str(state), reason, code))
 
 
@@ -67,7 +67,7 @@ class Bench:
             member.listed(member._store.range(OF.decided, prefix=True))
 
     def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[election.Candidate, Voice]:
-        terms = coordinator.Terms((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
+        terms = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
         how = {"clock": lambda: self.etcd.now + skew, "chance": lambda: 0.0, "word": self.word, **fields}
@@ -173,7 +173,7 @@ def test_what_is_nested_without_end_is_nothing() -> None:
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
-    terms = coordinator.Terms((1,), restarts.Policy(1, timedelta(hours=1)), world.Patience())
+    terms = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Patience())
     running = etcd.Running(servers.address("etcd://a"), name="r", terms=terms, voice=Voice())
     client = etcd.Client(servers.address("etcd://a"), run="r", id=0)
     assert isinstance(running._candidate._office.clock, Clock)

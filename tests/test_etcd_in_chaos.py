@@ -32,8 +32,8 @@ WITHIN_S = 0.5
 
 class Voice:
     def say(self, text: str) -> None: ...
-    def note(self, kind: str, **facts: Any) -> None: ...
-    def over(self, state: State, reason: str, code: int) -> None: ...
+    def event(self, kind: str, **facts: Any) -> None: ...
+    def finished(self, state: State, reason: str, code: int) -> None: ...
 
 
 class Node:
@@ -61,7 +61,7 @@ class Node:
             choose=rng.choice,
         )
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
-        what = coordinator.Terms(
+        what = coordinator.Settings(
             tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Patience(start=5.0)
         )
         office = election.Office(

@@ -19,7 +19,8 @@ from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
 from outlast.local.state_dir import StateDir
 from outlast.local.workers import Ended, Worker
-from outlast.rendezvous import coordinator, world
+from outlast.rendezvous import failures, world
+from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.handler import Handler
 from outlast.rendezvous.transports.sockets import Called
 from outlast.report import goodput
@@ -62,8 +63,10 @@ def a_failure(code: int = 1, *, time: float = 0.0) -> Failure:
 def test_the_cause_is_a_kill_before_an_error_and_an_error_before_its_echoes():
     killed, bug, aborted = a_failure(137, time=3.0), a_failure(1, time=1.0), a_failure(134, time=2.0)
     echo = a_failure(1, time=0.0)
-    pending = [(True, echo), (False, aborted), (False, bug), (False, killed)]
-    assert [failure for _, failure in sorted(pending, key=coordinator.cause_first)] == [killed, bug, aborted, echo]
+    pending = [Pending(True, echo), Pending(False, aborted), Pending(False, bug), Pending(False, killed)]
+    for cause in (killed, bug, aborted, echo):
+        assert failures.cause(pending).failure == cause
+        pending = [each for each in pending if each.failure != cause]
 
 
 # Clocks that are set, machines that sleep
@@ -142,11 +145,11 @@ def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
     launcher.add_failure(a_failure(time=machine.wall + theirs), echo=True)
-    machine.goes_on(coordinator.CAUSE_S / 2)
+    machine.goes_on(failures.COORDINATOR.cause / 2)
     assert launcher.decide(2, (0, 1)) is None, "whoever died may still say so"
     launcher.judge_when_settled()
     assert launcher.pending
-    machine.goes_on(coordinator.SETTLE_S)
+    machine.goes_on(failures.COORDINATOR.settle)
     launcher.judge_when_settled()
     assert launcher.restarts == 1
 

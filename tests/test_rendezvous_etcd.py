@@ -20,8 +20,7 @@ import ports
 from etcds import Server
 from outlast import contract, etcd, spec
 from outlast.errors import EtcdAway, EtcdRefused, OutlastError
-from outlast.rendezvous import coordinator as decider
-from outlast.rendezvous import torchrun, transport
+from outlast.rendezvous import coordinator, torchrun, transport
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports import etcd as rendezvous
 from outlast.rendezvous.transports import sockets
@@ -398,10 +397,10 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
     file.write_text(
         json.dumps({"apiVersion": contract.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "train"}, "spec": job})
     )
-    terms = decider.Terms.of(spec.load(file).spec)
+    terms = coordinator.Settings.of(spec.load(file).spec)
 
     class Voice(torchrun.Voice):
-        def over(self, state: Any, reason: str, code: int) -> None:
+        def finished(self, state: Any, reason: str, code: int) -> None:
             ended.append((str(state), reason, code))
 
     where = etcd.address(pod, environ={})

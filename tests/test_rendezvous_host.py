@@ -67,7 +67,7 @@ class Run:
         self.broken: list[str] = []
         over = lambda state, reason, code: self.ended.append((str(state), reason, code))  # noqa: E731
         ledger = Ledger(tmp_path / "ledger", "decider")
-        self.host = worker0.Host(JOB, run="run", key=KEY, generation=0, ledger=ledger, over=over, broken=self.broken.append)
+        self.host = worker0.Host(JOB, run="run", key=KEY, generation=0, ledger=ledger, ended=over, broken=self.broken.append)
         self.host.start(self.endpoint)
         self.clients: list[sockets.Client] = []
         self.strangers: list[Stranger] = []
@@ -91,7 +91,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
         client.close()
     for stranger in made.strangers:
         stranger.sock.close()
-    made.host.farewell = sockets.Closed("", 0)
+    made.host.closed = sockets.Closed("", 0)
     made.host.wait()
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast import status
-from outlast.rendezvous import restarts
+from outlast.rendezvous import failures
+from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.restarts import History, Policy, Record, Restart, Stop, judge
 
 NOW = 10_000.0
@@ -174,7 +175,7 @@ def test_hangs_at_different_steps_are_only_counted():
 
 def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_job():
     first, other = a_failure(step=0, early="ImportError"), a_failure(step=0, early="ImportError").model_copy(update={"worker": 0})
-    assert restarts.raised_everywhere(first, [(False, first), (False, other)], [0, 1])
+    assert failures.raised_everywhere(first, [Pending(False, first), Pending(False, other)], [0, 1])
     assert judge(History(), first, 0, NOW, a_policy(), everywhere=True) == Stop(
         "rank 1 on worker 1 raised ValueError; every rank raises it before the first step, a restart would not help",
         78,
@@ -188,10 +189,10 @@ def test_an_error_that_not_every_worker_raised_before_its_first_step_is_tried_ag
         a_failure(early="").model_copy(update={"worker": 0}),
         a_failure(early="ImportError").model_copy(update={"worker": 0}),
     )
-    assert not restarts.raised_everywhere(first, [(False, first)], [0, 1])
-    assert not restarts.raised_everywhere(first, [(False, first), (False, ok)], [0, 1])
-    assert not restarts.raised_everywhere(first, [(False, first), (True, echo)], [0, 1])
-    assert not restarts.raised_everywhere(ok, [(False, ok)], [0])
+    assert not failures.raised_everywhere(first, [Pending(False, first)], [0, 1])
+    assert not failures.raised_everywhere(first, [Pending(False, first), Pending(False, ok)], [0, 1])
+    assert not failures.raised_everywhere(first, [Pending(False, first), Pending(True, echo)], [0, 1])
+    assert not failures.raised_everywhere(ok, [Pending(False, ok)], [0])
 
 
 def test_a_kill_between_errors_does_not_hide_the_step():

@@ -333,7 +333,7 @@ class Agent:
             key=seal.key(self.environ),
             generation=generation,
             ledger=ledger,
-            over=self._record,
+            ended=self._record,
             broken=broken,
         )
         self._host.start(self.environ[contract.Env.RENDEZVOUS])
@@ -349,7 +349,7 @@ class Agent:
         self._host = etcd.Running(
             servers.address(environ[contract.Env.RENDEZVOUS], environ=environ),
             name=schema.run_name(environ[contract.Env.RUN], environ),
-            terms=coordinator.Terms.of(self.job.spec),
+            terms=coordinator.Settings.of(self.job.spec),
             voice=_Voice(self),
             replicas=self.job.spec.workers.replicas,
             operated=contract.Env.MEMBER in environ,
@@ -614,12 +614,12 @@ class _Voice:
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: Any) -> None:
         if self._ledger is None:
             self._ledger = Ledger(self._agent.output / contract.LEDGER, f"decider-{self._agent.index}")
         self._ledger.write(kind, **facts)
 
-    def over(self, state: str, reason: str, code: int) -> None:
+    def finished(self, state: str, reason: str, code: int) -> None:
         """Each agent records the end, all the same: any of them may be gone."""
         self._agent._record(state, reason, code)
 

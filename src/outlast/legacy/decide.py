@@ -24,13 +24,14 @@ from outlast.kube.ownership import owned_by
 from outlast.legacy import pods as legacy
 from outlast.operator import job_status
 from outlast.operator.plan import Deletion, Document, Note, Plan
+from outlast.rendezvous import failures
 from outlast.rendezvous.world import until
 
 RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` starts a worker again; all others are permanent."""
 OVERDUE_S = 60.0
 """A pod that is there so long after its grace is over is on a node that does not answer."""
-CAUSE_S = 5.0
+CAUSE_S = failures.PLAIN_PODS.cause
 """How long a worker that may have lost the store of worker 0 waits for what became of that one. Kubelets tell within about a
 second how a container ended, with times in whole seconds by clocks that are not quite the same; the rest is margin."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")

@@ -33,8 +33,8 @@ from outlast.errors import OutlastError
 from outlast.launch import titles
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.local.workers import Ended, Worker, WorkerPool
-from outlast.rendezvous import restarts, world
-from outlast.rendezvous.coordinator import Decider, Terms, after, cause_first
+from outlast.rendezvous import failures, restarts, world
+from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
 from outlast.report import goodput
 from outlast.status import CheckpointStatus, End, Failure, JobStatus, RankStatus, SavedStatus, State, StoreStatus, WorkerStatus
@@ -59,13 +59,13 @@ FOLD_SHARE = 0.02
 """The live goodput is folded from the ledger no more often than this, and in no larger a share of our time."""
 
 
-class Launcher(Decider):
+class Launcher(Coordinator):
     """All that is known and done for one job. `run` returns the exit code of the launcher."""
 
     def __init__(self, state_dir: StateDir, clock: Awake | None = None) -> None:
         self.state_dir = state_dir
         self.job = spec.load(state_dir.job)
-        super().__init__(Terms.of(self.job.spec), clock or Awake())
+        super().__init__(Settings.of(self.job.spec), clock or Awake())
         record = Run.read(state_dir)
         self.run_id = record.run
         self.output = Path(record.output)
@@ -119,7 +119,7 @@ class Launcher(Decider):
         self.heart: alive.Heart | None = None
         """Says that we train the run in the store."""
         self._written = ""
-        self._poke = asyncio.Event()
+        self._wake = asyncio.Event()
         self.server = sockets.Server(run=self.run_id, heard=self.heard, gone=self.gone, clock=self.clock)
 
     # The loop
@@ -143,7 +143,7 @@ class Launcher(Decider):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._close, State.INTERRUPTED, f"the launcher received {number.name}", 75)
         while True:
-            self._poke.clear()
+            self._wake.clear()
             for worker in self.pool.silent():
                 self.pool.kill(worker.index, "has an agent that does nothing")
             for id in self.server.drop_silent():
@@ -160,7 +160,7 @@ class Launcher(Decider):
             self._show()
             await asyncio.sleep(0)  # hear what has come meanwhile, also when there is no pause
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poke.wait(), TICK_S)
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
         await self.server.stop()
         return self._finish()
 
@@ -193,7 +193,7 @@ class Launcher(Decider):
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
             self.closing, self.close_by = (State(state), reason, code), self.clock() + self.patience.leave + CLOSING_S
-            self.farewell, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
+            self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._reap()
         if self.pool.present and memory["world"]:  # it may still train: listen before deciding
             self.known = world.State({}, sockets.world_from(memory["world"]), since=self.clock())
@@ -273,10 +273,10 @@ class Launcher(Decider):
     def send(self, id: int, kind: str, content: object) -> None:
         self.server.send(id, kind, content)
 
-    def poke(self) -> None:
-        self._poke.set()
+    def wake(self) -> None:
+        self._wake.set()
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: Any) -> None:
         self.ledger.write(kind, **facts)
 
     def formed(self, new: world.World) -> None:
@@ -337,7 +337,7 @@ class Launcher(Decider):
         if self.closing is not None:
             if wanted.end in ("kill", "cancel") and before.end != wanted.end:
                 self.closing = (_END_STATES[wanted.end], _ENDS[wanted.end], contract.Exit.FAILED)
-                self.farewell = sockets.Closed(*self.closing[1:])
+                self.closed = sockets.Closed(*self.closing[1:])
                 self.close_by = 0.0
         elif wanted.end:
             code = contract.Exit.INTERRUPTED if wanted.end in ("interrupt", "suspend") else contract.Exit.FAILED
@@ -366,13 +366,13 @@ class Launcher(Decider):
             for worker in self.pool.present.values():
                 self.pool.ask_to_leave(worker)
         else:  # who is to save leaves by itself
-            self.farewell = sockets.Closed(reason, code)
+            self.closed = sockets.Closed(reason, code)
             for id in list(self.reports):
-                self.send(id, "closed", self.farewell)
+                self.send(id, "closed", self.closed)
             for worker in self.pool.present.values():
                 if worker.index not in self.reports:
                     self.pool.ask_to_leave(worker)
-        self.poke()
+        self.wake()
 
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
@@ -448,7 +448,7 @@ class Launcher(Decider):
     def _judge_last(self) -> None:
         """A failure that came with the end is still shown, although nobody restarts for it."""
         if self.pending and self.status.failure is None and self.closing and self.closing[0] is State.FAILED:
-            self.status.failure = min(self.pending, key=cause_first)[1]
+            self.status.failure = failures.cause(self.pending).failure
 
     # What there is to see
 

@@ -25,15 +25,12 @@ from outlast.operator.plan import Deletion, Document, Plan
 from outlast.operator.reconcile import Look
 from outlast.operator.rules import ends, failures, progress
 from outlast.operator.snapshot import Pod, Seen
+from outlast.rendezvous import failures as judging
 from outlast.rendezvous import world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.world import Call, Cause, Standing
 from outlast.status import End, Failure, State
 
-SETTLE_S = 1.0
-"""Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
-CAUSE_S = 1.5
-"""How long the echoes of a failure wait for its cause: kubelets tell within about a second how a container ended."""
 ARRIVE_S = 2.0
 """Workers come one after another: who is still waited for is written when nobody has come for so long."""
 LEAVE_S = 60.0
@@ -247,10 +244,9 @@ def world_decided(look: Look) -> None:
     state = _state(look)
     wanted = world.Wanted(look.wanted, look.fields.workers.allowed(), frozenset(_expected(look)))
     pending = failures.reported(look)
-    echoes = [failure for echo, failure in pending if echo]
-    if pending and len(echoes) == len(pending) and not failures.explained(look) and look.now < echoes[0].time + CAUSE_S:
-        look.again(echoes[0].time + CAUSE_S)
-        return  # whoever died is still ending; a call now would stop it before it could say why
+    since = min((each.failure.time for each in pending), default=look.now)
+    if not failures.explained(look) and (end := judging.held_until(pending, since, look.now, judging.OPERATOR)) is not None:
+        return look.again(end)
     for _ in range(4):
         decision = world.decide(state, wanted, look.patience, look.now)
         if isinstance(decision, world.World) and pending:
@@ -273,10 +269,10 @@ def world_decided(look: Look) -> None:
                 look.again(wait.look_again)
                 break
     if pending:
-        first = min(failure.time for _, failure in pending)
-        if look.now >= first + SETTLE_S and not (len(echoes) == len(pending) and failures.unanswered(look)):
+        settled = judging.settled_at(pending, since, look.now, judging.OPERATOR, unanswered=failures.unanswered(look))
+        if settled is None:
             failures.judge_processes(look, pending)
-        look.again(first + SETTLE_S)
+        look.again(settled)
 
 
 def _world_wanted(look: Look) -> None:

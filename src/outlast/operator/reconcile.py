@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -171,7 +172,7 @@ class Look:
 
     def again(self, when: float | None) -> None:
         """Look again at this time."""
-        if when is not None:
+        if when not in (None, math.inf):
             self._times.append(when)
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:

@@ -22,7 +22,7 @@ from outlast.operator import job_status as memory
 from outlast.operator import queues
 from outlast.operator.job_status import Memory
 from outlast.operator.queues import Found
-from outlast.rendezvous import coordinator
+from outlast.rendezvous import failures
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
 from outlast.rendezvous.world import Member, Standing
@@ -351,7 +351,7 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
         time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
-        failure, echo = coordinator.reported(failed, index, member.generation, member.since) if failed else (None, False)
+        echo, failure = failures.reported(failed, index, member.generation, member.since) if failed else (False, None)
         decided = _decided(annotations.get(Annotation.DECIDED, ""))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # of another version, or nobody's: it says nothing
         return []

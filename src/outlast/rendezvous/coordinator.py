@@ -1,22 +1,21 @@
-"""Who decides for one run: hears its members, publishes calls and worlds, judges failures and says when it is over.
+"""Coordinates one run: hears its members, publishes calls and worlds, judges failures and says when the run is over.
 
-The decisions are `world.decide` and `restarts.judge`; this is what every decider does about them, whoever it is: the launcher of
-one machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected
-(`rendezvous.etcd.election`).
-What differs between those is the abstract methods. May die at any moment: what must survive is kept by `remember`, before anybody
-is told.
+The decisions are `world.decide` and `failures.judge`; this carries them out, whoever it is that coordinates: the launcher of one
+machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected
+(`rendezvous.etcd.election`). They differ in the methods below the first ruler. A coordinator may die at any moment: `remember`
+keeps what its successor must know, before anybody hears of it.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from outlast import contract
-from outlast.rendezvous import restarts, world
+from outlast.rendezvous import failures, restarts, world
+from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, Standing
 from outlast.status import End, Failure, State
@@ -24,18 +23,14 @@ from outlast.status import End, Failure, State
 if TYPE_CHECKING:
     from outlast import spec
 
-SETTLE_S = 1.0
-"""Failures of one generation are collected this long, so that the first of them is judged and not its echoes."""
-CAUSE_S = 0.5
-"""How long the echoes of a failure wait for its cause."""
 
-_FACTS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early")
-"""What a `Failure` takes from `sockets.Report.failure`."""
+_FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted"}
+"""What the ledger has of a failure."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
-    """What a run asks of its decider."""
+class Settings:
+    """What a run asks of its coordinator."""
 
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
@@ -49,85 +44,79 @@ class Terms:
         return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), patience)
 
 
-def reported(told: Mapping[str, Any], worker: int, generation: int, now: float) -> tuple[Failure, bool]:
-    """What a member says has failed, a `sockets.Report.failure`, and whether it only echoes another failure. What cannot be read
-    still counts: the job must neither stop by it nor be tried again without end."""
-    failure = {key: told[key] for key in _FACTS if key in told}
-    where, echo = {"worker": worker, "generation": generation}, bool(told.get("echo"))
-    try:
-        if not (
-            sockets.is_count(told.get("code"))
-            and sockets.is_number(told.get("time", 0.0))
-            and sockets.is_count(told.get("step") or 0)
-        ):
-            raise ValueError("no code, time or step is like this")
-        return Failure.model_validate({**failure, **where}), echo
-    except ValueError:
-        reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
-        return Failure.model_validate({"code": contract.Exit.FAILED.value, "reason": reason, "time": now, **where}), echo
-
-
-class Decider(abc.ABC):
+class Coordinator:
     """All that is known of one run. `heard` and `gone` take what the transport brings; `decide` follows from it."""
 
-    def __init__(self, terms: Terms, clock: Callable[[], float] = time.time) -> None:
-        self.sizes, self.policy, self.patience = terms.sizes, terms.policy, terms.patience
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        self.sizes, self.policy, self.patience = settings.sizes, settings.policy, settings.patience
         self.clock = clock
         self.history = restarts.History()
         self.restarts = 0
         """Failures that counted since the start of the run."""
         self.reports: dict[int, sockets.Report] = {}
         self.known = world.State({})
-        """What `world.decide` goes by."""
-        self.pending: list[tuple[bool, Failure]] = []
-        """Failures of the current generation, each with whether it only echoes another."""
+        """The input of `world.decide`."""
+        self.pending: list[Pending] = []
+        """Failures of the current generation that are not judged yet."""
         self.pending_since = 0.0
         """When the first of them was heard of, by our clock: theirs are other processes', if not other machines'."""
         self.judged = 0
-        """The newest generation whose failure has been judged; what is reported of it later is known."""
-        self.unanswered_s = 5.0
-        """How long echoes are not judged while a member has not answered that may be their cause."""
-        self.farewell: sockets.Closed | None = None
-        """What everybody who reports is told once there is no further world."""
+        """The newest generation whose failure has been judged; later reports of it are ignored."""
+        self.committed = 0
+        """The newest committed step that a failure told of."""
+        self.timeouts = failures.COORDINATOR
+        self.gives_up = True
+        """Whether workers of a job that failed exit with GIVEN_UP, so that whoever counts pods does not begin again."""
+        self.closed: sockets.Closed | None = None
+        """The final result, sent to everybody who reports."""
 
-    # What this decider is
+    # What differs: where it stands, and who reads it
 
-    @abc.abstractmethod
     def send(self, id: int, kind: str, content: object) -> None:
-        """Say something to a member, see `sockets.Server.send`."""
+        """Send something to a member, see `sockets.Server.send`; nothing where all read what is published."""
 
-    @abc.abstractmethod
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Something has happened: decide soon."""
 
-    @abc.abstractmethod
     def remember(self) -> None:
-        """Keep safe what a decider that is started again must know."""
+        """Store durably what a successor must know and cannot learn from the members."""
 
-    @abc.abstractmethod
     def say(self, state: State, reason: str) -> None:
         """Tell people where the run stands."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
-    def note(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: Any) -> None:
         """Write an event to the ledger."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
         """The failure with the step that the run had reached; the step that raised, None when it is not known; the newest
         committed step."""
+        report = self.reports.get(failure.worker)
+        self.committed = max(self.committed, (report.failure or {}).get("committed") or 0 if report else 0)
+        return failure, None if echo else failure.step, self.committed
 
-    @abc.abstractmethod
     def formed(self, new: world.World) -> None:
-        """A world has been published; its members are told after this."""
+        """A world has been published; its members hear of it after this."""
 
-    @abc.abstractmethod
     def failed(self, failure: Failure) -> None:
         """A failure has been judged."""
 
-    @abc.abstractmethod
     def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         """There is no further world, and workers are to end with this code."""
+        if self.closed is not None or state is State.SUSPENDED:
+            return  # whoever suspends the job takes its workers away
+        if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
+            code = contract.Exit.GIVEN_UP
+        self.closed = sockets.Closed(reason, code, end)
+        self.event("finished", state=str(state), reason=reason, code=code)
+        self.say(state, reason)
+        self.finished(state, self.closed)
+        for id in list(self.reports):
+            self.send(id, "closed", self.closed)
+
+    def finished(self, state: State, closed: sockets.Closed) -> None:
+        """The run is over: record it."""
 
     # What members say
 
@@ -137,9 +126,9 @@ class Decider(abc.ABC):
         self.reports[report.id] = report
         if before is not None and dataclasses.replace(before, since=report.since) == report:
             return  # a heartbeat
-        failure, echo = None, False
+        found: Pending | None = None
         if report.failed and report.failure:
-            failure, echo = reported(report.failure, report.id, report.generation, self.clock())
+            found = failures.reported(report.failure, report.id, report.generation, self.clock())
         self.known = self.known.heard(
             world.Member(
                 report.id,
@@ -148,41 +137,41 @@ class Decider(abc.ABC):
                 report.generation,
                 self.clock(),
                 report.failed,
-                failure.reason if failure and not echo else "",
+                found.failure.reason if found and not found.echo else "",
             )
         )
         now = self.known.world
-        if failure and now and self.judged < report.generation == now.generation:
-            self.add_failure(failure, echo=echo)
-        # It may have missed what was said before it connected.
+        if found and now and self.judged < report.generation == now.generation:
+            self.add_failure(found.failure, echo=found.echo)
+        # It may have missed what was sent before it connected.
         if self.known.called is not None:
             self.send(report.id, "called", self._call(self.known.called))
         elif now is not None and report.id in now.members and report.generation < now.generation:
             self.send(report.id, "world", now)
-        if self.farewell is not None:
-            self.send(report.id, "closed", self.farewell)
-        self.poke()
+        if self.closed is not None:
+            self.send(report.id, "closed", self.closed)
+        self.wake()
 
     def gone(self, id: int) -> None:
         """A member's connection is closed."""
         self.reports.pop(id, None)
         self.known = self.known.gone(id)
-        self.poke()
+        self.wake()
 
     def add_failure(self, failure: Failure, *, echo: bool) -> None:
-        """Something failed in the current generation; it is judged when the others have had time to say so, too."""
+        """Something failed in the current generation; it is judged when the others have had time to report, too."""
         if not self.pending:
             self.pending_since = self.clock()
-        self.pending.append((echo, failure))
-        self.poke()
+        self.pending.append(Pending(echo, failure))
+        self.wake()
 
     # Decisions
 
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
         """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Wanted`."""
         now = self.clock()
-        if self.pending and all(echo for echo, _ in self.pending) and 0 <= now - self.pending_since < CAUSE_S:
-            return None  # whoever died is still ending; a call now would stop it before it could say why
+        if failures.held_until(self.pending, self.pending_since, now, self.timeouts) is not None:
+            return None
         wanted = world.Wanted(replicas, self.sizes, None if expected is None else frozenset(expected))
         decision = world.decide(self.known, wanted, self.patience, now)
         match decision:
@@ -207,7 +196,7 @@ class Decider(abc.ABC):
 
     def _publish_call(self, call: world.Call) -> None:
         self.known = self.known.after(call)
-        self.note("called", generation=call.generation, reason=call.reason, planned=call.planned)
+        self.event("called", generation=call.generation, reason=call.reason, planned=call.planned)
         self.say(State.RESIZING if call.planned else State.RESTARTING, call.reason)
         for id in self.reports:
             self.send(id, "called", self._call(call))
@@ -217,7 +206,7 @@ class Decider(abc.ABC):
             return
         self.known = self.known.after(new)
         self.remember()  # the generation must grow even if we die now
-        self.note("world", generation=new.generation, workers=list(new.members), reason=new.reason)
+        self.event("world", generation=new.generation, workers=list(new.members), reason=new.reason)
         self.say(State.RUNNING, new.reason)
         self.formed(new)
         for id in new.members:
@@ -227,52 +216,41 @@ class Decider(abc.ABC):
 
     def judge_when_settled(self) -> None:
         """Judge what has failed although no new world can be formed yet."""
-        patience = self.unanswered_s if self._may_be_answered() else SETTLE_S
-        if self.pending and not 0 <= self.clock() - self.pending_since <= patience:
+        now, world_now = self.clock(), self.known.world
+        trains = world_now is not None and any(
+            m.standing is Standing.TRAINING and m.generation == world_now.generation
+            for id, m in self.known.members.items()
+            if id in world_now.members
+        )
+        if failures.settled_at(self.pending, self.pending_since, now, self.timeouts, unanswered=trains) is None:
             self.judge()
-
-    def _may_be_answered(self) -> bool:
-        """Whether there are only echoes yet, and members that still say that they train: one of those may be the cause."""
-        now = self.known.world
-        inside = [member for id, member in self.known.members.items() if now and id in now.members]
-        trains = any(m.standing is Standing.TRAINING and m.generation == now.generation for m in inside if now)
-        return trains and all(echo for echo, _ in self.pending)
 
     def judge(self) -> bool:
         """Judge the failures that have come together; False when the run ends by it."""
         if not self.pending:
             return True
-        echo, first = min(self.pending, key=cause_first)
-        members = self.known.world.members if self.known.world else ()
-        everywhere = restarts.raised_everywhere(first, self.pending, members)
-        self.pending.clear()
+        pending, self.pending = self.pending, []
+        echo, first = failures.cause(pending)
         self.judged = max(self.judged, first.generation)
+        members = self.known.world.members if self.known.world else ()
         failure, raised, committed = self.progress(first, echo=echo)
-        judged = failure.model_copy(update={"step": raised})
-        verdict = restarts.judge(self.history, judged, committed, self.clock(), self.policy, everywhere=everywhere)
-        counted = isinstance(verdict, restarts.Stop) or verdict.counted
-        self.failed(failure.model_copy(update={"counted": counted}))
-        facts = failure.model_dump(include={"generation", "worker", "rank", "code", "reason", "cause", "step"})
-        self.note("failure", **facts, counted=counted)
+        budget = failures.Budget(self.history, self.policy, committed)
+        failure, verdict = failures.judge(failure, raised, budget, self.clock(), pending=pending, members=members)
+        self.failed(failure)
+        self.event("failure", **failure.model_dump(include=_FACTS))
         if isinstance(verdict, restarts.Stop):
             self.over(State.FAILED, verdict.reason, verdict.code, verdict.kind)
             return False
         self.history = verdict.history
-        self.restarts += counted
+        self.restarts += verdict.counted
         self.say(State.RESTARTING, verdict.reason)
         self.remember()
         return True
 
 
-def cause_first(pending: tuple[bool, Failure]) -> tuple[bool, bool, float]:
-    """Orders failures of one generation: deaths before errors, errors before their echoes, the earlier before the later."""
-    echo, failure = pending
-    return echo, not contract.killed(failure.code), failure.time
-
-
 def after(generation: int, now: float) -> world.State:
     """The state of a run whose newest generation has been that; the first is what a new run in a store begins behind. `now` is
-    the time of the decider's clock."""
+    the time of the coordinator's clock."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = world.Call(generation + 1, reason, False, now, cause=cause)
     return world.State({}, called=called) if generation else world.State({})

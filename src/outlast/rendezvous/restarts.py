@@ -9,7 +9,6 @@ argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import takewhile
@@ -66,6 +65,7 @@ class Stop:
     code: int
     """Exit code of the job."""
     kind: status.End
+    counted = True
 
 
 def judge(
@@ -99,11 +99,6 @@ def judge(
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
         return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code, status.End.LIMIT)
     return Restart(History(past[-max(policy.limit, policy.same_step) :]), number, f"{what}; restart {number} of {policy.limit}")
-
-
-def raised_everywhere(first: status.Failure, pending: Iterable[tuple[bool, status.Failure]], members: Iterable[int]) -> bool:
-    """Whether all members of a world have raised the same error before their first step, one that another try raises again."""
-    return bool(first.early) and {each.worker for echo, each in pending if not echo and each.early == first.early} >= set(members)
 
 
 def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:

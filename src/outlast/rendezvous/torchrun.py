@@ -54,7 +54,7 @@ class Client(etcd.Client):
         patience = world.Patience(
             start=said["last_call_timeout"], recovery=said["recovery_timeout"], growth=said["growth_timeout"]
         )
-        terms = coordinator.Terms(tuple(range(least, most + 1)), _FOREVER, patience)
+        terms = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, patience)
         self._running = etcd.Running(
             where,
             name=member["run"],
@@ -107,10 +107,10 @@ class Voice:
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: Any) -> None:
         """Nothing."""
 
-    def over(self, state: State, reason: str, code: int) -> None:
+    def finished(self, state: State, reason: str, code: int) -> None:
         """Nothing."""
 
 

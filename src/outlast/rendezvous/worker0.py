@@ -20,13 +20,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from outlast import contract, spec
+from outlast import spec
 from outlast.clock import Awake
 from outlast.errors import OutlastError
 from outlast.ledger import Ledger
 from outlast.rendezvous import coordinator, world
 from outlast.rendezvous.transports import sockets
-from outlast.status import End, Failure, State
+from outlast.status import Failure, State
 
 TICK_S = 0.1
 LISTENING = 3
@@ -36,10 +36,10 @@ LEAVE_S = 15.0
 BROKEN_S = 30.0
 """How long decisions may fail before this worker is started again: then its successor learns anew what the others say."""
 
-Over = Callable[[State, str, int], None]
+Ended = Callable[[State, str, int], None]
 
 
-class Host(coordinator.Decider):
+class Host(coordinator.Coordinator):
     """Decides for one run until it is over. `generation` is what the run has had already; `over` is told how it ends."""
 
     def __init__(
@@ -50,16 +50,15 @@ class Host(coordinator.Decider):
         key: bytes,
         generation: int,
         ledger: Ledger,
-        over: Over,
+        ended: Ended,
         broken: Callable[[str], None],
     ) -> None:
-        super().__init__(coordinator.Terms.of(job.spec), Awake())
+        super().__init__(coordinator.Settings.of(job.spec), Awake())
         self.known = coordinator.after(generation, self.clock())
         self._replicas, self._most = job.spec.workers.replicas, self.sizes[-1]
-        self._ledger, self._over, self._broken = ledger, over, broken
-        self._committed = 0
+        self._ledger, self._ended, self._broken = ledger, ended, broken
         self._server = sockets.Server(run=run, heard=self.heard, gone=self.gone, key=key, clock=self.clock)
-        self._poke = asyncio.Event()
+        self._wake = asyncio.Event()
         self._all_heard = threading.Event()
         self._said = ""
         self._fails_since: float | None = None
@@ -81,7 +80,7 @@ class Host(coordinator.Decider):
 
     def wait(self) -> None:
         """Return when everybody has heard that it is over; at once when it is not."""
-        if self.farewell is not None:
+        if self.closed is not None:
             self._all_heard.wait(LEAVE_S)
 
     def _run(self, sock: socket.socket) -> None:
@@ -95,16 +94,16 @@ class Host(coordinator.Decider):
         await self._server.start(sock)
         left = 0.0
         while not left or (self.reports and self.clock() < left):
-            self._poke.clear()
+            self._wake.clear()
             self._server.drop_silent()
             began = time.monotonic()
-            if self.farewell is None:
+            if self.closed is None:
                 self._try_to_look()
             elif not left:
                 left = self.clock() + LEAVE_S
             took_s = time.monotonic() - began
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._poke.wait(), TICK_S)
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
             await asyncio.sleep(LISTENING * took_s)  # thousands of workers come one by one, and a look is at all of them
         self._all_heard.set()
         await self._server.stop()
@@ -131,43 +130,23 @@ class Host(coordinator.Decider):
             print(f"outlast | {decision.reason}", flush=True)
         self.judge_when_settled()
 
-    # What a decider is
+    # As a coordinator
 
     def send(self, id: int, kind: str, content: object) -> None:
         self._server.send(id, kind, content)
 
-    def poke(self) -> None:
-        self._poke.set()
-
-    def remember(self) -> None:
-        """Nothing: the members know the generation, and who is started again reads it in the store."""
+    def wake(self) -> None:
+        self._wake.set()
 
     def say(self, state: State, reason: str) -> None:
         print(f"outlast | {state}: {reason}", flush=True)
 
-    def note(self, kind: str, **facts: Any) -> None:
+    def event(self, kind: str, **facts: Any) -> None:
         self._ledger.write(kind, **facts)
-
-    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        report = self.reports.get(failure.worker)
-        self._committed = max(self._committed, (report.failure or {}).get("committed") or 0 if report else 0)
-        return failure, None if echo else failure.step, self._committed
-
-    def formed(self, new: world.World) -> None:
-        """Nothing: pods are others' business."""
 
     def failed(self, failure: Failure) -> None:
         if failure.traceback:
             print(failure.traceback, flush=True)
 
-    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        if self.farewell is not None or state is State.SUSPENDED:
-            return  # whoever suspends the job takes its pods away
-        if state is State.FAILED and code != contract.Exit.MISCONFIGURED:
-            code = contract.Exit.GIVEN_UP
-        self.farewell = sockets.Closed(reason, code, end)
-        self.note("finished", state=str(state), reason=reason, code=code)
-        self.say(state, reason)
-        self._over(state, reason, code)
-        for id in list(self.reports):
-            self.send(id, "closed", self.farewell)
+    def finished(self, state: State, closed: sockets.Closed) -> None:
+        self._ended(state, closed.reason, closed.code)

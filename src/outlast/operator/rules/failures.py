@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from outlast import contract
 from outlast.kube import pods
@@ -11,12 +12,14 @@ from outlast.operator.job_status import Blame
 from outlast.operator.plan import Document, Note
 from outlast.operator.reconcile import Look
 from outlast.operator.snapshot import Pod
+from outlast.rendezvous import failures as judging
 from outlast.rendezvous import restarts, world
+from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.world import Standing
 from outlast.status import Failure, FailureCause, State
 
 
-def reported(look: Look) -> list[tuple[bool, Failure]]:
+def reported(look: Look) -> list[Pending]:
     """What members say has failed in the world that is there, each with whether it only echoes another; not yet judged."""
     known = look.memory
     if known.world is None or known.judged >= known.world.generation:
@@ -26,8 +29,8 @@ def reported(look: Look) -> list[tuple[bool, Failure]]:
         if told.member.failed and (failure := told.failure) and told.member.generation == known.world.generation:
             if failure.time > look.now:  # its node's clock is ahead of ours: then it was when we heard of it
                 failure = failure.model_copy(update={"time": told.beat})
-            found.append((told.echo, failure))
-    return sorted(found, key=lambda each: each[1].time)
+            found.append(Pending(told.echo, failure))
+    return found
 
 
 def explained(look: Look) -> bool:
@@ -45,16 +48,15 @@ def unanswered(look: Look) -> bool:
     return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
 
 
-def judge_processes(look: Look, pending: list[tuple[bool, Failure]], new: world.World | None = None) -> None:
+def judge_processes(look: Look, pending: list[Pending], new: world.World | None = None) -> None:
     """Judge the failures of one generation by the first that is no echo. A member that the new world lacks explains echoes."""
-    echo, failure = min(pending, key=lambda each: (each[0], not contract.killed(each[1].code), each[1].time))
+    echo, failure = judging.cause(pending)
     generation = failure.generation
     before = look.memory.world
     without = new is not None and before is not None and not set(before.members) <= set(new.members)
     if not (echo and (without or explained(look))):
         pod = look.pod(failure.worker)
-        everywhere = before is not None and restarts.raised_everywhere(failure, pending, before.members)
-        judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "", everywhere=everywhere)
+        judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
         stands_for_all(look, generation)
     look.know(judged=max(look.memory.judged, generation))
 
@@ -70,20 +72,19 @@ def of_pod(look: Look, pod: Pod, end: pods.End) -> Failure:
     )
 
 
-def judge(look: Look, failure: Failure, *, raised: int | None, node: str, everywhere: bool = False) -> None:
+def judge(look: Look, failure: Failure, *, raised: int | None, node: str, pending: Sequence[Pending] = ()) -> None:
     """Count a failure, and end the job if that was one too many."""
     known = look.memory
-    judged = failure.model_copy(update={"step": raised})
-    verdict = restarts.judge(known.history, judged, look.committed, look.now, look.policy, everywhere=everywhere)
-    counted = isinstance(verdict, restarts.Stop) or verdict.counted
-    told = failure.model_copy(update={"counted": counted, "step": raised if raised is not None else failure.step})
-    look.know(failure=kept(look, told, node))
+    budget = judging.Budget(known.history, look.policy, look.committed)
+    members = known.world.members if known.world else ()
+    failure, verdict = judging.judge(failure, raised, budget, look.now, pending=pending, members=members)
+    look.know(failure=kept(look, failure, node))
     if isinstance(verdict, restarts.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return look.finish(State.FAILED, verdict.reason, code, verdict.kind)
     nodes = {blame.record: blame.node for blame in known.blames}
     blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
-    look.know(blames=blames, restarts=known.restarts + counted)
+    look.know(blames=blames, restarts=known.restarts + verdict.counted)
     look.setup = desired.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
     look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
 

@@ -20,7 +20,7 @@ from outlast.backoff import RANDOM
 from outlast.clock import Clock
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous import coordinator, failures, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import Store
 from outlast.rendezvous.transports import sockets
@@ -49,8 +49,8 @@ class Voice(Protocol):
     """What becomes of a term besides what it writes. Called only for what etcd has taken."""
 
     def say(self, text: str) -> None: ...
-    def note(self, kind: str, **facts: Any) -> None: ...
-    def over(self, state: State, reason: str, code: int) -> None: ...
+    def event(self, kind: str, **facts: Any) -> None: ...
+    def finished(self, state: State, reason: str, code: int) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Office:
     store: Store
     of: schema.Keys
     token: str
-    terms: coordinator.Terms
+    terms: coordinator.Settings
     voice: Voice
     asked: str = ""
     """`min:max` under torchrun: its --max-restarts counts, anybody may come. Empty in pods."""
@@ -75,7 +75,7 @@ class Office:
     word: Callable[[], str] = lambda: secrets.token_hex(4)
 
 
-class Term(coordinator.Decider):
+class Term(coordinator.Coordinator):
     """One decider's time, from its election on."""
 
     def __init__(self, office: Office, leader: KeyValue, found: Outcome, born: str = "") -> None:
@@ -83,8 +83,9 @@ class Term(coordinator.Decider):
         candidate was part of."""
         super().__init__(office.terms, office.clock)
         if office.operated:
-            self.unanswered_s = math.inf  # an operator sees what becomes of their pods
+            self.timeouts = replace(self.timeouts, answer=math.inf)  # the operator reports what becomes of their pods
         self._office, self.leader = office, leader
+        self.gives_up = not office.asked  # torchrun knows no such code
         self._lease: int | None = None
         """Of what we say."""
         self._kept = 0.0
@@ -99,7 +100,6 @@ class Term(coordinator.Decider):
         self._written: schema.Said | None = None
         self._written_at = 0.0
         self._why = ""
-        self._committed = 0
         self._failure: Mapping[str, Any] | None = None
         """The last failure that was judged."""
         self._wanted: schema.Wanted | None = None
@@ -239,7 +239,7 @@ class Term(coordinator.Decider):
                 return
         for _ in range(10):
             self._publish()  # nothing is decided on top of what may not have been written
-            if self.farewell is not None:
+            if self.closed is not None:
                 return
             self._unpark()
             expected, replicas = None, self.sizes[-1]
@@ -284,7 +284,7 @@ class Term(coordinator.Decider):
             tokens=self._tokens if known.world else (),
             called=known.called if known.called and known.called.generation > generation else None,
             leave_s=self.patience.leave,
-            closed=self.farewell,
+            closed=self.closed,
             why=self._why,
             floor=known.floor,
             done=tuple(sorted(set(done) & set(ranks))),
@@ -301,8 +301,8 @@ class Term(coordinator.Decider):
         if said != written:
             if self.known.world is None and said.why != (written.why if written else ""):
                 self._effects.append(lambda: self._office.voice.say(said.why))
-            failures = tuple((now - time_, committed, step) for time_, committed, step in self.history.failures)
-            self._write(replace(said, failures=failures).dumps())
+            history = tuple((now - time_, committed, step) for time_, committed, step in self.history.failures)
+            self._write(replace(said, failures=history).dumps())
             self._written, self._written_at = said, now
         effects, self._effects = self._effects, []
         for effect in effects:
@@ -345,32 +345,18 @@ class Term(coordinator.Decider):
         """As ever, but what only echoes the loss of a member is not judged: the operator sees why its pod was lost."""
         now, members = self.known.world, self.known.members
         lost = now and any(id not in members or members[id].generation < now.generation for id in now.members)
-        if self._office.operated and lost and self.pending and all(echo for echo, _ in self.pending):
-            self.judged = max(self.judged, *(failure.generation for _, failure in self.pending))
+        if self._office.operated and lost and failures.only_echoes(self.pending):
+            self.judged = max(self.judged, *(each.failure.generation for each in self.pending))
             self.pending.clear()
         return super().judge()
 
-    # What a decider is
-
-    def send(self, id: int, kind: str, content: object) -> None:
-        """Nothing: what is decided is written for all."""
-
-    def poke(self) -> None:
-        """Nothing: `turn` follows."""
-
-    def remember(self) -> None:
-        """Nothing: see `_publish`."""
+    # As a coordinator: what is decided is written for all, and what follows from it happens once etcd has taken it
 
     def say(self, state: State, reason: str) -> None:
         self._effects.append(lambda: self._office.voice.say(f"{state}: {reason}"))
 
-    def note(self, kind: str, **facts: Any) -> None:
-        self._effects.append(lambda: self._office.voice.note(kind, **facts))
-
-    def progress(self, failure: Failure, *, echo: bool) -> tuple[Failure, int | None, int]:
-        report = self.reports.get(failure.worker)
-        self._committed = max(self._committed, (report.failure or {}).get("committed") or 0 if report else 0)
-        return failure, None if echo else failure.step, self._committed
+    def event(self, kind: str, **facts: Any) -> None:
+        self._effects.append(lambda: self._office.voice.event(kind, **facts))
 
     def formed(self, new: world.World) -> None:
         """All of its members have been heard: whose key goes from now on is lost."""
@@ -382,15 +368,8 @@ class Term(coordinator.Decider):
         if failure.traceback:
             self._effects.append(lambda: self._office.voice.say(failure.traceback))
 
-    def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
-        if self.farewell is not None or state is State.SUSPENDED:
-            return  # whoever suspends the job takes its workers away
-        if state is State.FAILED and code != contract.Exit.MISCONFIGURED and not self._office.asked:
-            code = contract.Exit.GIVEN_UP
-        self.farewell = sockets.Closed(reason, code, end)
-        self.note("finished", state=str(state), reason=reason, code=code)
-        self.say(state, reason)
-        self._effects.append(lambda: self._office.voice.over(state, reason, code))
+    def finished(self, state: State, closed: sockets.Closed) -> None:
+        self._effects.append(lambda: self._office.voice.finished(state, closed.reason, closed.code))
 
 
 class Candidate:
@@ -460,7 +439,7 @@ class Candidate:
         elif not self.ended and (self._born == said.born or (not self._born and kv.modified > (self._began or 0))):
             self.ended = True
             state = State.FAILED if said.closed.code else State.SUCCEEDED
-            self._office.voice.over(state, said.closed.reason, said.closed.code)
+            self._office.voice.finished(state, said.closed.reason, said.closed.code)
 
     def turn(self) -> float:
         """Do what is to be done; in how many seconds to look again if nothing happens. Raises EtcdError."""
@@ -487,7 +466,7 @@ class Candidate:
         except (Deposed, LeaseGone):
             self._stand_down()
             return 0.0
-        if term.farewell is not None:
+        if term.closed is not None:
             self.ended = True
             self.resign()
         return TICK_S

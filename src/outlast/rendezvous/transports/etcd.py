@@ -28,7 +28,7 @@ from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
 
 if TYPE_CHECKING:
-    from outlast.rendezvous import coordinator as decider
+    from outlast.rendezvous import coordinator
     from outlast.rendezvous.etcd.election import Voice
 
 TTL_S = 5
@@ -270,7 +270,7 @@ class Running:
         where: etcd.Address,
         *,
         name: str,
-        terms: decider.Terms,
+        terms: coordinator.Settings,
         voice: Voice,
         asked: str = "",
         replicas: int = 0,

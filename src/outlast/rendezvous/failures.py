@@ -1,0 +1,120 @@
+"""Judging failures: which of those that a world reports is the cause, when to judge it, and what follows. Pure.
+
+When one worker dies the others fail as well, with errors that only echo it, and may be the first to say so. So failures of one
+generation are collected for a moment; then the cause is judged, once, by the budget of `rendezvous.restarts`. The launcher,
+worker 0, an elected coordinator and the operator all judge here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outlast import contract
+from outlast.rendezvous import restarts
+from outlast.rendezvous.transports.sockets import is_count, is_number
+from outlast.rendezvous.world import until
+from outlast.status import Failure
+
+_FIELDS = ("rank", "code", "reason", "cause", "traceback", "log_tail", "time", "step", "hung", "early")
+"""What a `Failure` takes from `sockets.Report.failure`."""
+
+
+class Pending(NamedTuple):
+    """A failure that is not judged yet."""
+
+    echo: bool
+    """Whether it only echoes another one."""
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long failures of one generation are collected, in seconds from the first of them."""
+
+    cause: float = 0.5
+    """While there are only echoes: how long nobody is called, since that would stop whoever died before it could say why."""
+    settle: float = 1.0
+    """Before the failures are judged although no world can be formed yet."""
+    answer: float = 5.0
+    """The same while there are only echoes and a member that may be their cause has not answered."""
+
+
+COORDINATOR = Timeouts()
+OPERATOR = Timeouts(cause=1.5, answer=math.inf)
+"""Kubelets tell within about a second how a container ended, and in the end they tell it of every pod."""
+PLAIN_PODS = Timeouts(cause=5.0)
+"""Pods that report nothing themselves: the kubelet of the cause may be seconds behind that of an echo."""
+
+
+def reported(report: Mapping[str, Any], worker: int, generation: int, now: float) -> Pending:
+    """The failure in a member's report (`sockets.Report.failure`). One that cannot be read still counts: the job must neither
+    stop by it nor be tried again without end."""
+    fields, echo = {key: report[key] for key in _FIELDS if key in report}, bool(report.get("echo"))
+    try:
+        if not (is_count(report.get("code")) and is_number(report.get("time", 0.0)) and is_count(report.get("step") or 0)):
+            raise ValueError("no code, time or step is like this")
+        return Pending(echo, Failure.model_validate({**fields, "worker": worker, "generation": generation}))
+    except ValueError:
+        reason = f"worker {worker} failed, and its report of how cannot be read: its agent is of another version"
+        return Pending(echo, Failure(worker=worker, generation=generation, code=contract.Exit.FAILED, reason=reason, time=now))
+
+
+def cause(pending: Iterable[Pending]) -> Pending:
+    """The failure that led to the others: deaths come before errors, errors before their echoes, the earlier before the later."""
+    return min(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
+
+
+def only_echoes(pending: Collection[Pending]) -> bool:
+    """Whether there are failures, and the cause is none of them."""
+    return bool(pending) and all(each.echo for each in pending)
+
+
+def held_until(pending: Collection[Pending], since: float, now: float, timeouts: Timeouts) -> float | None:
+    """Until when no workers are called together, so that the cause can be told; None when they may be."""
+    return until(since, timeouts.cause, now) if only_echoes(pending) else None
+
+
+def settled_at(
+    pending: Collection[Pending], since: float, now: float, timeouts: Timeouts, *, unanswered: bool = False
+) -> float | None:
+    """When to judge failures of which the first came at `since`; None when that is now. `unanswered`: a member that may be the
+    cause still says that it trains."""
+    return until(since, timeouts.answer if unanswered and only_echoes(pending) else timeouts.settle, now)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a failure is judged by."""
+
+    history: restarts.History
+    policy: restarts.Policy
+    committed: int
+    """The newest committed step."""
+
+
+def judge(
+    failure: Failure,
+    raised: int | None,
+    budget: Budget,
+    now: float,
+    *,
+    pending: Sequence[Pending] = (),
+    members: Iterable[int] = (),
+) -> tuple[Failure, restarts.Restart | restarts.Stop]:
+    """The failure, marked as counted or not, and whether the job goes on.
+
+    `raised` is the step that raised it, None when that is not known. `pending` are all failures of the world of `members`.
+    """
+    everywhere = raised_everywhere(failure, pending, members)
+    at_step = failure.model_copy(update={"step": raised})
+    verdict = restarts.judge(budget.history, at_step, budget.committed, now, budget.policy, everywhere=everywhere)
+    return failure.model_copy(update={"counted": verdict.counted}), verdict
+
+
+def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
+    """Whether all members have raised the same error before their first step, one that another try would raise again."""
+    same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
+    return bool(failure.early) and same >= set(members)
