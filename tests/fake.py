@@ -32,7 +32,7 @@ class Run:
 class FakeBackend:
     """Jobs of `steps` steps; `at` maps a step to what happens when the job of any name has made it."""
 
-    look_s = 0.05
+    poll_s = 0.05
 
     def __init__(self, output: Path, *, steps: int = 20, at: Mapping[int, Callable[[Run], object]] | None = None) -> None:
         self._output = output
@@ -119,6 +119,9 @@ class FakeBackend:
 
     def scale(self, name: str, replicas: int) -> None:
         self._run(name).status.replicas = replicas
+
+    def steer(self, name: str, verb: str) -> None:
+        getattr(self, verb)(name)
 
     def suspend(self, name: str) -> None:
         self._run(name).wish = State.SUSPENDED

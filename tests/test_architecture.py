@@ -25,11 +25,11 @@ LINES, FUNCTION, PARAMETERS = 600, 60, 7
 
 # What is over a limit and is being mended: nothing may be added.
 LONG_MODULES = {
-    *("agent/agent.py", "cluster/backend.py", "legacy/decide.py", "local/backend.py", "local/launcher.py"),
+    *("agent/agent.py", "cluster/backend.py", "legacy/decide.py", "local/launcher.py"),
 }
 LONG_FUNCTIONS = {
     *("agent/agent.py:__init__", "cluster/logs.py:follow", "doctor/inside.py:pod", "launch/warm.py:serve"),
-    *("legacy/pods.py:_replicas", "local/backend.py:submit", "manifests/crd.py:_status"),
+    *("legacy/pods.py:_replicas", "manifests/crd.py:_status"),
     "operator/job_status.py:write",
 }
 WIDE_FUNCTIONS = {

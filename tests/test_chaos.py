@@ -22,7 +22,7 @@ import apiserver
 from outlast import chaos, cli, kube
 from outlast.cluster import backend, fault_in_pod, fault_injection
 from outlast.errors import Forbidden, NotFound, OutlastError, Refused
-from outlast.local import backend as local
+from outlast.local import fault_injection as local
 from outlast.status import JobStatus, State, WorkerStatus
 
 Document = dict[str, Any]
@@ -213,7 +213,7 @@ def test_a_schedule_is_carried_out_on_pods(
     team: Team, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, place = team
-    monkeypatch.setattr(backend.KubernetesBackend, "look_s", 0.02)
+    monkeypatch.setattr(backend.KubernetesBackend, "poll_s", 0.02)
     schedule = tmp_path / "chaos.yaml"
     schedule.write_text("- {at: 1s, do: kill-worker, worker: 1}\n- {step: 40, do: term, worker: 0}\n")
 

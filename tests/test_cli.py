@@ -574,18 +574,18 @@ def test_a_log_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Pa
     state_dir = machine._state_dir("job")
     state_dir.path.mkdir(parents=True)
     Run("r", 0.0, "job.yaml", str(tmp_path / "out"), str(tmp_path)).write(state_dir)
-    with pytest.raises(NotFound, match="job has no log of worker 9; no worker has begun"):
+    with pytest.raises(NotFound, match="job has no log of worker 9; no worker has started"):
         list(machine.logs("job", worker=9))
     (tmp_path / "out" / "logs").mkdir(parents=True)
     (tmp_path / "out" / "logs" / "worker-0.log").write_text("a\n")
-    with pytest.raises(NotFound, match="job has no log of worker 9; there are those of 0"):
+    with pytest.raises(NotFound, match="job has no log of worker 9; there are logs of 0"):
         list(machine.logs("job", worker=9))
     said: list[str] = []
     assert list(machine.logs("job", worker=0, say=said.append)) == list(machine.logs("job", say=said.append)) == [LogLine(0, "a")]
     assert said == []
     (tmp_path / "out" / "logs" / "worker-1.log").write_text("b\n")
     assert list(machine.logs("job", say=said.append)) == [LogLine(0, "a"), LogLine(1, "b")]
-    assert said == ["one worker after the other up to now, since lines of logs on this machine have no times"]
+    assert said == ["existing lines come one worker after the other, since log lines on this machine have no times"]
 
 
 def test_a_name_is_found_or_the_nearest_suggested() -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from outlast import chaos, checkpoints, cli, contract, files, locks, spec
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.local import backend
+from outlast.local import log_files, output_dir
 from outlast.local.backend import LocalBackend
 from outlast.local.state_dir import Request, StateDir
 from outlast.shipping import tree
@@ -130,7 +130,7 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
 
     here.submit()
     here.leave(State.SUCCEEDED)
-    monkeypatch.setattr(backend, "_DYING_S", 0.0)
+    monkeypatch.setattr(output_dir, "_UNLOCK_TIMEOUT_S", 0.0)
     with open(here.output / contract.OWNER, "a") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         code, said = outlast(here, "forget", "job", "--output", "--yes")
@@ -163,7 +163,7 @@ def test_git_ignores_the_state_but_nothing_that_is_not_ours(here: Here) -> None:
 def test_an_output_that_another_state_directory_drives_is_left_alone(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_DYING_S", 0.0)
+    monkeypatch.setattr(output_dir, "_UNLOCK_TIMEOUT_S", 0.0)
     output = tmp_path / "shared"
     (output / "job").mkdir(parents=True)
     (output / "job" / contract.OWNER).write_text("/home/ann/.outlast/jobs/job")
@@ -204,7 +204,7 @@ def test_a_run_does_not_go_on_with_the_files_of_another_job(here: Here, left: St
 
 
 def test_a_job_that_is_to_have_no_workers_is_not_begun(here: Here) -> None:
-    with pytest.raises(OutlastError, match=r"workers.replicas is 0, which trains nothing; say how many, e.g. with --workers 1"):
+    with pytest.raises(OutlastError, match=r"workers.replicas is 0, which trains nothing; set a number, e.g. with --workers 1"):
         here.submit(workers={"replicas": 0})
     assert here.started == []
 
@@ -570,7 +570,7 @@ def test_a_fault_is_repeated_the_given_number_of_times(here: Here) -> None:
 def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
     for name in ("worker-10.log", "worker-2.log", "worker-2-copy.log", "worker-.log", "worker-x.log"):
         (tmp_path / name).touch()
-    assert sorted(backend._logs(tmp_path)) == [2, 10]
+    assert sorted(log_files.found(tmp_path)) == [2, 10]
 
 
 @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])
@@ -578,10 +578,10 @@ def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_log_are_found_by_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
 ) -> None:
-    monkeypatch.setattr(backend, "_PIECE", piece)
+    monkeypatch.setattr(log_files, "_CHUNK", piece)
     (tmp_path / "log").write_bytes(text.encode())
     lines = text.removesuffix("\n").split("\n") if text else []
     for last in (None, 0, 1, 2, 9):
-        tail = backend._Tail(tmp_path / "log", last)
+        tail = log_files.Tail(tmp_path / "log", last)
         assert list(tail.lines(rest=True)) == (lines if last is None else lines[max(0, len(lines) - last) :])
         tail.close()

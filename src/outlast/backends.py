@@ -1,8 +1,8 @@
-"""Where jobs run: one Protocol of few verbs, and the lookup that finds its implementation.
+"""Where jobs run: the interface behind `outlast run`, `status`, `scale` and the other verbs.
 
-The command line and `outlast.chaos` know only this Protocol. `outlast.local.backend` runs workers as child processes of this
-machine, `outlast.cluster.backend` as pods of a cluster. A backend says what went wrong as an `OutlastError`: `NotFound` for a
-name it does not know, `AlreadyRunning` for a run that is on its way.
+The command line and `outlast.chaos` know only this Protocol; `cli.which` finds the implementation. `outlast.local.backend` runs
+workers as child processes of this machine, `outlast.cluster.backend` as pods of a cluster. Every method raises `OutlastError`:
+`NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LogLine:
-    """One line that a worker wrote, without its newline."""
+    """One line of a worker's log, without its newline."""
 
     worker: int
     text: str
 
 
 class Backend(Protocol):
-    """A place that runs jobs. Every verb but `logs`, `chaos` and `evaluate` returns as soon as the wish is recorded."""
+    """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""
 
-    look_s: float
-    """How often it is worth looking how a job does, in seconds."""
+    poll_s: float
+    """Poll interval for the status of a job, in seconds."""
     notices: list[str]
-    """What people should know of the job that was submitted last, beside that it runs."""
+    """What users should know about the job that was submitted or resumed last."""
 
     def submit(
         self,
@@ -47,42 +47,33 @@ class Backend(Protocol):
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or go on with its run unless that has succeeded or this one is to be `fresh`; the run's id.
+        """Start a job, or go on with its run unless that has succeeded; returns the run's id.
 
-        `source` is the job file, or the script that takes its place: relative paths in the job start from its directory.
-        `command` is what to give to run it again, where that is not `outlast run SOURCE`. `chaos` is a schedule (see
-        `outlast.chaos`) that is carried out during the run. `take_over`: also from another machine that trains the run now; else
-        we wait for as long as that one may be dead, and `say` so. When this returns, `status` tells of this run and no longer of
-        how the last one ended.
-        Raises AlreadyRunning when the job is running.
+        `source` is the job file, or the script in its place; relative paths in the job start from its directory. `fresh` starts
+        from the beginning. `take_over` takes the run from another machine that trains it now; otherwise we wait while that one
+        may be dead, and `say` so. `command` runs the job again, where that is not `outlast run SOURCE`. `chaos` is a schedule of
+        faults to inject (see `outlast.chaos`). From now on `status` is that of this run. Raises AlreadyRunning.
         """
 
     def ensure(self, name: str) -> bool:
-        """Start what drives an unfinished run if that is gone; say whether it was. A cluster's controllers see to that."""
+        """Start whatever drives an active job if that is gone; return whether it was. Controllers do so in a cluster."""
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs known here, the newest last."""
+        """All jobs, the newest last."""
 
     def status(self, name: str) -> JobStatus:
         """Where a job stands now."""
 
     def scale(self, name: str, replicas: int) -> None:
-        """Wish for another number of workers; the world saves first and forms anew."""
+        """Change the number of workers; training saves, and a new world forms."""
 
-    def suspend(self, name: str) -> None:
-        """Save and give the workers back until `resume`."""
+    def steer(self, name: str, verb: str) -> None:
+        """Carry out a verb that needs nothing but the job's name.
 
-    def resume(self, name: str) -> None:
-        """Go on with a job that was suspended, interrupted or cancelled, or that failed, as it was submitted."""
-
-    def cancel(self, name: str) -> None:
-        """End the run; what is saved stays, and `submit` goes on from there."""
-
-    def interrupt(self, name: str) -> None:
-        """Save and leave; the state becomes Interrupted and `submit` goes on from there."""
-
-    def kill(self, name: str) -> None:
-        """End every process of the job now; nothing is saved."""
+        `suspend` saves and releases the workers until `resume`, which goes on with any job that has not succeeded, as it was
+        submitted. `cancel` ends the run; what is saved stays, and `submit` goes on from there. `interrupt` saves and stops the
+        run, `kill` ends all its processes at once.
+        """
 
     def logs(
         self,
@@ -94,22 +85,22 @@ class Backend(Protocol):
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' log lines, merged, or those of one worker.
+        """The log lines of all workers, merged, or of one.
 
-        `tail` begins with the last so many lines of each worker, 0 with what is written from now on; `since_s` with what is no
-        older than so many seconds, where the times of lines are known. `follow` waits for a job that has not started, and ends
-        when the job does; `say` is told what is being waited for.
+        `tail` starts with that many last lines of each worker, 0 with lines written from now on; `since_s` with lines no older
+        than that, where lines have times. `follow` waits for a job that has not started, calling `say`, and ends when the job
+        does.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Do one of `chaos.ACTIONS` to a worker (None: one that `rng` chooses); return the sentence that says what was done."""
+        """Inject one of `chaos.ACTIONS` into a worker (None: one that `rng` picks); returns a sentence that says so."""
 
     def output(self, name: str) -> Path | str:
-        """Where the job's output is (checkpoints, logs, ledger): a directory of this machine, or words for a place
-        elsewhere, such as the URL of one in a store."""
+        """Where the job's output is (checkpoints, logs, ledger): a directory of this machine, or a description of another place,
+        such as the URL in a store."""
 
     def events(self, name: str) -> Iterable[Event]:
-        """The ledger of the job's run, in the order of time; to be gone through as often as one likes."""
+        """The ledger of the job's run in order of time; may be iterated more than once."""
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
-        """Run the job's module with `--evaluate` and `args` in one process, in the foreground; return its exit code."""
+        """Run the job's module with `--evaluate` and `args` in one process, in the foreground; returns its exit code."""

@@ -189,7 +189,7 @@ def repeat(
 
 def _pause_s(backend: Backend) -> float:
     """Poll interval: short for this machine, the backend's own for a cluster."""
-    return _POLL_S if backend.look_s < 1 else backend.look_s
+    return _POLL_S if backend.poll_s < 1 else backend.poll_s
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:

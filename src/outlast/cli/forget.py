@@ -82,7 +82,7 @@ def forget(
         if here:
             here.forget(name, output=output)
         else:
-            place.cancel(name)
+            place.steer(name, "cancel")
         print(f"removed {line}")
 
 

@@ -89,7 +89,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
     if output is Output.TABLE and sys.stdout.isatty():
         from outlast.cli import live
 
-        live.page(lambda: place.status(name), every_s=place.look_s)
+        live.page(lambda: place.status(name), every_s=place.poll_s)
         return
     old: JobStatus | None = None
     new = place.status(name)
@@ -107,8 +107,8 @@ def _watch(place: Backend, name: str, output: Output) -> None:
         if not new.state.active:
             return
         old = new
-        time.sleep(place.look_s)
-        new = backoff.until_answered(lambda: place.status(name), _say, every_s=place.look_s)
+        time.sleep(place.poll_s)
+        new = backoff.until_answered(lambda: place.status(name), _say, every_s=place.poll_s)
 
 
 def logs(
@@ -212,7 +212,7 @@ def suspend(
     """
     place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
-    place.suspend(name)
+    place.steer(name, "suspend")
     more = f"outlast resume {name}{which.suffix(namespace, context)}"
     print(f"{name} is told to suspend: its workers save and leave; go on with: {more}")
 
@@ -230,7 +230,7 @@ def resume(
     """
     place = which.place(ctx, name, namespace, context)
     name = which.job(place, name)
-    place.resume(name)
+    place.steer(name, "resume")
     for notice in place.notices:
         _say(notice)
     print(f"{name} goes on; look at it with: outlast status {name}{which.suffix(namespace, context)}")
@@ -250,10 +250,10 @@ def cancel(
     try:
         output = place.output(name)
     except NotFound:  # what was made beside it may be there still
-        place.cancel(name)
+        place.steer(name, "cancel")
         print(f"{name} was gone already; what was left of it is deleted")
         return
-    place.cancel(name)
+    place.steer(name, "cancel")
     where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
     if isinstance(output, Path):
         more = f"; {place.status(name).again} goes on from what is saved"
@@ -265,3 +265,14 @@ def cancel(
 def _stays(output: Path | str) -> bool:
     """Whether an output is anywhere but in pods that go."""
     return isinstance(output, Path) or "://" in output
+
+
+def add_to(app: typer.Typer) -> None:
+    """Make these functions verbs of the command line, in the order of its help."""
+    app.command("list")(list_)
+    app.command()(status)
+    app.command()(logs)
+    app.command(cls=which.takes("[NAME] N"))(scale)
+    app.command()(suspend)
+    app.command()(resume)
+    app.command()(cancel)

@@ -191,7 +191,7 @@ def _known(place: Backend, name: str) -> JobStatus | None:
 
 
 def _end(place: Backend, name: str) -> None:
-    place.cancel(name)
+    place.steer(name, "cancel")
     deadline = time.monotonic() + _CANCEL_S
     while not place.status(name).state.final:
         if time.monotonic() > deadline:

@@ -176,11 +176,11 @@ def _follow(place: KubernetesBackend, name: str, options: str) -> int:
                 terminal.log([line])
         except (NotFound, StoreError) as error:  # the job has ended before, and its pods are gone
             _say(str(error))
-        status = backoff.until_answered(lambda: place.status(name), _say, every_s=place.look_s)
+        status = backoff.until_answered(lambda: place.status(name), _say, every_s=place.poll_s)
         deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
         while status.state.active and time.monotonic() < deadline:
             time.sleep(0.5)
-            status = backoff.until_answered(lambda: place.status(name), _say, every_s=place.look_s)
+            status = backoff.until_answered(lambda: place.status(name), _say, every_s=place.poll_s)
     except KeyboardInterrupt:
         _say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
         return 0

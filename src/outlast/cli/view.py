@@ -134,13 +134,13 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
                 return killed, KILLED
             shown.say(f"{leaving(status)}; once more kills at once")
             with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
-                place.interrupt(name)
+                place.steer(name, "interrupt")
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
     """End the job now; returns when it has ended, or soon."""
     with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
-        place.kill(name)
+        place.steer(name, "kill")
     deadline = time.monotonic() + _KILL_S
     while (status := place.status(name)).state.active and time.monotonic() < deadline:
         time.sleep(_LOOK_S / 4)

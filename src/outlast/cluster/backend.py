@@ -94,7 +94,7 @@ def new_run(job: Job) -> str:
 class KubernetesBackend:
     """The jobs in one namespace of a cluster."""
 
-    look_s = 2.0
+    poll_s = 2.0
 
     def __init__(
         self, cluster: kube.Cluster, *, documents: Callable[[Job, Path, str | None, bool], list[Document]] = rendered
@@ -174,11 +174,11 @@ class KubernetesBackend:
                 if not self.cluster.has_namespace():
                     raise self.nowhere()
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
-                while not (known := backoff.until_answered(lambda: self._all(name), say, every_s=self.look_s)):
-                    time.sleep(self.look_s)
+                while not (known := backoff.until_answered(lambda: self._all(name), say, every_s=self.poll_s)):
+                    time.sleep(self.poll_s)
         else:
             known = self._known(name)
-        every = backoff.until_answered(lambda: self._pods(name), say, every_s=self.look_s) if follow else self._pods(name)
+        every = backoff.until_answered(lambda: self._pods(name), say, every_s=self.poll_s) if follow else self._pods(name)
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
         if follow and (began or job_status.over(known[0]) is None):
@@ -414,6 +414,17 @@ class KubernetesBackend:
         else:
             raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
 
+    def steer(self, name: str, verb: str) -> None:
+        """Carry out a verb that needs nothing but the job's name; to interrupt a job in a cluster is to suspend it."""
+        verbs = {
+            "suspend": self.suspend,
+            "interrupt": self.suspend,
+            "resume": self.resume,
+            "cancel": self.cancel,
+            "kill": self.kill,
+        }
+        verbs[verb](name)
+
     def suspend(self, name: str) -> None:
         """Save and give the pods back until `resume`."""
         workload, kind, title = self._active(name)
@@ -455,10 +466,6 @@ class KubernetesBackend:
     def cancel(self, name: str) -> None:
         """End the job for good: its workload, its configuration and its Service go, its claims and its output stay."""
         self._remove(name, grace_s=None)
-
-    def interrupt(self, name: str) -> None:
-        """Save and leave; here that is to be suspended."""
-        self.suspend(name)
 
     def kill(self, name: str) -> None:
         """End the job now; nothing is saved."""

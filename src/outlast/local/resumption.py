@@ -83,7 +83,7 @@ class GoesOn:
         return f"goes on with {run}; it has no checkpoint, and keeps the files that it wrote; --fresh starts anew"
 
 
-def look(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> GoesOn:
+def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> GoesOn:
     """How a run was left, here (`status`) or `elsewhere`, and where it goes on: the newest checkpoint here or in the store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     there = register.read(place, run) if place else None

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
@@ -150,8 +150,12 @@ class Request:
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the wish; the launcher looks several times a second."""
+        """Record the request; the launcher polls several times a second."""
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
+
+    def replaced(self, state_dir: StateDir, **changes: Any) -> None:
+        """Record the request with these fields changed."""
+        dataclasses.replace(self, **changes).write(state_dir)
 
 
 def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:

@@ -1,0 +1,59 @@
+"""The log files of workers on this machine: which there are, and their lines as they are appended."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_CHUNK = 1 << 20
+"""Bytes of a log that are read at a time."""
+
+
+def found(directory: Path) -> dict[int, Path]:
+    """The workers' logs in a directory, by worker; other files are ignored."""
+    names = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
+    return {int(named[1]): directory / named[0] for named in names if named}
+
+
+class Tail:
+    """Reads a log from its beginning, or its `last` lines, and then what is appended."""
+
+    def __init__(self, path: Path, last: int | None) -> None:
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
+        self._begun: list[bytes] = []
+        """Parts of an unfinished line."""
+        if last is not None:
+            self._file.seek(self._before(last))
+
+    def lines(self, *, rest: bool) -> Iterator[str]:
+        """The new complete lines; with `rest` also an unfinished last one."""
+        while piece := self._file.read(_CHUNK):
+            first, *others = piece.split(b"\n")
+            self._begun.append(first)
+            if others:
+                for line in (b"".join(self._begun), *others[:-1]):
+                    yield line.decode(errors="replace")
+                self._begun = others[-1:]
+        if rest and (line := b"".join(self._begun)):
+            self._begun = []
+            yield line.decode(errors="replace")
+
+    def _before(self, last: int) -> int:
+        """Offset of the `last` lines."""
+        start = end = self._file.seek(0, os.SEEK_END)
+        found = 0
+        while start and last:
+            start, cut = max(0, start - _CHUNK), min(start, _CHUNK)
+            self._file.seek(start)
+            piece = self._file.read(cut)
+            while (cut := piece.rfind(b"\n", 0, cut)) >= 0:
+                found += start + cut + 1 < end  # what comes after the last newline is a line if there is anything
+                if found == last:
+                    return start + cut + 1
+        return start if last else end
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
