@@ -82,8 +82,8 @@ def followed(cluster: Cluster | kube.Cluster, **options: Any) -> tuple[list[LogL
         assert isinstance(cluster, Cluster)
         return not cluster.after_cut and all(pod["status"]["phase"] == "Succeeded" for pod in cluster.pods.values())
 
-    arguments = {"over": over, "wanted": lambda _: True, "say": said.append, **options}
-    return list(podlogs.follow(cluster, "job=train", **arguments)), said  # type: ignore[arg-type]
+    course = podlogs.Course("job=train", options.pop("over", over))
+    return list(podlogs.follow(cluster, course, **{"say": said.append, **options})), said  # type: ignore[arg-type]
 
 
 Connected = tuple[apiserver.ApiServer, kube.Cluster]

@@ -40,7 +40,7 @@ def list_(
     statuses = place.list()
     there = which.in_cluster(place)
     if there is not None and not statuses and not there.cluster.has_namespace():
-        raise there.nowhere()
+        raise there.workloads.nowhere()
     if output is not Output.TABLE:
         show.data([status.model_dump(mode="json") for status in statuses], output)
     elif statuses:

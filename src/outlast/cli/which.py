@@ -132,7 +132,7 @@ def job(place: Backend, name: str | None) -> str:
         none = f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE makes one"
         names = [status.name for status in place.list()]
         if not names and not there.cluster.has_namespace():
-            raise there.nowhere()
+            raise there.workloads.nowhere()
         return show.one_of("job", None, names, none=none)
     statuses = place.list()
     if name is None and len(statuses) > 1 and (found := meant(statuses)):

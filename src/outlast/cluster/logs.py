@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from outlast import backoff, kube
 from outlast.backends import LogLine
@@ -80,118 +81,149 @@ def _past(
                     yield stamped[0], LogLine(index, stamped[1])
 
 
+@dataclass(frozen=True)
+class Course:
+    """The pods of a job to follow, and how the job goes on."""
+
+    labels: str
+    """Selects the pods."""
+    over: Callable[[], bool]
+    """Whether the job has ended; called every second by a thread of its own."""
+    wanted: Callable[[kube.Document], bool] = lambda _: True
+    """Whether to read the log of a pod."""
+    finished: Callable[[str], bool] = lambda _: False
+    """Of a job that has ended: whether the pod of this name writes no more, although it stays up."""
+    why: Callable[[], str] = lambda: "they are not made yet"
+    """Why there are no pods."""
+
+
 def follow(
     cluster: kube.Cluster,
-    labels: str,
+    course: Course,
     *,
-    over: Callable[[], bool],
-    wanted: Callable[[kube.Document], bool],
-    finished: Callable[[str], bool] = lambda _: False,
-    why: Callable[[], str] = lambda: "they are not made yet",
     tail: int | None = None,
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all `wanted` pods that there are and will be, until the job is `over` and all is said.
+    """The lines of all pods that there are and will be, until the job is over and everything has been read.
 
-    `over` is asked every second by a thread of its own, and `why` there are no pods while there are none. `finished` is asked of
-    a pod's name when the job is over: whether it has said all, although it stays up. `say` is told what is waited for, whenever
-    that changes, and that the cluster does not answer; it is waited for. Once the job is over this ends, whatever becomes of
-    pods: with those that end, or say nothing for `_QUIET_S`.
+    `say` is called with what is waited for, whenever that changes, and when the cluster does not answer; then we wait. Once the
+    job is over this ends whatever becomes of its pods: with those that end, or write nothing for `_QUIET_S`.
     """
-    stop, ended, there = kube.Stop(), threading.Event(), threading.Event()
-    news: queue.Queue[LogLine | kube.Change | str | BaseException | None] = queue.Queue(_QUEUE)
-    readers: dict[str, _Reader] = {}
-    threads: list[threading.Thread] = []
-    said: dict[str, str] = {}
-    last = 0.0
-    """When those that are read still are waited for no longer; 0 while the job is not over."""
+    return _Follower(cluster, course, say, tail, since_s).lines()
 
-    def put(item: LogLine | kube.Change | str | BaseException | None) -> None:
-        while not stop.is_set():
+
+class _Follower:
+    """Follows the logs of a job's pods: a thread watches the pods, one asks whether the job is over, and one reads each log."""
+
+    def __init__(
+        self, cluster: kube.Cluster, course: Course, say: Callable[[str], None], tail: int | None, since_s: float | None
+    ) -> None:
+        self._cluster, self._course, self._say = cluster, course, say
+        self._tail, self._since_s = tail, since_s
+        self._stop, self._over, self._pods_exist = kube.Stop(), threading.Event(), threading.Event()
+        self._news: queue.Queue[LogLine | kube.Change | str | BaseException | None] = queue.Queue(_QUEUE)
+        self._readers: dict[str, _Reader] = {}
+        self._threads: list[threading.Thread] = []
+        self._said: dict[str, str] = {}
+
+    def lines(self) -> Iterator[LogLine]:
+        """See `follow`."""
+        last = 0.0  # when the logs that still go on are given up; 0 while the job is not over
+        try:
+            for pod in backoff.until_answered(self._list, self._say, every_s=_LOOK_S):
+                self._look(pod, first=True)
+            self._run(self._watch)
+            self._run(self._wait_for_the_end)
+            while not self._all_read():
+                item: object = None
+                with contextlib.suppress(queue.Empty):
+                    item = self._news.get(timeout=_PAUSE_S)
+                if isinstance(item, LogLine):
+                    yield item
+                elif isinstance(item, kube.Change):
+                    if item.type != "deleted":
+                        self._look(item.document, first=False)
+                elif isinstance(item, str):
+                    self._say(item)
+                elif isinstance(item, BaseException):
+                    raise item
+                if self._over.is_set():
+                    last = last or time.monotonic() + _LAST_S
+                    for reader in self._readers.values():
+                        if self._course.finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
+                            reader.finish()
+        finally:
+            self._stop.set()
+            for reader in self._readers.values():
+                reader.finish()
+
+    def _all_read(self) -> bool:
+        """Whether the job is over and nothing is left to read; a thread may put its last line before it ends."""
+        reads = any(thread.is_alive() for thread in self._threads)
+        return self._over.is_set() and not reads and self._news.empty()
+
+    def _list(self) -> Sequence[kube.Document]:
+        return self._cluster.list_(kube.POD, labels=self._course.labels)
+
+    def _put(self, item: LogLine | kube.Change | str | BaseException | None) -> None:
+        while not self._stop.is_set():
             with contextlib.suppress(queue.Full):
-                news.put(item, timeout=_PAUSE_S)
+                self._news.put(item, timeout=_PAUSE_S)
                 return
 
-    def run(work: Callable[[], None]) -> threading.Thread:
+    def _run(self, work: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 work()
-                put(None)  # so that its end is noticed
+                self._put(None)  # so that its end is noticed
             except BaseException as error:
-                put(error)
+                self._put(error)
 
         thread = threading.Thread(target=guarded, name="logs", daemon=True)
         thread.start()
         return thread
 
-    def watch() -> None:
-        while not stop.is_set():
-            with contextlib.suppress(Unanswered):  # its first list; later it tries again itself, and `judge` says so
-                for change in cluster.watch(kube.POD, labels=labels, stop=stop):
-                    put(change)
-            stop.wait(_PAUSE_S)
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
+                for change in self._cluster.watch(kube.POD, labels=self._course.labels, stop=self._stop):
+                    self._put(change)
+            self._stop.wait(_PAUSE_S)
 
-    def judge() -> None:
+    def _wait_for_the_end(self) -> None:
         waiting = ""
 
         def remaining() -> Sequence[kube.Document] | None:
-            """All pods, of some of which the watch may not have told yet, when the job is over."""
+            """All pods when the job is over: the watch may not have reported some of them yet."""
             nonlocal waiting
-            if stop.is_set():
+            if self._stop.is_set():
                 return ()
-            if over():
-                return cluster.list_(kube.POD, labels=labels)
-            if not there.is_set() and waiting != (waiting := f"waiting for pods: {why()}"):
-                put(waiting)
+            if self._course.over():
+                return self._list()
+            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self._course.why()}"):
+                self._put(waiting)
             return None
 
-        while (found := backoff.until_answered(remaining, put, every_s=_LOOK_S)) is None:
-            stop.wait(_LOOK_S)
+        while (found := backoff.until_answered(remaining, self._put, every_s=_LOOK_S)) is None:
+            self._stop.wait(_LOOK_S)
         for pod in found:
-            put(kube.Change("added", pod))
-        ended.set()
+            self._put(kube.Change("added", pod))
+        self._over.set()
 
-    def look(pod: kube.Document, *, first: bool) -> None:
-        there.set()
+    def _look(self, pod: kube.Document, *, first: bool) -> None:
+        """Read the log of a pod that has begun; say what another one waits for."""
+        self._pods_exist.set()
         uid = pod["metadata"]["uid"]
-        if uid in readers or not wanted(pod):
+        if uid in self._readers or not self._course.wanted(pod):
             return
         if pods.began(pod):
-            readers[uid] = _Reader(cluster, pod, put, stop, tail=tail if first else None, since_s=since_s if first else None)
-            threads.append(run(readers[uid].read))
-        elif (why := pods.waits(pod)) and said.get(uid) != why:
-            said[uid] = why
-            say(f"worker {pods.index(pod)} {why}")
-
-    try:
-        present = backoff.until_answered(lambda: cluster.list_(kube.POD, labels=labels), say, every_s=_LOOK_S)
-        for pod in present:
-            look(pod, first=True)
-        run(watch)
-        run(judge)
-        while not (ended.is_set() and news.empty() and not any(thread.is_alive() for thread in threads) and news.empty()):
-            item: object = None
-            with contextlib.suppress(queue.Empty):
-                item = news.get(timeout=_PAUSE_S)
-            if isinstance(item, LogLine):
-                yield item
-            elif isinstance(item, kube.Change):
-                if item.type != "deleted":
-                    look(item.document, first=False)
-            elif isinstance(item, str):
-                say(item)
-            elif isinstance(item, BaseException):
-                raise item
-            if ended.is_set():
-                last = last or time.monotonic() + _LAST_S
-                for reader in readers.values():
-                    if finished(reader.name) or reader.quiet_s() > _QUIET_S or time.monotonic() > last:
-                        reader.finish()
-    finally:
-        stop.set()
-        for reader in readers.values():
-            reader.finish()
+            tail, since_s = (self._tail, self._since_s) if first else (None, None)
+            reader = self._readers[uid] = _Reader(self._cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
+            self._threads.append(self._run(reader.read))
+        elif (why := pods.waits(pod)) and self._said.get(uid) != why:
+            self._said[uid] = why
+            self._say(f"worker {pods.index(pod)} {why}")
 
 
 class _Reader:

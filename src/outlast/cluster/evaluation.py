@@ -1,0 +1,70 @@
+"""Evaluating the model of a job on a cluster, in a pod of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from outlast import kube, manifests
+from outlast.backends import LogLine
+from outlast.backoff import RANDOM
+from outlast.cluster import job_status
+from outlast.cluster import logs as podlogs
+from outlast.cluster.workloads import Workloads, has_claim, job_name, workload_in
+from outlast.errors import OutlastError
+from outlast.kube import pods
+from outlast.manifests import evaluation
+
+Document = kube.Document
+
+
+def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, stored: bool, show: Callable[[LogLine], None]) -> int:
+    """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code. `stored`: its output is in a
+    store."""
+    cluster, workload = workloads.cluster, workloads.known(name)[0]
+    if job_status.archived(workload):
+        raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
+    if not stored and not has_claim(workload):
+        raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
+    unique = f"{RANDOM.getrandbits(32):08x}"
+    made = cluster.create(evaluation.document(name, _template(workloads, workload), args, unique=unique))
+    title = made["metadata"]["name"]
+    print(f"outlast | Job {title} evaluates {name}", file=sys.stderr, flush=True)
+
+    def over() -> bool:
+        return job_status.over(cluster.get(kube.JOB, title)) is not None
+
+    def say(sentence: str) -> None:
+        print(f"outlast | {sentence.replace('worker 0', 'the evaluation')}", file=sys.stderr, flush=True)
+
+    labels = f"batch.kubernetes.io/job-name={title}"
+    try:
+        for line in podlogs.follow(cluster, podlogs.Course(labels, over), say=say):
+            show(line)
+    except KeyboardInterrupt:
+        cluster.delete(kube.JOB, title)
+        raise
+    ends = [end for pod in cluster.list_(kube.POD, labels=labels) if (end := pods.end(pod)) is not None]
+    if not ends:
+        raise OutlastError(f"Job {title} ended without a pod; look at it with: kubectl describe job {title}")
+    return ends[-1].code if ends[-1].code >= 0 else 1
+
+
+def _template(workloads: Workloads, workload: Document) -> Document:
+    """The template of its workers' pods. Raises OutlastError when an ElasticJob's job file is of another version."""
+    spec = workload["spec"]
+    if workload["kind"] != "ElasticJob":
+        found: Document = (spec.get("tasks") or [spec])[0]["template"]
+        return found
+    if (job := workloads.job(workload)) is None:
+        raise OutlastError(
+            f"the job file of {job_name(workload)} is of another version of Outlast; install that, or this one there"
+        )
+    one = {"workers": job.spec.workers.model_copy(update={"min": 1, "replicas": 1, "max": 1, "step": None, "sizes": None})}
+    run = str((workload.get("status") or {}).get("run") or "") or None
+    documents = manifests.render(job.model_copy(update={"spec": job.spec.model_copy(update=one)}), "job", run=run)
+    for document in documents:
+        if kube.kind_of(document) is kube.CONFIG_MAP:
+            workloads.adopt(workloads.cluster.apply(document), workload)
+    template: Document = workload_in(documents)["spec"]["template"]
+    return template

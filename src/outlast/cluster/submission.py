@@ -1,0 +1,232 @@
+"""Submitting a job: its documents are applied, after what there is of it before has ended or was removed."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outlast import kube
+from outlast.backoff import RANDOM
+from outlast.cluster import job_status, workloads
+from outlast.cluster.workloads import BESIDE, KINDS, NAMED, has_claim, workload_in
+from outlast.contract import Label
+from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError
+from outlast.kube import ownership
+from outlast.manifests import objects
+from outlast.status import State
+
+if TYPE_CHECKING:
+    from outlast.cluster.backend import KubernetesBackend
+    from outlast.spec import Job
+
+Document = kube.Document
+
+FILE = "outlast.dev/file"
+"""Annotation of a workload that was submitted: the label `run` that its file would have got when it is applied by itself."""
+
+
+def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
+    """The documents of a job for the operator: of a submission that is called `run`, or as its file is; `fresh` begins anew."""
+    from outlast import manifests
+
+    del source
+    return manifests.render(job, "elasticjob", run=run, fresh=fresh)
+
+
+def _released(url: str) -> str:
+    """Take the run in a store from its present owner, and say so."""
+    from outlast import store
+    from outlast.runs import alive
+
+    owner = alive.release(store.open_(url))
+    return f"took the run in {url} from {owner}" if owner else f"nobody has an unfinished run in {url}"
+
+
+def new_run(job: Job) -> str:
+    """The id of a submission that is not to be taken for any other, although its file is the same."""
+    return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
+
+
+class Submission:
+    """Submits one job to a namespace."""
+
+    def __init__(self, backend: KubernetesBackend) -> None:
+        self.backend, self.cluster, self.workloads = backend, backend.cluster, backend.workloads
+
+    def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
+        """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`. `take_over`: whoever trains its run in
+        the store now, in another namespace for instance, is made to stop. Raises AlreadyRunning when that may be this job."""
+        url = self._to_take(job, fresh) if take_over else ""
+        of_file = workload_in(self.backend.documents(job, source, None, False))
+        if not (fresh or take_over):
+            for there in self.workloads.of(job.metadata.name):
+                ended = self._ended(there)
+                if ended is not State.FAILED and self._same(there, of_file, ended):
+                    yield self._again(there, of_file, ended)
+                    return
+        # Each submission is another owner: one that has ended, or is made to stop, may have been given the same file.
+        documents = self.backend.documents(job, source, new_run(job), fresh)
+        wanted = workload_in(documents)
+        if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
+            wanted["metadata"].setdefault("annotations", {})[FILE] = run
+        yield from self.make_room(job.metadata.name, documents, fresh=fresh)
+        if take_over:
+            yield _released(url)
+        workloads = [each["metadata"] for each in self.workloads.of(job.metadata.name)]
+        alive = {meta["uid"] for meta in workloads if "deletionTimestamp" not in meta}
+        beside: list[Document] = []
+        service = next((each for each in documents if kube.kind_of(each) is kube.SERVICE), None)
+        for document in documents:
+            kind, meta = kube.kind_of(document), document["metadata"]
+            if document is wanted and service and objects.keyed(wanted):
+                key, sentence = self._key(objects.key(service, secrets.token_hex(32)), alive)
+                beside += key
+                yield sentence
+            title = f"{kind} {meta['name']}"
+            old = self._there(kind, meta, alive)
+            if old is not None and kind is kube.CLAIM:
+                yield objects.kept(document, old)
+                continue
+            new = self.cluster.apply(document)
+            same = old is not None and kube.without_server_fields(old) == kube.without_server_fields(new)
+            yield f"{title} {'created' if old is None else 'unchanged' if same else 'changed'}"
+            if kind in BESIDE:
+                beside.append(new)
+            elif kind in KINDS:
+                for each in beside:
+                    self.workloads.adopt(each, new)
+
+    def _to_take(self, job: Job, fresh: bool) -> str:
+        """The store with the run that a job is to take from whoever trains it, who is not this job as it is here."""
+        from outlast.manifests import volumes as places
+
+        if not (url := places.store(job)):
+            raise OutlastError("--take-over is for a run in a store, and output names none; leave it out")
+        name = job.metadata.name
+        if not fresh and (there := self.workloads.of(name)):
+            raise AlreadyRunning(
+                f"{name} is there already, as {there[0]['kind']} {there[0]['metadata']['name']}; "
+                f"outlast cancel {name} removes it, then --take-over takes the run from whoever trains it elsewhere"
+            )
+        return url
+
+    def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
+        """See that there is the Secret by which workers know each other; it stays as it is while a workload uses it."""
+        title = f"Secret {secret['metadata']['name']}"
+        try:
+            if (old := self._there(kube.SECRET, secret["metadata"], alive)) is not None:
+                ours = (old["metadata"].get("labels") or {}).get(Label.JOB) == secret["metadata"]["labels"][Label.JOB]
+                return [old] if ours else [], f"{title} unchanged"
+            return [self.cluster.create(secret)], f"{title} created"
+        except Forbidden:
+            remedy = "let somebody make it, with any text as its key `key`, before the job"
+            return [], f"{title} may not be made by you: whoever knows the job file can speak to its workers; {remedy}"
+
+    def _ended(self, workload: Document) -> State | None:
+        """The state in which a workload has ended; of a StatefulSet only its agents know."""
+        if kube.kind_of(workload) is kube.STATEFUL_SET and not job_status.suspended(workload):
+            state = self.backend.status(workloads.job_name(workload)).state
+            return state if state.final else None
+        return job_status.over(workload)
+
+    def _same(self, there: Document, wanted: Document, ended: State | None) -> bool:
+        """Whether a workload was made of the very file of which another is to be. An ElasticJob that has not ended is changed."""
+        if there["kind"] != "ElasticJob":
+            return _same_file(there, wanted)
+        if ended is None or wanted["kind"] != "ElasticJob" or "deletionTimestamp" in there["metadata"]:
+            return False
+        new = self.cluster.apply(wanted, dry_run=True)
+        return _trained(new) == _trained(there)
+
+    def _onward(self, name: str) -> str:
+        """What becomes of the run of a job that has failed when it is submitted again."""
+        if self.backend.store_url(name) or has_claim(self.workloads.known(name)[0]):
+            return "goes on from its newest checkpoint"
+        return "begins anew, since its output was in its pods"
+
+    def _again(self, there: Document, wanted: Document, ended: State | None) -> str:
+        """See that what was submitted before goes on, as many workers as there are to be by now; what was done."""
+        title = there["metadata"]["name"]
+        if ended is not None:
+            return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
+        if job_status.suspended(there) and not job_status.suspended(wanted):
+            self.backend.set_suspended(there, kube.kind_of(there), title, False)
+            return f"{there['kind']} {title} is resumed"
+        return f"{there['kind']} {title} runs this very file already"
+
+    def _there(self, kind: kube.Kind, meta: Document, alive: AbstractSet[str]) -> Document | None:
+        """A document as the cluster has it; None when there is none, or it was of workloads that are gone.
+
+        The latter is deleted: the cluster may be about to do so, and would take it from the new workload.
+        """
+        try:
+            found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
+        except (Absent, NotServed):
+            return None
+        owners = ownership.owners(found)
+        if kind not in (*BESIDE, kube.SECRET) or not owners or owners & alive:
+            return found
+        try:
+            self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])
+        except Forbidden:
+            return found
+        except (Absent, Conflict):  # the cluster was faster
+            pass
+        return None
+
+    def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
+        """See that a job may be made: end what is to be ended before, or refuse. What was done, as sentences."""
+        made = {(kube.kind_of(document), document["metadata"]["name"]) for document in documents}
+        done: list[str] = []
+        for number, old in enumerate(self.workloads.of(name)):
+            kind, title = kube.kind_of(old), old["metadata"]["name"]
+            same, ended = (kind, title) in made, self._ended(old)
+            if not fresh and not ended and not same:
+                raise AlreadyRunning(
+                    f"{name} is there already, as {old['kind']} {title} of another file or topology; "
+                    f"end it with outlast cancel {name}, or submit with --fresh, which ends it first"
+                )
+            if fresh:
+                done.append(f"{old['kind']} {title} is ended first")
+            elif ended is State.FAILED and not number:
+                done.append(f"{old['kind']} {title} has failed; its run {self._onward(name)}; --fresh starts anew")
+            if (fresh or (same and job_status.over(old))) and not dry_run:  # nothing trains an ElasticJob that has ended
+                self.workloads.delete(kind, old, grace_s=None)
+                self.workloads.wait_until_gone(kind, old)
+        for document in documents:
+            self._ours(name, document)
+        return done
+
+    def _ours(self, name: str, document: Document) -> None:
+        """Refuse to take over a document that somebody else has made."""
+        kind, title = kube.kind_of(document), document["metadata"]["name"]
+        try:
+            there = self.cluster.get(kind, title, namespace=document["metadata"].get("namespace"))
+        except (Absent, NotServed):  # the latter is said when it is applied
+            return
+        labels = there["metadata"].get("labels") or {}
+        if kind is kube.CLAIM or kind in NAMED:
+            return
+        if labels.get(Label.JOB) != name:
+            owner = labels.get("app.kubernetes.io/managed-by") or "somebody else"
+            raise OutlastError(
+                f"{kind} {title} is in namespace {self.cluster.namespace} already and belongs to {owner}, not to a job {name}; "
+                "submit under another --name, or in another namespace (-n)"
+            )
+
+
+def _trained(elastic_job: Document) -> Document:
+    """What an ElasticJob is to train; how many workers it has may have been scaled."""
+    spec = kube.without_server_fields(elastic_job)["spec"]
+    return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
+
+
+def _same_file(there: Document, wanted: Document) -> bool:
+    """Whether a workload was made of the very file of which another is to be."""
+    meta, run = there["metadata"], (wanted["metadata"].get("labels") or {}).get(Label.RUN)
+    if there["kind"] != wanted["kind"] or "deletionTimestamp" in meta:
+        return False
+    return run in ((meta.get("annotations") or {}).get(FILE), (meta.get("labels") or {}).get(Label.RUN))
