@@ -75,9 +75,7 @@ def firsts(output: Path, *names: str) -> list[bool]:
 # Saving
 
 
-@pytest.mark.parametrize(
-    "names", ["ab", "abba", pytest.param("abc", marks=pytest.mark.slow), pytest.param("aab", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("names", ["ab", "abc", "aab", "abba"])
 def test_every_disk_has_the_same_checkpoints_and_the_weights_are_those_of_one_disk(tmp_path: Path, calm: Calm, names: str):
     end = world(Training(), tmp_path, len(names), disks=names)
     assert hashes(end) == hashes(calm(Training(), len(names)))
@@ -113,16 +111,7 @@ def test_each_process_has_a_ledger_of_its_own_wherever_its_rank_is(tmp_path: Pat
 # Resuming
 
 
-@pytest.mark.parametrize(
-    ("names", "lost"),
-    [
-        ("ab", "a"),
-        ("abc", "ab"),
-        pytest.param("ab", "b", marks=pytest.mark.slow),
-        pytest.param("abb", "a", marks=pytest.mark.slow),
-        pytest.param("abb", "b", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("names", "lost"), [("ab", "a"), ("ab", "b"), ("abc", "ab"), ("abb", "a"), ("abb", "b")])
 def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, names: str, lost: str):
     killed = world(Training(kill_at=13), tmp_path, len(names), disks=names)
     assert killed.codes == [-9] * len(names)

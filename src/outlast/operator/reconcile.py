@@ -100,7 +100,7 @@ class Look:
         another, as each of them tries again: until all have, those that are still missed are no more dead than before."""
         should = [told for pod in self._living if (told := self.seen.told.get(pod.index)) and pod.node_lost is None]
         should = [told for told in should if told.member.standing is not Standing.DONE]
-        late = [told for told in should if self.until(heard(self, told), lease_s(self, told) / 2) is None]
+        late = [told for told in should if self.until(self.heard(told), self.lease_s(told) / 2) is None]
         state = self.memory.state
         held = state is not None and job_status.why(self.memory.conditions, state) == UNHEARD
         return late if held or 2 * len(late) > len(should) else []
@@ -239,36 +239,30 @@ class Look:
             leave_s=grace,
         )
 
+    def inside(self, pod: Pod) -> bool:
+        """Whether a pod is, or was, in the newest world; one that was made after it only has an index that is."""
+        known = self.memory.world
+        return known is not None and pod.index in self.members and pod.made_for <= known.generation
 
-def inside(look: Look, pod: Pod) -> bool:
-    """Whether a pod is, or was, in the newest world; one that was made after it only has an index that is."""
-    known = look.memory.world
-    return known is not None and pod.index in look.members and pod.made_for <= known.generation
+    def generation_of(self, pod: Pod) -> int:
+        """Of the world that a pod is in; 0 for none."""
+        return self.memory.world.generation if self.memory.world and self.inside(pod) else 0
 
+    def silent_at(self, told: Told) -> float | None:
+        """When a member is dead if nothing more is heard of it; None when it is."""
+        pod, lasts = self.pod(told.member.id), self.lease_s(told)
+        held = self.unheard and pod is not None and pod.node_lost is None
+        return self.until(self.heard(told), max(lasts, self.seen.limits.held_s) if held else lasts)
 
-def generation_of(look: Look, pod: Pod) -> int:
-    """Of the world that a pod is in; 0 for none."""
-    return look.memory.world.generation if look.memory.world and inside(look, pod) else 0
+    def lease_s(self, told: Told) -> float:
+        """For how long a member may say nothing: it says so itself, as members of large worlds renew their Leases less often."""
+        return max(self.seen.limits.silence_s, told.lasts)
 
+    def missed(self) -> bool:
+        """Whether most workers are missed, and one of them for so long that it would be taken for dead if it were alone."""
+        return any(self.until(self.heard(each), self.lease_s(each)) is None for each in self.unheard)
 
-def silent_at(look: Look, told: Told) -> float | None:
-    """When a member is dead if nothing more is heard of it; None when it is."""
-    pod, lasts = look.pod(told.member.id), lease_s(look, told)
-    held = look.unheard and pod is not None and pod.node_lost is None
-    return look.until(heard(look, told), max(lasts, look.seen.limits.held_s) if held else lasts)
-
-
-def lease_s(look: Look, told: Told) -> float:
-    """For how long a member may say nothing: it says so itself, as members of large worlds renew their Leases less often."""
-    return max(look.seen.limits.silence_s, told.lasts)
-
-
-def missed(look: Look) -> bool:
-    """Whether most workers are missed, and one of them for so long that it would be taken for dead if it were alone."""
-    return any(look.until(heard(look, each), lease_s(look, each)) is None for each in look.unheard)
-
-
-def heard(look: Look, told: Told | None) -> float:
-    """When a member was heard of last, or could have been. What comes from the future, as our clock went back, says nothing."""
-    late = told is None or told.beat > look.now + lease_s(look, told)
-    return look.seen.since if late or told is None else max(told.beat, look.seen.since)
+    def heard(self, told: Told | None) -> float:
+        """When a member was last heard, or could have been. A time in the future, after our clock went back, does not count."""
+        late = told is None or told.beat > self.now + self.lease_s(told)
+        return self.seen.since if late or told is None else max(told.beat, self.seen.since)

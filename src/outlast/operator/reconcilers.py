@@ -12,7 +12,7 @@ from outlast.operator.cache import CachedJob
 from outlast.operator.operator import Reconciler
 from outlast.operator.plan import Plan
 from outlast.operator.queues import Found
-from outlast.operator.rules import ends
+from outlast.operator.rules import end
 from outlast.operator.snapshot import Limits
 
 WRITES_PER_S = 100
@@ -31,7 +31,7 @@ def elastic_job(limits: Limits, cached: CachedJob, now: float, found: Found) -> 
 def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
     """What is to be done about pods whose ElasticJob is gone."""
     ours = [pod for pod in snapshot.seen_pods(cached.pods, cached.nodes) if _of_an_elastic_job(pod)]
-    return ends.orphans(ours, now, cached.since, limits)
+    return end.orphans(ours, now, cached.since, limits)
 
 
 def _of_an_elastic_job(pod: snapshot.Pod) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from outlast import contract
 from outlast.kube import pods
-from outlast.operator import desired, reconcile
+from outlast.operator import desired
 from outlast.operator.job_status import Blame
 from outlast.operator.plan import Document, Note
 from outlast.operator.reconcile import Look
@@ -103,14 +103,14 @@ def stands_for_all(look: Look, generation: int) -> None:
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in look.memory.silent)
     look.know(judged=max(look.memory.judged, generation), silent=tuple(silent))
     if not generation:
-        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not reconcile.inside(look, pod)))
+        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not look.inside(pod)))
 
 
 def went(look: Look, pod: Pod) -> None:
     """A worker has gone for no failure of its own; with it is explained what the others of its world say."""
     look.expected[pod.uid] = None
     known = look.memory
-    if known.world and reconcile.inside(look, pod) and known.called is None:
+    if known.world and look.inside(pod) and known.called is None:
         look.know(judged=known.world.generation)
 
 
