@@ -37,7 +37,7 @@ WIDE_FUNCTIONS = {
     "local/workers.py:__init__",
     *("operator/job_status.py:write", "operator/snapshot.py:observe", "rendezvous/etcd/member.py:__init__"),
     *("rendezvous/transports/etcd.py:__init__", "rendezvous/transports/kubernetes.py:__init__"),
-    *("sync/sync.py:pull", "sync/sync.py:push", "training/stream.py:__init__"),
+    "training/stream.py:__init__",
 }
 
 

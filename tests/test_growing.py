@@ -234,7 +234,7 @@ def test_a_push_leaves_growing_files_to_their_sender(tmp_path: Path):
     sender = growing.Sender(place, tmp_path)
     for _ in range(2):
         sender.push([LOG, METRICS, "ledger/rank-0.jsonl"], GO)
-        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", skip=upload.skipped, check=True)
+        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", sync.Options(skip=upload.skipped, check=True))
     assert report.transferred == 0
     assert [key.rpartition("/")[0] or key for key in sorted(entry.key for entry in place.entries())] == [
         ".outlast-manifest", "final.json", "ledger/rank-0.parts", "logs", "logs/worker-0.parts", "metrics.parts",

@@ -109,7 +109,10 @@ def killed(place: Place, tmp_path: Path, kills: int, seed: int) -> None:
     ours, theirs = worker.output / contract.CHECKPOINTS / step, elsewhere / contract.CHECKPOINTS / step
     assert {p.name: p.read_bytes() for p in ours.iterdir()} == {p.name: p.read_bytes() for p in theirs.iterdir()}
     sync.pull(
-        store.open_(url), elsewhere, tmp_path / "state", skip=lambda path: path.startswith("checkpoints/"), stop=threading.Event()
+        store.open_(url),
+        elsewhere,
+        tmp_path / "state",
+        sync.Options(skip=lambda path: path.startswith("checkpoints/"), stop=threading.Event()),
     )
     log = f"{contract.LOGS}/worker-0.log"
     assert growing.fetch(store.open_(url), log, elsewhere / log)

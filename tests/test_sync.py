@@ -30,7 +30,7 @@ from outlast.cli import transfers
 from outlast.errors import AlreadyRunning, Changed, Denied, Missing, NoBucket, NotFound, OutlastError, Stopped
 from outlast.store import Store
 from outlast.sync import crc32, index, pool, sync, transfer, tree
-from outlast.sync import state as memory
+from outlast.sync import state as states
 from outlast.sync.direct import Direct
 from outlast.sync.index import Object, Seen, Stat, Verdict
 from servers import Place
@@ -213,8 +213,8 @@ def test_a_tree_comes_back_as_it_was(place: Store, tmp_path: Path) -> None:
     assert report.bytes == sum(map(len, files.values()))
     assert contents(target) == files
     assert (target / "a").stat().st_mtime_ns == 10**18 + 123_456_789
-    assert counts(sync.push(source, place, tmp_path / "push", check=True)) == (0, len(files), 0)
-    assert counts(sync.pull(place, target, tmp_path / "pull", check=True)) == (0, len(files), 0)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (0, len(files), 0)
+    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True))) == (0, len(files), 0)
 
 
 def test_only_what_changed_is_sent(place: Store, tmp_path: Path) -> None:
@@ -304,9 +304,9 @@ def test_what_others_did_is_noticed_by_a_check(place: Store, tmp_path: Path) -> 
     place.put("added", b"5")
     place.delete(["removed"])
     assert counts(sync.push(source, place, tmp_path / "push")) == (0, 4, 0), "the manifest is believed"
-    assert counts(sync.push(source, place, tmp_path / "push", check=True)) == (3, 1, 0)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (3, 1, 0)
     assert objects(place) == {**contents(source), "added": b"5"}
-    assert counts(sync.push(source, place, tmp_path / "push", check=True)) == (0, 4, 0)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (0, 4, 0)
     target = tmp_path / "target"
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (5, 0, 0), "what was added is in the manifest now"
     assert contents(target) == objects(place)
@@ -318,7 +318,7 @@ def test_a_manifest_written_since_does_not_hide_what_others_did(place: Store, tm
     place.put("a", b"!")
     a_tree(source, {"b": b"two"}, age_s=50)
     assert counts(sync.push(source, place, tmp_path / "push")) == (1, 1, 0)
-    assert counts(sync.push(source, place, tmp_path / "push", check=True)) == (1, 1, 0)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (1, 1, 0)
     assert objects(place) == contents(source)
 
 
@@ -330,9 +330,9 @@ def test_a_pull_notices_what_others_did(place: Store, tmp_path: Path) -> None:
     place.put("d", b"4")
     place.delete(["c"])
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (0, 3, 0), "the manifest is believed"
-    assert counts(sync.pull(place, target, tmp_path / "pull", check=True, delete=True)) == (2, 1, 1)
+    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True, delete=True))) == (2, 1, 1)
     assert contents(target) == {"a": b"!", "b": b"2", "d": b"4"}
-    assert counts(sync.pull(place, target, tmp_path / "pull", check=True)) == (0, 3, 0)
+    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True))) == (0, 3, 0)
 
 
 def test_a_store_is_checked_once_a_day(away: Store, tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_log_that_grows_while_it_is_pushed_arrives_in_the_end(place: Store, tm
         writer.join()
     sync.push(source, place, tmp_path / "push")
     assert objects(place) == contents(source)
-    assert counts(sync.push(source, place, tmp_path / "push", check=True)) == (0, 2, 0)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(check=True))) == (0, 2, 0)
     assert counts(sync.pull(place, tmp_path / "target", tmp_path / "pull")) == (2, 0, 0)
 
 
@@ -477,7 +477,7 @@ def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_pa
             if path.name != "last":
                 path.unlink()
 
-    report = sync.push(source, away, tmp_path / "push", progress=harm)
+    report = sync.push(source, away, tmp_path / "push", sync.Options(progress=harm))
     assert report.failed == []
     assert report.transferred < 102
     assert "last" in objects(away)
@@ -708,7 +708,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
     a_tree(source, {"good": b"one", "bad": b"two", "large": bytes(10 << 20), "dir/inner": b"three"}, age_s=50)
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0)
-    report = sync.push(source, away, Path("push"), delete=True)
+    report = sync.push(source, away, Path("push"), sync.Options(delete=True))
     assert (report.transferred, report.deleted) == (1, 0), "what cannot be listed may still exist"
     assert report.failed == [
         ("bad", "it cannot be read: Permission denied"),
@@ -765,9 +765,9 @@ def test_a_name_that_is_file_and_directory_fails_and_the_rest_goes_on(away: Stor
 def test_half_written_files_are_not_pushed_and_go_when_nobody_writes_them(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1", ".outlast-0.part": b"half"}, age_s=10_000)
     a_tree(source, {".outlast-1.part": b"half"}, age_s=1)
-    sync.push(source, away, tmp_path / "push", delete=True)
+    sync.push(source, away, tmp_path / "push", sync.Options(delete=True))
     assert objects(away) == {"a": b"1"}
-    sync.pull(away, source, tmp_path / "pull", delete=True)
+    sync.pull(away, source, tmp_path / "pull", sync.Options(delete=True))
     assert sorted(os.listdir(source)) == [".outlast-1.part", "a"]
 
 
@@ -780,12 +780,12 @@ def test_nothing_is_deleted_unless_asked_for(place: Store, tmp_path: Path) -> No
     sync.pull(place, target, tmp_path / "pull")
     (source / "b/c/d").unlink()
     assert counts(sync.push(source, place, tmp_path / "push")) == (0, 2, 0)
-    assert counts(sync.push(source, place, tmp_path / "push", delete=True)) == (0, 2, 1)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(delete=True))) == (0, 2, 1)
     assert set(objects(place)) == {"a", "e"}
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (0, 2, 0)
     assert set(contents(target)) == {"a", "b/c/d", "e"}
     (target / "mine").mkdir()
-    assert counts(sync.pull(place, target, tmp_path / "pull", delete=True)) == (0, 2, 1)
+    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(delete=True))) == (0, 2, 1)
     assert sorted(os.listdir(target)) == ["a", "e", "mine"]
 
 
@@ -796,9 +796,9 @@ def test_delete_does_not_touch_what_is_skipped(place: Store, tmp_path: Path) -> 
     source, target = a_tree(tmp_path / "source", {"a": b"1", "mine/x": b"2"}), a_tree(tmp_path / "target", {"mine/z": b"3"})
     place.put("mine/y", b"4")
     place.put("other", b"5")
-    assert counts(sync.push(source, place, tmp_path / "push", skip=skip, delete=True)) == (1, 0, 1)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(skip=skip, delete=True))) == (1, 0, 1)
     assert objects(place) == {"a": b"1", "mine/y": b"4"}
-    assert counts(sync.pull(place, target, tmp_path / "pull", skip=skip, delete=True)) == (1, 0, 0)
+    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(skip=skip, delete=True))) == (1, 0, 0)
     assert contents(target) == {"a": b"1", "mine/z": b"3"}
 
 
@@ -807,12 +807,12 @@ def test_an_empty_or_missing_source_deletes_nothing(away: Store, tmp_path: Path)
     sync.push(source, away, tmp_path / "push")
     (source / "a").unlink()
     with pytest.raises(OutlastError, match=r"source is empty: --delete would delete all of memory://"):
-        sync.push(source, away, tmp_path / "push", delete=True)
+        sync.push(source, away, tmp_path / "push", sync.Options(delete=True))
     with pytest.raises(NotFound, match="typo is not there"):
-        sync.push(tmp_path / "typo", away, tmp_path / "push", delete=True)
+        sync.push(tmp_path / "typo", away, tmp_path / "push", sync.Options(delete=True))
     target = a_tree(tmp_path / "target", {"a": b"1"})
     with pytest.raises(OutlastError, match=r"there is nothing in memory://.*/typo: --delete would delete all of .*target"):
-        sync.pull(away.child("typo"), target, tmp_path / "pull", delete=True)
+        sync.pull(away.child("typo"), target, tmp_path / "pull", sync.Options(delete=True))
     assert contents(target) == objects(away) == {"a": b"1"}
 
 
@@ -821,7 +821,7 @@ def test_nothing_is_deleted_when_something_failed(away: Store, tmp_path: Path) -
     sync.push(source, away, tmp_path / "push")
     (source / "a").unlink()
     a_tree(source, {"new\nline": b"3"})
-    report = sync.push(source, away, tmp_path / "push", delete=True)
+    report = sync.push(source, away, tmp_path / "push", sync.Options(delete=True))
     assert (len(report.failed), report.deleted) == (1, 0)
     assert set(objects(away)) == {"a", "b"}
 
@@ -830,13 +830,13 @@ def test_a_file_that_has_two_names_is_not_deleted_by_the_other(away: Store, tmp_
     target = a_tree(tmp_path / "target", {"real/a": b"1", "real/b": b"2"})
     (target / "link").symlink_to("real")
     away.put("real/a", b"1")
-    sync.pull(away, target, tmp_path / "pull", delete=True)
+    sync.pull(away, target, tmp_path / "pull", sync.Options(delete=True))
     assert {path.name for path in (target / "real").iterdir()} == {"a"}
     away.put("real/b", b"2")
     sync.pull(away, target, tmp_path / "pull")
     away.delete(["real/a"])
     away.put("link/b", b"2")
-    sync.pull(away, target, tmp_path / "pull", delete=True)
+    sync.pull(away, target, tmp_path / "pull", sync.Options(delete=True))
     assert {path.name for path in (target / "real").iterdir()} == {"b"}
 
 
@@ -845,14 +845,14 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(place: Store, tmp_pa
     sync.push(source, place, tmp_path / "push")
     a_tree(source, {"a": b"one", "c": b"3"}, age_s=50)
     (source / "b").unlink()
-    report = sync.push(source, place, tmp_path / "push", delete=True, dry_run=True)
+    report = sync.push(source, place, tmp_path / "push", sync.Options(delete=True, dry_run=True))
     assert report.planned == [("send", "a"), ("send", "c"), ("delete", "b")]
     assert (counts(report), report.bytes) == ((2, 0, 1), 4)
     assert objects(place) == {"a": b"1", "b": b"2"}
-    report = sync.pull(place, target, tmp_path / "pull", delete=True, dry_run=True)
+    report = sync.pull(place, target, tmp_path / "pull", sync.Options(delete=True, dry_run=True))
     assert report.planned == [("receive", "a"), ("receive", "b"), ("delete", "x")]
     assert contents(target) == {"x": b"9"}
-    assert counts(sync.push(source, place, tmp_path / "push", delete=True)) == (2, 0, 1)
+    assert counts(sync.push(source, place, tmp_path / "push", sync.Options(delete=True))) == (2, 0, 1)
 
 
 def test_a_pull_of_what_is_missing_leaves_the_rest_alone(away: Store, tmp_path: Path) -> None:
@@ -884,7 +884,7 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
 
     moto_proxy.fault = stopping("PUT")
     with pytest.raises(Stopped):
-        sync.push(source, place, tmp_path / "push", stop=stop)
+        sync.push(source, place, tmp_path / "push", sync.Options(stop=stop))
     arrived = len(objects(place))
     assert 100 <= arrived < 300
     stop.clear()
@@ -896,7 +896,7 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
     moto_proxy.forget()
     moto_proxy.fault = stopping("GET")
     with pytest.raises(Stopped):
-        sync.pull(place, target, tmp_path / "pull", stop=stop)
+        sync.pull(place, target, tmp_path / "pull", sync.Options(stop=stop))
     arrived = len(contents(target))
     assert 50 <= arrived < 300
     moto_proxy.fault = lambda _: None
@@ -908,7 +908,7 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
     source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2", "c": b"3", "d": b"4"})
 
     def killed_after(*names: str) -> None:
-        with memory.of(tmp_path / "push", f"{away.url}/{sync.MANIFEST}") as known:
+        with states.opened(tmp_path / "push", f"{away.url}/{sync.MANIFEST}") as known:
             for name in names:
                 stat, content = tree.look(source / name), (source / name).read_bytes()
                 there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(away.put(name, content)))
@@ -924,7 +924,7 @@ def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) 
 
 def test_one_state_is_used_by_one_process(away: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    with memory.of(tmp_path / "push", "x/y"), pytest.raises(AlreadyRunning, match="another process syncs this"):
+    with states.opened(tmp_path / "push", "x/y"), pytest.raises(AlreadyRunning, match="another process syncs this"):
         sync.push(source, away, tmp_path / "push")
     assert counts(sync.push(source, away, tmp_path / "push")) == (1, 0, 0)
 
@@ -998,9 +998,9 @@ def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tm
                         threading.Timer(rng.random() / 100, stop.set).start()
                     try:
                         if what == 7:
-                            sync.push(source, place, here / "push", stop=stop)
+                            sync.push(source, place, here / "push", sync.Options(stop=stop))
                         else:
-                            sync.pull(place, target, here / "pull", stop=stop)
+                            sync.pull(place, target, here / "pull", sync.Options(stop=stop))
                     except Stopped:
                         pass
                     else:
@@ -1010,9 +1010,9 @@ def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tm
                         elif what == 8 and not foreign:
                             assert {n: contents(target)[n] for n in objects(place)} == objects(place), seed
         a_tree(source, {"first": b"1"})
-        assert sync.push(source, place, here / "push", check=foreign, delete=True).failed == []
+        assert sync.push(source, place, here / "push", sync.Options(check=foreign, delete=True)).failed == []
         assert objects(place) == contents(source), seed
-        assert sync.pull(place, target, here / "pull", check=foreign, delete=True).failed == []
+        assert sync.pull(place, target, here / "pull", sync.Options(check=foreign, delete=True)).failed == []
         assert contents(target) == contents(source), seed
         assert counts(sync.push(target, place, here / "back")) == (0, len(contents(source)), 0)
 

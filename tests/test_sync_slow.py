@@ -82,7 +82,7 @@ def test_whenever_a_sync_is_killed_the_next_ones_make_all_alike(s3: Place, tmp_p
     # A push killed between its manifest and its deletions leaves objects that only a listing shows
     assert left == set() or all(Path(name).name.startswith(".outlast-") for name in left)
     assert {name: content for name, content in contents(target).items() if name not in left} == contents(source)
-    assert counts(sync.push(source, place, tmp_path / "state", check=True, delete=True))[0] == 0
+    assert counts(sync.push(source, place, tmp_path / "state", sync.Options(check=True, delete=True)))[0] == 0
     assert {entry.key for entry in place.entries()} == {*contents(source), sync.MANIFEST}
 
 
@@ -126,4 +126,4 @@ def test_ten_thousand_small_files(alone: Place, tmp_path: Path) -> None:
     assert counts(sync.pull(place, target, tmp_path / "pull")) == (10_000, 0, 0)
     assert contents(target) == contents(source)
     assert counts(sync.push(source, place, tmp_path / "push")) == (0, 10_000, 0)
-    assert counts(sync.pull(place, target, tmp_path / "pull", check=True)) == (0, 10_000, 0)
+    assert counts(sync.pull(place, target, tmp_path / "pull", sync.Options(check=True))) == (0, 10_000, 0)

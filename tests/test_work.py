@@ -145,7 +145,7 @@ class Disk:
         ours = workdir.ours(self.output, self.place, self.environ)
         skip = lambda path: push.skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
         manifest, held = self.output / ".push" / "manifest", results.unfinished()
-        sync.push(self.output, self.place, manifest, skip=skip, leave=held, expired=results.expired)
+        sync.push(self.output, self.place, manifest, sync.Options(skip=skip), leave=held, expired=results.expired)
 
     def holds(self) -> dict[str, str]:
         """The files of the working directory that people see."""

@@ -51,7 +51,10 @@ def _fetch_results(place: store.Store, output: Path) -> None:
     """Bring what the training has written besides checkpoints, such as its final weights. Raises StoreError."""
     with tempfile.TemporaryDirectory() as state:
         report = sync.pull(
-            place, output, Path(state, "known"), skip=lambda path: path.partition("/")[0] in _OURS or upload.skipped(path)
+            place,
+            output,
+            Path(state, "known"),
+            sync.Options(skip=lambda path: path.partition("/")[0] in _OURS or upload.skipped(path)),
         )
     if report.failed:
         raise StoreError(report.failed[0][1])

@@ -145,11 +145,13 @@ class Pusher:
             self.output,
             self._place,
             self.output / OWN / "manifest",
-            skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
+            sync.Options(
+                skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
+                check=not self._checked,
+                stop=stop,
+            ),
             leave=self._results.unfinished(last=last),
             expired=self._results.expired if ours else lambda _: False,
-            check=not self._checked,
-            stop=stop,
         )
         if failed := [*self._growing.failed, *report.failed]:
             path, reason = failed[0]

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -61,8 +61,8 @@ def sync(
         def progress(now: engine.Progress) -> None:
             tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
 
-        how: Any = {"delete": delete, "check": check, "dry_run": dry_run, "progress": progress, "stop": stop}
-        report = engine.push(directory, place, state, **how) if pushing else engine.pull(place, directory, state, **how)
+        how = engine.Options(delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop)
+        report = engine.push(directory, place, state, how) if pushing else engine.pull(place, directory, state, how)
         if not pushing and report == engine.Report():
             raise _nothing(place)
     if output is Output.TABLE:

@@ -100,7 +100,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     remote.Checkpoints(place, new.run).acquire(generation)
     if before is None or old.owner != before.owner:
         _put_aside(output)
-    report = sync.pull(place, output, output / upload.OWN / "pulled", skip=upload.skipped, only_missing=True)
+    report = sync.pull(place, output, output / upload.OWN / "pulled", sync.Options(skip=upload.skipped), only_missing=True)
     if report.failed:
         path, reason = report.failed[0]
         raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")

@@ -307,14 +307,13 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
         with locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
             known = output / _KNOWN
             reports = [
-                sync.pull(place, output, known / "work", skip=lambda path: not _inside(path), stop=stop),
+                sync.pull(place, output, known / "work", sync.Options(skip=lambda path: not _inside(path), stop=stop)),
                 sync.pull(
                     place,
                     output,
                     known / "output",
-                    skip=lambda path: _inside(path) or upload.skipped(path),
+                    sync.Options(skip=lambda path: _inside(path) or upload.skipped(path), stop=stop),
                     only_missing=True,
-                    stop=stop,
                 ),
             ]
             for path, reason in (failed for report in reports for failed in report.failed):

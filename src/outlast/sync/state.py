@@ -27,7 +27,7 @@ _FLUSH_S = 1.0
 """After how long what has been done is written down, at the latest: a kill costs so much, an exception nothing."""
 
 
-class Memory:
+class StateFile:
     """The state of one tree and one store, while we hold its lock."""
 
     def __init__(self, path: Path, place: str) -> None:
@@ -107,8 +107,8 @@ def _id(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def of(path: Path, place: str) -> Iterator[Memory]:
-    """The memory at `path`; raises AlreadyRunning when another process has it."""
+def opened(path: Path, place: str) -> Iterator[StateFile]:
+    """The state at `path`, locked; raises AlreadyRunning when another process has it."""
     lock = path.with_name(f"{path.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,5 +118,5 @@ def of(path: Path, place: str) -> Iterator[Memory]:
     with locks.attempted(lock) as ours:
         if not ours:
             raise AlreadyRunning(f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it")
-        with contextlib.closing(Memory(path, place)) as memory:
-            yield memory
+        with contextlib.closing(StateFile(path, place)) as file:
+            yield file

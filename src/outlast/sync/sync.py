@@ -2,7 +2,7 @@
 
 A push leaves a manifest in the store: the names, sizes, times and checksums of all objects. A state beside us remembers it, and
 how the files looked that belong to it. So an unchanged tree costs a walk and one request, however many files it has. Rules are
-in `manifest`, files in `tree`, what is remembered in `memory`, the work is done by `transfer`; here they come together.
+in `index`, files in `tree`, what is remembered in `state`, the work is done by `transfer`; here they come together.
 
 What stays true however a process dies: objects are written first, then the manifest, then the state. So an object that the
 manifest lists is there, and a file that the state calls unchanged has been transferred. What others do in the store is noticed by
@@ -25,13 +25,12 @@ from pathlib import Path
 
 from outlast.errors import Changed, Denied, Missing, NoBucket, OutlastError, StoreError, Unreachable
 from outlast.store import Store
-from outlast.sync import index as manifest
-from outlast.sync import pool, transfer, tree
-from outlast.sync import state as memory
+from outlast.sync import index, pool, transfer, tree
+from outlast.sync import state as states
 from outlast.sync.index import GRANULARITY_NS, Object, Seen, Stat, Verdict
 from outlast.sync.transfer import Damaged, Sent, Wanted, receive, send
 
-__all__ = ["MANIFEST", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
+__all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", "receive", "send"]
 
 MANIFEST = ".outlast-manifest"
 CHECK_EVERY_S = 86_400.0
@@ -73,43 +72,58 @@ class Report:
     """With `dry_run`: (send, receive or delete; path)."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a push and a pull have in common."""
+
+    manifest: str = MANIFEST
+    """Key of the object that lists the others."""
+    skip: Callable[[str], bool] = lambda relative: False
+    """Paths that are touched on neither side."""
+    delete: bool = False
+    """Delete what the source does not have, unless something failed."""
+    check: bool = False
+    """List the store instead of believing its manifest."""
+    dry_run: bool = False
+    progress: Callable[[Progress], None] = lambda _: None
+    stop: threading.Event | None = None
+    """Once set, Stopped is raised soon."""
+
+
 def push(
     source: Path,
     store: Store,
     state: Path,
+    options: Options = Options(),
     *,
-    manifest: str = MANIFEST,
-    skip: Callable[[str], bool] = lambda relative: False,
     leave: Callable[[str], bool] = lambda relative: False,
-    delete: bool = False,
     expired: Callable[[str], bool] = lambda relative: False,
-    check: bool = False,
-    dry_run: bool = False,
-    progress: Callable[[Progress], None] = lambda _: None,
-    stop: threading.Event | None = None,
 ) -> Report:
-    """Send the files of the directory `source` that `store` does not have like that.
+    """Upload the files of the directory `source` that are missing or different in `store`.
 
-    `state` is a file that we keep here, `manifest` the key of the object that we keep in the store. Paths that `skip` names are
-    touched on neither side; files that `leave` names are not sent, but another's of that name is known. `delete`: objects that
-    are no files of `source` are deleted, unless something failed; without it, those of them that are `expired`. `check`: the
-    store is listed and no manifest believed. Raises NotFound without a source, AlreadyRunning when another process holds the
-    state, StoreError when the store does not work, Stopped soon after `stop` is set; what has arrived by then is remembered.
+    `state` is a local file that remembers both sides. Files that `leave` names are not sent, but objects of that name count.
+    Without `delete`, objects that are no files of `source` are deleted if they are `expired`. Raises NotFound without a source,
+    AlreadyRunning when another process holds the state, StoreError, and Stopped; what has arrived by then is remembered.
     """
-    with memory.of(state, f"{store.url}/{manifest}") as known:
+    skip = options.skip
+    with states.opened(state, f"{store.url}/{options.manifest}") as known:
         began = time.time_ns()
-        scan = tree.scan(str(source), skip=skip, own=manifest)
-        if delete and not scan.files:
+        scan = tree.scan(str(source), skip=skip, own=options.manifest)
+        if options.delete and not scan.files:
             raise OutlastError(
                 f"{source} is empty: --delete would delete all of {store.url}; leave it out, or correct the directory"
             )
-        run = _Run(str(source), store, manifest, skip, known, progress, stop)
+        run = _Run(str(source), store, known, options)
         report = run.report
         report.failed, report.ignored = list(scan.failed.items()), sorted(scan.ignored.items())
-        run.look(check)
+        run.look(options.check)
         todo = run.nameable(run.compared(scan.files, [path for path in scan.files if not leave(path)]))
-        gone = [path for path in known.state.objects if path not in scan.files and not skip(path) and (delete or expired(path))]
-        if dry_run:
+        gone = [
+            path
+            for path in known.state.objects
+            if path not in scan.files and not skip(path) and (options.delete or expired(path))
+        ]
+        if options.dry_run:
             return run.planned("send", todo, scan.files, gone)
         run.send(todo, scan.files)
         report.failed.sort()
@@ -129,43 +143,31 @@ def push(
         return report
 
 
-def pull(
-    store: Store,
-    target: Path,
-    state: Path,
-    *,
-    manifest: str = MANIFEST,
-    skip: Callable[[str], bool] = lambda relative: False,
-    delete: bool = False,
-    check: bool = False,
-    dry_run: bool = False,
-    only_missing: bool = False,
-    progress: Callable[[Progress], None] = lambda _: None,
-    stop: threading.Event | None = None,
-) -> Report:
-    """Receive the objects of `store` that the directory `target` does not have like that.
+def pull(store: Store, target: Path, state: Path, options: Options = Options(), *, only_missing: bool = False) -> Report:
+    """Download the objects of `store` that are missing or different in the directory `target`.
 
-    `only_missing`: files that exist are left as they are. `delete`: files that are no objects of `store` are deleted, unless
-    something failed. Nothing is written outside of `target`; a link to a file is replaced, not followed. All else as in `push`.
+    `only_missing`: files that exist stay as they are. Nothing is written outside of `target`; a link to a file is replaced, not
+    followed. All else as in `push`.
     """
-    with memory.of(state, f"{store.url}/{manifest}") as known:
-        scan = tree.scan(str(target), skip=skip, own=manifest) if os.path.lexists(target) else tree.Scan()
-        run = _Run(str(target), store, manifest, skip, known, progress, stop)
-        report, objects = run.report, run.look(check)
-        if delete and not objects:
+    skip = options.skip
+    with states.opened(state, f"{store.url}/{options.manifest}") as known:
+        scan = tree.scan(str(target), skip=skip, own=options.manifest) if os.path.lexists(target) else tree.Scan()
+        run = _Run(str(target), store, known, options)
+        report, objects = run.report, run.look(options.check)
+        if options.delete and not objects:
             raise OutlastError(
                 f"there is nothing in {store.url}: --delete would delete all of {target}; leave it out, or correct the URL"
             )
-        report.failed = list(scan.failed.items()) if delete else []
+        report.failed = list(scan.failed.items()) if options.delete else []
         wanted: Iterable[str] = [path for path in objects if not skip(path)]
         if only_missing:
             report.unchanged = len(scan.files.keys() & objects.keys())
             wanted = [path for path in wanted if path not in scan.files]
         todo = run.possible(run.compared(scan.files, wanted))
-        gone = [path for path in scan.files if path not in objects] if delete else []
+        gone = [path for path in scan.files if path not in objects] if options.delete else []
         inside = tree.Inside(str(target))
         gone = [path for path in gone if not inside.through_link(path)]  # it may be wanted by its other name
-        if dry_run:
+        if options.dry_run:
             return run.planned("receive", todo, objects, gone)
         run.receive(todo)
         report.failed.sort()
@@ -181,19 +183,10 @@ def pull(
 class _Run:
     """One push or pull: the directory `root`, the store, and what is known of both."""
 
-    def __init__(
-        self,
-        root: str,
-        store: Store,
-        key: str,
-        skip: Callable[[str], bool],
-        known: memory.Memory,
-        progress: Callable[[Progress], None],
-        stop: threading.Event | None,
-    ) -> None:
-        self._root, self._store, self._key, self._skip = root, store, key, skip
-        self._memory, self._state = known, known.state
-        self._progress, self._stop = progress, stop
+    def __init__(self, root: str, store: Store, known: states.StateFile, options: Options) -> None:
+        self._root, self._store = root, store
+        self._key, self._skip, self._progress, self._stop = options.manifest, options.skip, options.progress, options.stop
+        self._file, self._state = known, known.state
         self.report = Report()
         self.changed = False
         """Whether the store's manifest does not say what there is."""
@@ -210,16 +203,16 @@ class _Run:
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
                 data, entry = store.read(self._key)
-                state.objects, state.clean_before = manifest.decode(data)
+                state.objects, state.clean_before = index.decode(data)
                 state.etag = entry.etag
-                self._memory.fresh.clear()  # whoever wrote this may have replaced it since
+                self._file.fresh.clear()  # whoever wrote this may have replaced it since
                 self._learned = True
         except (Missing, ValueError):  # a manifest that cannot be read is none
             state.etag, state.clean_before = "", 0
             check = self.changed = True
         if check or not 0 <= time.time() - state.checked < CHECK_EVERY_S:
             entries = ((e.key, e.size, e.etag, e.modified) for e in store.entries() if not self._skip(e.key))
-            objects = manifest.found(entries, state.objects, self._key)
+            objects = index.found(entries, state.objects, self._key)
             self.changed |= objects != state.objects
             state.objects, state.checked = objects, time.time()
             self._listed = self._learned = True
@@ -234,7 +227,7 @@ class _Run:
             if here is None or there is None:
                 todo.append(path)
                 continue
-            verdict = manifest.compare(here, seen.get(path), there, clean_before)
+            verdict = index.compare(here, seen.get(path), there, clean_before)
             if verdict is Verdict.SAME:
                 self.report.unchanged += 1
                 if path not in seen and there.crc32 >= 0:
@@ -265,10 +258,10 @@ class _Run:
 
     def possible(self, paths: list[str]) -> list[str]:
         """Those of the paths that can be written here; of the others it is noted why not."""
-        directories, inside = manifest.directories(self._state.objects), tree.Inside(self._root)
+        directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
-            reason = manifest.unsafe(path)
+            reason = index.unsafe(path)
             if not reason and path in directories:
                 reason = "the store has a directory of this name as well; rename one of them"
             if reason := reason or inside.obstacle(path):
@@ -292,7 +285,7 @@ class _Run:
         outcomes = transfer.uploads(
             self._store,
             ((Path(self._root, path), path) for path in sorted(paths, key=lambda path: files[path].size)),
-            journals=self._memory.uploads,
+            journals=self._file.uploads,
             snapshots=True,
             progress=meter.moved,
             stop=self._stop,
@@ -305,11 +298,11 @@ class _Run:
                         self._failed(path, error)
                     continue
                 sent, here, read, steady = uploaded
-                seen = manifest.seen(here, sent.crc32, read)
+                seen = index.seen(here, sent.crc32, read)
                 if not steady:
                     seen = seen._replace(ctime=0)
                     self.report.changing.append(path)
-                self._moved(path, Object(sent.size, here.mtime, sent.crc32, manifest.etag_hash(sent.etag)), seen)
+                self._moved(path, Object(sent.size, here.mtime, sent.crc32, index.etag_hash(sent.etag)), seen)
                 meter.files += 1
         self._settle()
         meter.tick(last=True)
@@ -328,11 +321,11 @@ class _Run:
                         del objects[path]  # `directory/`, with which consoles show one: the slash is lost in the listing
                     elif entry is None:
                         self._failed(path, error)
-                    elif manifest.as_left(objects[path], entry.size, entry.etag):
+                    elif index.as_left(objects[path], entry.size, entry.etag):
                         self._failed(path, replaced[path])
                     else:
                         again.append(path)
-                        objects[path] = manifest.unknown(entry.size, entry.etag, entry.modified)
+                        objects[path] = index.unknown(entry.size, entry.etag, entry.modified)
             for path, error in self._receive(again, meter).items():
                 self._failed(path, error)
         self._settle()
@@ -351,7 +344,7 @@ class _Run:
                 path = one.key
                 if downloaded is not None:
                     there = objects[path]._replace(crc32=downloaded.crc32)
-                    self._moved(path, there, manifest.seen(downloaded.stat, downloaded.crc32, time.time_ns()))
+                    self._moved(path, there, index.seen(downloaded.stat, downloaded.crc32, time.time_ns()))
                     meter.files += 1
                 elif isinstance(error, Missing | Changed | Damaged):
                     replaced[path] = error
@@ -360,7 +353,7 @@ class _Run:
         return replaced
 
     def _moved(self, path: str, there: Object, here: Seen) -> None:
-        self._memory.add(path, there, here)
+        self._file.add(path, there, here)
         self._learned = True
         self._refused = 0
         self.report.transferred += 1
@@ -397,14 +390,14 @@ class _Run:
         state, store = self._state, self._store
         try:  # another pusher may have been here since we looked: what it says is true, but for what we did
             if store.head(self._key).etag != state.etag:
-                theirs, _ = manifest.decode(store.get(self._key))
-                ours = {path: state.objects[path] for path in self._memory.fresh if path in state.objects}
+                theirs, _ = index.decode(store.get(self._key))
+                ours = {path: state.objects[path] for path in self._file.fresh if path in state.objects}
                 state.objects = {**(state.objects if self._listed else {}), **theirs, **ours}
         except (Missing, ValueError):
             pass
         for path in gone:
             state.objects.pop(path, None)
-        state.etag, state.clean_before = store.put(self._key, manifest.encode(state.objects, clean_before)), clean_before
+        state.etag, state.clean_before = store.put(self._key, index.encode(state.objects, clean_before)), clean_before
         self._learned = True
 
     @contextlib.contextmanager
@@ -420,7 +413,7 @@ class _Run:
         if self._learned:
             objects = self._state.objects
             self._state.seen = {path: seen for path, seen in self._state.seen.items() if path in objects}
-            self._memory.save()
+            self._file.save()
 
 
 class _Meter:
