@@ -407,7 +407,7 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
     name = schema.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
     agents = [rendezvous.Running(where, name=name, terms=terms, voice=Voice(), replicas=2) for _ in range(2)]
     monkeypatch.setenv(contract.Env.GENERATION, "6")  # what their output has seen
-    members = [transport.client(pod, run=run, id=id, state=tmp_path, processes=1) for id in (1, 0)]
+    members = [transport.client(pod, transport.Member(run, id, tmp_path, 1)) for id in (1, 0)]
     for agent in agents:
         agent.start()
     for member in members:

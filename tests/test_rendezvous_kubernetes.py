@@ -66,7 +66,7 @@ def member(operator: Operator, tmp_path: Path) -> Iterator[Callable[..., transpo
     made: list[transport.Client] = []
 
     def make(id: int = 0) -> transport.Client:
-        made.append(transport.client("kubernetes://train", run="run", id=id, state=tmp_path, processes=2))
+        made.append(transport.client("kubernetes://train", transport.Member("run", id, tmp_path, 2)))
         return made[-1]
 
     yield make
@@ -475,7 +475,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[k
 @pytest.mark.cluster
 def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_path: Path, capfd) -> None:
     admin, _ = account
-    client = transport.client("kubernetes://train", run="run", id=0, state=tmp_path, processes=1)
+    client = transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1))
     begun = time.monotonic()
     client.report("waiting", address="10.0.0.7:4711")
 
@@ -514,7 +514,7 @@ def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Pat
     made = []
     for uid in ("old", "new"):
         monkeypatch.setenv(contract.Env.MEMBER, uid)
-        made.append(transport.client("kubernetes://train", run="run", id=0, state=tmp_path, processes=1))
+        made.append(transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1)))
         made[-1].report("waiting")
         until(lambda uid=uid: [lease for lease in admin.list_(kube.LEASE) if lease["spec"]["holderIdentity"] == uid])
     old, new = made

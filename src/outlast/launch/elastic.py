@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it ourselves, in one line
     state = Path(os.environ[contract.Env.STATE])
     run_id, id = os.environ[contract.Env.RUN], int(os.environ[contract.Env.WORKER])
-    client = transport.client(os.environ[contract.Env.RENDEZVOUS], run=run_id, id=id, state=state, processes=processes)
+    client = transport.client(os.environ[contract.Env.RENDEZVOUS], transport.Member(run_id, id, state, processes))
     host = os.environ.get(contract.Env.ADDRESS, "127.0.0.1")
     log = Path(os.environ[contract.Env.OUTPUT]) / contract.LOGS / contract.worker_log(id)
     early = 0

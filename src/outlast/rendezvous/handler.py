@@ -294,15 +294,14 @@ def create(params: RendezvousParameters) -> Handler:
     processes = int(params.get("processes", "1"))
     state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _directory())
     how: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
-    if params.endpoint.startswith(contract.ETCD):
-        from outlast.rendezvous import torchrun
-
+    of = transport.of(params.endpoint)
+    if hasattr(of, "torchrun"):
         sizes = params.min_nodes, params.max_nodes
-        client, join_s = torchrun.client(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
+        client, join_s = of.torchrun(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
         return Torchrun(client, host=params.local_addr or client.host, join_s=join_s, **how)
     id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
-    client_ = transport.client(params.endpoint, run=params.run_id, id=id, state=state, processes=processes)
-    return Handler(client_, host=params.local_addr or "127.0.0.1", **how)
+    client = of.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
+    return Handler(client, host=params.local_addr or "127.0.0.1", **how)
 
 
 def _directory() -> str:

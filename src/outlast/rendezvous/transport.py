@@ -1,32 +1,40 @@
-"""How a member reaches whoever decides its world: which transport an endpoint asks for.
+"""How a member reaches its coordinator: which transport an endpoint asks for.
 
-    unix:///path            the launcher of this machine                      `local`
-    c10d://host:port        worker 0, in pods without an operator             `local`
-    kubernetes://job        the operator, by way of the API server            `kubernetes`
-    etcd://host:port,...    an agent that they elect, by way of an etcd       `etcd`; in an operator's pod also `operated`
+    unix:///path            the launcher of this machine                      `transports.sockets`
+    c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
+    kubernetes://job        the operator, by way of the API server            `transports.kubernetes`
+    etcd://host:port,...    an agent that they elect, by way of an etcd       `transports.etcd`
 
-Called by `handler.create` (torchrun) and `launch.elastic`.
+A new transport is a module in `transports` with a function `client(endpoint, member)`, and a line in `TRANSPORTS`. Called by
+`handler.create` (torchrun) and `launch.elastic`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, cast
 
 from outlast import contract
 from outlast.contract import Env
 from outlast.errors import OutlastError
-from outlast.rendezvous.transports import seal, sockets
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
 
-if TYPE_CHECKING:
-    from outlast.rendezvous.transports import kubernetes
+TRANSPORTS = {
+    sockets.SCHEME: "sockets",
+    sockets.TCP: "sockets",
+    contract.KUBERNETES: "kubernetes",
+    **dict.fromkeys(contract.ETCD, "etcd"),
+}
+"""Module by what an endpoint begins with."""
 
 
 class Client(Protocol):
-    """A member's side of a transport: it says what it is, and knows the newest words of who decides."""
+    """A member's side of a transport: it reports what the member does, and holds what the coordinator published last."""
 
     @property
     def id(self) -> int:
@@ -42,67 +50,58 @@ class Client(Protocol):
     def closed(self) -> sockets.Closed | None: ...
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Say what this member is now; fields as in `sockets.Report`, the others stay."""
+        """Report what this member does now; fields as in `sockets.Report`, the others stay."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something was said, or after the timeout."""
+        """Return when the coordinator published something, or after the timeout."""
 
     def close(self) -> None:
-        """This member goes."""
+        """Leave."""
 
 
-def client(endpoint: str, *, run: str, id: int, state: Path, processes: int) -> Client:
-    """A client for an endpoint. What it does not say comes from the worker's environment. Raises OutlastError."""
-    if endpoint.startswith(sockets.SCHEME):
-        return sockets.Client(endpoint, run=run, id=id)
-    if endpoint.startswith(sockets.TCP):
-        return sockets.Client(endpoint, run=run, id=id, key=seal.key(os.environ))
-    floor = int(os.environ.get(Env.GENERATION, "0"))
-    if endpoint.startswith(contract.ETCD):
-        from outlast import etcd as servers
-        from outlast.rendezvous.etcd import schema
-        from outlast.rendezvous.transports import etcd
+@dataclass(frozen=True)
+class Member:
+    """The worker that connects. What its endpoint does not say comes from its environment."""
 
-        where = servers.address(endpoint)
-        by_etcd = etcd.Client(where, run=run, id=id, name=schema.run_name(run, os.environ), floor=floor)
-        if Env.MEMBER not in os.environ:
-            return by_etcd
-        from outlast.rendezvous.etcd import operated
+    run: str
+    id: int
+    state: Path
+    """The directory of its small files."""
+    processes: int
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
-        return operated.Client(by_etcd, _operator(os.environ[Env.JOB], run, id, state, processes, floor))
-    if not endpoint.startswith(contract.KUBERNETES):
-        raise OutlastError(
-            f"--rdzv-endpoint={endpoint!r} is not one that outlast knows; "
-            "expected unix:///path/to/launcher.sock, c10d://host:port, kubernetes://job or etcd://host:2379"
-        )
-    return _operator(endpoint.removeprefix(contract.KUBERNETES), run, id, state, processes, floor)
+    @property
+    def generation(self) -> int:
+        """The newest generation that the run's output knows of: the next one is to be beyond it."""
+        return int(self.environ.get(Env.GENERATION, "0"))
 
 
-def _operator(job: str, run: str, id: int, state: Path, processes: int, floor: int) -> kubernetes.Client:
-    from outlast.rendezvous.transports import kubernetes
+class Transport(Protocol):
+    """A module of `transports`. It may also have `preload()`, and `torchrun(endpoint, run=, sizes=, conf=)` for a plain torchrun,
+    which returns a client and how many seconds it may wait for a world."""
 
-    member = os.environ.get(Env.MEMBER)
-    if not member:
-        raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
-    return kubernetes.Client(
-        job,
-        run=os.environ.get(Env.OWNER, run),  # the operator knows the word that it gave its pods
-        id=id,
-        member=member,
-        namespace=os.environ.get(Env.NAMESPACE, ""),
-        state=state,
-        processes=processes,
-        generation=floor,
+    def client(self, endpoint: str, member: Member) -> Client:
+        """Connects no earlier than the first report. Raises OutlastError."""
+
+
+def of(endpoint: str) -> Transport:
+    """The transport of an endpoint. Raises OutlastError for one that is not known."""
+    for scheme, name in TRANSPORTS.items():
+        if endpoint.startswith(scheme):
+            return cast(Transport, importlib.import_module(f"outlast.rendezvous.transports.{name}"))
+    raise OutlastError(
+        f"--rdzv-endpoint={endpoint!r} is not one that outlast knows; "
+        "expected unix:///path/to/launcher.sock, c10d://host:port, kubernetes://job or etcd://host:2379"
     )
 
 
-def preload(endpoint: str) -> None:
-    """Import what a client for an endpoint needs: for who forks the process that will make it."""
-    if endpoint.startswith(contract.ETCD):
-        from outlast.rendezvous.transports import etcd  # noqa: F401
-    if endpoint.startswith(contract.KUBERNETES) or Env.MEMBER in os.environ:
-        from outlast import kube
-        from outlast.rendezvous.transports import kubernetes  # noqa: F401
+def client(endpoint: str, member: Member) -> Client:
+    """A client for an endpoint. Raises OutlastError."""
+    return of(endpoint).client(endpoint, member)
 
-        with contextlib.suppress(ImportError):  # it is said where it is needed
-            kube.load()
+
+def preload(endpoint: str) -> None:
+    """Import what a client for an endpoint needs, if there is one, in the process that forks the one that will make it."""
+    transport = of(endpoint) if endpoint else None
+    if transport and hasattr(transport, "preload"):
+        transport.preload()

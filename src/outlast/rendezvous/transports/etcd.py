@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import queue
 import secrets
 import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outlast import contract, etcd
+from outlast.contract import Env
 from outlast.errors import EtcdError, Superseded
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import Membership
@@ -28,8 +30,9 @@ from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
 
 if TYPE_CHECKING:
-    from outlast.rendezvous import coordinator
+    from outlast.rendezvous import coordinator, transport
     from outlast.rendezvous.etcd.election import Voice
+    from outlast.rendezvous.transport import Member
 
 TTL_S = 5
 """How long a member that says nothing is taken for alive."""
@@ -48,6 +51,33 @@ CLOSE_S = 2.0
 def _answer_s(ttl: int) -> float:
     """How long an endpoint may take: if it hangs, another can renew a lease that is renewed every third of its time."""
     return min(etcd.ANSWER_S, ttl / 3)
+
+
+def client(endpoint: str, member: Member) -> transport.Client:
+    """A client for an endpoint, see `transport.Transport`; in an operator's pod one that tells the operator as well."""
+    name = schema.run_name(member.run, member.environ)
+    by_etcd = Client(etcd.address(endpoint), run=member.run, id=member.id, name=name, floor=member.generation)
+    if Env.MEMBER not in member.environ:
+        return by_etcd
+    from outlast.rendezvous.etcd import operated
+    from outlast.rendezvous.transports import kubernetes
+
+    return operated.Client(by_etcd, kubernetes.client(member.environ[Env.JOB], member))
+
+
+def preload() -> None:
+    """Import what an operator's pod needs besides."""
+    if Env.MEMBER in os.environ:
+        from outlast.rendezvous.transports import kubernetes
+
+        kubernetes.preload()
+
+
+def torchrun(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
+    """A client for a plain torchrun, which may be elected, and how many seconds it may wait for a world. Raises OutlastError."""
+    from outlast.rendezvous import torchrun
+
+    return torchrun.client(endpoint, run=run, sizes=sizes, conf=conf)
 
 
 class Listener:

@@ -22,15 +22,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outlast import contract, files, kube
-from outlast.errors import Absent, ClusterError, Conflict, Superseded, Unauthorized
+from outlast.contract import Env
+from outlast.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
 from outlast.kube.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import World
 from outlast.workerfiles import progress
+
+if TYPE_CHECKING:
+    from outlast.rendezvous.transport import Member
 
 RENEW_S = contract.RENEW_S
 LONGEST_PAUSE_S = 1.0
@@ -39,6 +43,29 @@ ANSWER_S = 10.0
 """How long the API server may take to answer to a report. Arbitrary; there is a newer one by then."""
 LAST_S = 1.0
 """How long a member that goes waits for its last report to be taken."""
+
+
+def client(endpoint: str, member: Member) -> Client:
+    """A client for an endpoint, see `transport.Transport`."""
+    environ, uid = member.environ, member.environ.get(Env.MEMBER)
+    if not uid:
+        raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
+    return Client(
+        endpoint.removeprefix(contract.KUBERNETES),
+        run=environ.get(Env.OWNER, member.run),  # the operator knows the run by the name that it gave its pods
+        id=member.id,
+        member=uid,
+        namespace=environ.get(Env.NAMESPACE, ""),
+        state=member.state,
+        processes=member.processes,
+        generation=member.generation,
+    )
+
+
+def preload() -> None:
+    """Import the client of the API server."""
+    with contextlib.suppress(ImportError):  # the client says what is missing
+        kube.load()
 
 
 class Client:

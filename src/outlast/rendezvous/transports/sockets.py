@@ -34,13 +34,17 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from outlast import contract
-from outlast.launch import shim
 from outlast.rendezvous.transports import seal
 from outlast.rendezvous.world import Standing, World
 
+if TYPE_CHECKING:
+    from outlast.rendezvous.transport import Member
+
+CONNECT_S = 5.0
+"""How long a connection may take to be accepted."""
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
 """Arbitrary: long enough for a machine that swaps, short enough that nobody waits."""
@@ -317,15 +321,36 @@ def world_from(said: object) -> World:
     return World(said["generation"], tuple(said["members"]), said["address"], said["reason"], at)
 
 
+def client(endpoint: str, member: Member) -> Client:
+    """A client for an endpoint, see `transport.Transport`."""
+    return Client(endpoint, run=member.run, id=member.id, key=seal.key(member.environ) if endpoint.startswith(TCP) else b"")
+
+
 def connect(endpoint: str) -> socket.socket:
-    """A connection to who decides; raises OSError."""
+    """A connection to the coordinator; raises OSError."""
     if not endpoint.startswith(TCP):
-        return shim.connect(endpoint.removeprefix(SCHEME))
+        return _connect_path(endpoint.removeprefix(SCHEME))
     host, _, port = endpoint.removeprefix(TCP).rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=shim.CONNECT_S)
+    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
     # Whoever is on a node that is lost never answers: what is not acknowledged in this time ends the connection (tcp(7)).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENCE_S))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def _connect_path(path: str) -> socket.socket:
+    """A connection to a Unix socket, by way of its directory: Linux allows 107 bytes in an address."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(CONNECT_S)
+    directory = os.open(os.path.dirname(path), os.O_RDONLY)
+    try:
+        sock.connect(f"/proc/self/fd/{directory}/{os.path.basename(path)}")
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.close(directory)
+    sock.settimeout(None)
     return sock
 
 
