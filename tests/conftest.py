@@ -37,7 +37,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """Also where a shell has started us in the background, with Ctrl-C ignored: what tests start would inherit that."""
 
-JOBS = ("test_examples", "test_push_killed", "test_recipes", "test_run_", "test_torchrun")
+JOBS = ("test_examples_pods", "test_push_killed", "test_run_", "test_torchrun")
 """Modules whose tests run whole jobs."""
 
 

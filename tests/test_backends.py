@@ -151,6 +151,8 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
     assert backend.ensure("job") is False
     assert str(backend.output("job"))
 
+    with pytest.raises(OutlastError, match="no-such-harm"):
+        backend.chaos("job", "no-such-harm", worker=None, rng=random.Random(0))
     with pytest.raises(OutlastError, match=r"3 .*max"):
         backend.scale("job", 3)
     with pytest.raises(OutlastError, match="0 workers train nothing; outlast suspend job"):
@@ -170,14 +172,6 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
         assert list(backend.list()) == []
     with pytest.raises(OutlastError):
         backend.suspend("job")
-
-
-def test_harm_that_a_backend_does_not_know_is_refused(place: Place) -> None:
-    place.submit()
-    place.wait(lambda s: s.state is State.RUNNING and len(s.workers) == 2)
-    with pytest.raises(OutlastError, match="no-such-harm"):
-        place.backend.chaos("job", "no-such-harm", worker=None, rng=random.Random(0))
-    place.backend.kill("job")
 
 
 def test_logs_are_all_lines_of_all_workers_or_of_one(place: Place) -> None:

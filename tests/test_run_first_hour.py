@@ -48,7 +48,9 @@ while step < steps:
     optimizer.step()
     step += 1
     MISTAKE
-    time.sleep(0.2 * os.path.exists(os.environ["SLOWLY"]))
+    time.sleep(0.1 * os.path.exists(os.environ["SLOWLY"]))
+    while step == steps - 1 and os.path.exists(os.environ["SLOWLY"]):
+        time.sleep(0.1)
     if dist.get_rank() == 0 and step % 5 == 0:
         print(f"step {step}/{steps}", flush=True)
         torch.save({"net": net.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "checkpoint.tmp")
@@ -76,10 +78,14 @@ with session.open(seed=0) as run:
         optimizer.step()
         step += 1
         MISTAKE
-        time.sleep(0.2 * os.path.exists(os.environ["SLOWLY"]))
+        time.sleep(0.1 * os.path.exists(os.environ["SLOWLY"]))
         run.log(step, loss=loss.detach())
         if run.interrupted() or run.due(step):
             run.save(step)
+        while step == steps - 1 and os.path.exists(os.environ["SLOWLY"]):
+            time.sleep(0.1)
+            if run.interrupted():
+                run.save(step)
     run.export(net)
     if run.rank == 0:
         said(net.module)

@@ -78,9 +78,10 @@ def a_script(machine, text: str) -> dict[str, str]:
             "Session.ddp() missing 1 required positional argument: 'model' (wrong.py:3); write net = run.ddp(model)",
             marks=SLOW,
         ),
-        (
+        pytest.param(
             "from outlast.training import session\nwith session.open() as run:\n    len(run.rank)\n",
             "raised TypeError: object of type 'int' has no len()",
+            marks=SLOW,
         ),
     ],
 )

@@ -35,17 +35,17 @@ def went_on(machine) -> list[int]:
 
 
 def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machine) -> None:
-    name = machine.submit(machine.job(args=("--steps=400", "--pause=0.02", "--save-every=20"), **SCRIPT))
+    name = machine.submit(machine.job(args=("--steps=100000", "--pause=0.02", "--save-every=20"), **SCRIPT))
     machine.wait(name, saved(20, machine))
     machine.backend.chaos(name, "kill-process", worker=1, rng=machine.rng)
     machine.wait(name, lambda status: bool(went_on(machine)))
     assert went_on(machine)[0] % 20 == 0
     status = machine.wait(name, lambda status: status.told == "log" and status.saved is not None and bool(status.eta_s))
-    assert (status.steps, status.saved.name, status.checkpoint) == (400, "work/checkpoint.pt", None)
+    assert (status.steps, status.saved.name, status.checkpoint) == (100_000, "work/checkpoint.pt", None)
     assert status.step % 20 == 0
     assert {rank.rank: rank.step for worker in status.workers for rank in worker.ranks} == {0: status.step, 1: None}
     page = show.page(status, time.time())
-    assert re.search(r"\nstep +\d+/400, .* steps/s, .* left \(read from the log\)\n", page)
+    assert re.search(r"\nstep +[\d,]+/100,?000, .* steps/s, .* left \(read from the log\)\n", page)
     assert re.search(r"\ncheckpoint +newest file that looks like a checkpoint: work/checkpoint.pt, .* ago\n", page)
     assert view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and leave"
     machine.backend.suspend(name)

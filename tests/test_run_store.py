@@ -26,6 +26,7 @@ from servers import Place
 
 Final = Callable[..., dict[str, object]]
 ARGS = ("--steps=60", "--pause=0.04", "--gate")
+LONG = ("--steps=1000", "--pause=0.04", "--gate")
 
 
 def objects(url: str) -> dict[str, int]:
@@ -149,7 +150,7 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     machine, rclone_proxy: Proxy, undisturbed: Final, monkeypatch
 ):
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
-    name = machine.submit(machine.job(args=ARGS, output=rclone_proxy.url, sync={"every": "1s"}))
+    name = machine.submit(machine.job(args=LONG, output=rclone_proxy.url, sync={"every": "1s"}))
     machine.wait(name, pushed(10))
     rclone_proxy.down()
     away = machine.wait(name, lambda s: s.store is not None and s.store.since is not None and s.store.backlog > 0)
@@ -168,8 +169,8 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     machine.wait(name, lambda s: s.store is not None and s.store.since is None)
     status = machine.end(name, hurry=True)
     assert status.state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(ARGS, 2)
-    assert 60 in committed(f"{rclone_proxy.url}/job")
+    assert machine.final(name) == undisturbed(LONG, 2)
+    assert 1000 in committed(f"{rclone_proxy.url}/job")
 
 
 @pytest.mark.slow
@@ -303,7 +304,7 @@ def test_logs_are_read_with_nothing_but_the_job_file_or_the_url(machine, rclone:
 
 @pytest.mark.slow
 def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rclone: Place, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS, output=rclone.url))
+    name = machine.submit(machine.job(args=LONG, output=rclone.url))
     status = machine.wait(name, pushed(10))
     for _ in range(2):
         for worker in status.workers:
@@ -312,8 +313,8 @@ def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rcl
         step = status.step
         status = machine.wait(name, lambda s, step=step: s.step > step + 15 and bool(s.world))
     assert machine.end(name, hurry=True).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(ARGS, 2)
-    assert 60 in committed(f"{rclone.url}/job")
+    assert machine.final(name) == undisturbed(LONG, 2)
+    assert 1000 in committed(f"{rclone.url}/job")
 
 
 @pytest.mark.slow
