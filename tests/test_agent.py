@@ -22,6 +22,7 @@ from outlast.agent.agent import Agent
 from outlast.agent.lifecycle import Phase
 from outlast.agent.ranks import Ranks
 from outlast.clock import STEP_S
+from outlast.hangs import rule
 from outlast.workerfiles import notice, progress
 from outlast.workerfiles.progress import Progress
 
@@ -71,11 +72,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(bench: Bench, how: str) -> None:
-    bench.agent._happened(lifecycle.Told("received SIGTERM", bench.agent.clock(), GRACE_S))
+    bench.agent._happened(lifecycle.Interrupted("received SIGTERM", bench.agent.clock(), GRACE_S))
     assert notice.read(bench.state / contract.NOTICE)["kind"] == "leave"
     bench.disturbed(how)
     assert bench.looks() == []
-    assert bench.agent._push_s() >= GRACE_S - 2 * STEP_S, "and what is left of it for the push"
+    assert bench.agent._flush_timeout_s() >= GRACE_S - 2 * STEP_S, "and what is left of it for the push"
     found = []
     for _ in range(GRACE_S + 2):
         bench.machine.goes_on(STEP_S)
@@ -86,12 +87,12 @@ def test_training_that_was_told_to_leave_has_its_grace_whatever_the_clocks_do(be
 
 @pytest.mark.parametrize("how", DISTURBANCES)
 def test_probes_call_no_training_stuck_for_a_pause_and_no_age_is_negative(bench: Bench, how: str) -> None:
-    bench.agent._pusher.heard({"pushed": 999_999.0, "since": 999_999.0, "backlog": 0, "step": 3})
+    bench.agent._upload.received({"pushed": 999_999.0, "since": 999_999.0, "backlog": 0, "step": 3})
     bench.looks()
     bench.disturbed(how)
     bench.looks()
-    assert bench.agent.health.healthy
-    ages = {name: value for name, value in bench.agent.health.metrics.items() if name.endswith("_seconds")}
+    assert bench.agent.reporter.health.healthy
+    ages = {name: value for name, value in bench.agent.reporter.health.metrics.items() if name.endswith("_seconds")}
     assert sorted(ages) == ["progress_age_seconds", "sync_age_seconds", "sync_failing_seconds"]
     assert all(0 <= value < 10 for value in ages.values())
 
@@ -111,8 +112,8 @@ def test_an_agent_says_where_its_processes_stand_still(bench: Bench) -> None:
 
 
 def test_a_store_that_fails_does_so_since_we_heard_of_it_and_not_since_somebody_asked(bench: Bench) -> None:
-    bench.agent._pusher.heard({"pushed": None, "since": 1.0, "backlog": 5, "step": 3})
-    assert bench.agent._pusher.metrics()["sync_failing_seconds"] > 0
+    bench.agent._upload.received({"pushed": None, "since": 1.0, "backlog": 5, "step": 3})
+    assert bench.agent._upload.metrics()["sync_failing_seconds"] > 0
 
 
 REPORTS, LOOKS = "it reports", "we look"
@@ -144,8 +145,8 @@ def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and
             elif event == LOOKS:
                 machine.goes_on(STEP_S)
                 watched += STEP_S
-                hang = lifecycle.hung(ranks.look(), LIMIT_S)
-                assert (hang is not None) == (watched > lifecycle.OTHERS_FIRST * LIMIT_S)
+                hang = rule.hung(ranks.look(), LIMIT_S)
+                assert (hang is not None) == (watched > rule.OTHERS_FIRST * LIMIT_S)
             else:
                 monotonic, wall = DISTURBANCES[event]
                 machine.goes_on(monotonic, wall=wall)

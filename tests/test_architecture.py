@@ -25,10 +25,10 @@ LINES, FUNCTION, PARAMETERS = 600, 60, 7
 
 # What is over a limit and is being mended: nothing may be added.
 LONG_MODULES = {
-    *("agent/agent.py", "legacy/decide.py", "local/launcher.py"),
+    *("legacy/decide.py", "local/launcher.py"),
 }
 LONG_FUNCTIONS = {
-    *("agent/agent.py:__init__", "doctor/inside.py:pod", "launch/warm.py:serve"),
+    *("doctor/inside.py:pod", "launch/warm.py:serve"),
     *("legacy/pods.py:_replicas", "manifests/crd.py:_status"),
     "operator/job_status.py:write",
 }

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import worlds
 from outlast import checkpoints, contract, runs, store
-from outlast.agent import upload as push
+from outlast.agent import upload
 from outlast.checkpoints import remote
 from outlast.errors import Superseded
 from outlast.sync import growing
@@ -291,11 +291,11 @@ def crowded_from_the_start() -> None:
 
 
 class Worker:
-    """A worker's directory and its pusher, which pushes when told to."""
+    """A worker's directory and its uploader."""
 
     def __init__(self, output: Path, place: store.Store, owner: str = "") -> None:
         self.output, self.directory = output, output / contract.CHECKPOINTS
-        self.pusher = push.Pusher(output, place, "r", owner, checkpoints.Retention(3), lambda said: None)
+        self.uploader = upload.Uploader(output, place, "r", owner, checkpoints.Retention(3), lambda said: None)
 
     def save(self, step: int, generation: int) -> None:
         draft = checkpoints.saving(self.directory, step, generation)
@@ -315,7 +315,7 @@ class Worker:
         (self.output / contract.LOGS / f"{self.output.name}.log").write_text(f"step {upto}")
 
     def push(self) -> None:
-        self.pusher.push(threading.Event())
+        self.uploader.upload(threading.Event())
 
 
 @pytest.fixture
@@ -342,7 +342,7 @@ def test_only_the_first_disk_pushes_what_all_have_and_each_what_it_has_alone(tmp
     a.trains(1, first=True, upto=2)
     b.trains(1, first=False, upto=3)  # of which a does not know yet
     b.push()
-    assert b.pusher.waiting() == []
+    assert b.uploader.waiting() == []
     assert stored(bucket) == ([], [], {"step 3"})
     a.push()
     assert stored(bucket) == ([1, 2], [1, 2], {"step 2", "step 3"})
@@ -365,7 +365,7 @@ def test_when_rank_0_moves_its_new_disk_pushes_what_is_missing_and_the_old_one_n
     a.save(9, 1)  # it does not know yet that it is not in the world any more
     metrics.append(a.output / contract.METRICS, {"step": 9})
     a.push()
-    assert a.pusher.waiting() == []
+    assert a.uploader.waiting() == []
     assert stored(bucket)[:2] == ([1, 3, 4], [1, 2, 3, 4])
     shutil.rmtree(a.directory / contract.checkpoint_name(9))
     shutil.copy(b.output / contract.METRICS, a.output)

@@ -24,6 +24,7 @@ from outlast.doctor import Check, inside, inspection, machine
 from outlast.doctor import cluster as asked
 from outlast.errors import Forbidden, Refused, Unanswered
 from outlast.kube import kinds
+from outlast.launch import bytecode
 
 IMAGE = "docker.io/library/outlast:test"
 MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
@@ -492,10 +493,10 @@ def test_packages_that_are_compiled_at_every_start_are_found(
         os.utime(source, (1.0, 1.0))
     monkeypatch.setattr(sys, "dont_write_bytecode", how != "may be")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = inspection.uncompiled("apackage", "nosuchpackage")
+    found = bytecode.missing("apackage", "nosuchpackage")
     assert found == ({"apackage": str(source.parent)} if lacks else {})
     if lacks:
-        assert f"RUN python3 -m compileall -q {tmp_path} " in inspection.compile_them(found)
+        assert f"RUN python3 -m compileall -q {tmp_path} " in bytecode.remedy(found)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])

@@ -22,6 +22,7 @@ from outlast.checkpoints import Retention
 from outlast.errors import StoreError, Unreachable
 from outlast.report import goodput
 from outlast.runs import output as stored
+from outlast.runs.layout import skipped
 from outlast.sync import growing, sync
 
 GO = threading.Event()
@@ -78,11 +79,11 @@ def test_what_is_no_log_or_has_an_odd_name_keeps_no_other_from_being_pushed(tmp_
     os.mkfifo(logs / "pipe.log")
     Path(os.fsdecode(os.fsencode(logs) + b"/\xff.log")).write_bytes(b"x")
     (tmp_path / "else").write_bytes(b"x")
-    pusher = upload.Pusher(tmp_path, place, "run", "owner", Retention(2), lambda _: None)
+    uploader = upload.Uploader(tmp_path, place, "run", "owner", Retention(2), lambda _: None)
     with pytest.raises(
-        upload.Unpushed, match=r"logs/\\udcff.log could not be pushed: it cannot be the name of an object: .*rename it"
+        upload.SomeFailed, match=r"logs/\\udcff.log could not be pushed: it cannot be the name of an object: .*rename it"
     ):
-        pusher.push(GO)
+        uploader.upload(GO)
     assert text(place, LOG) == b"a line\n"
     assert place.get("else") == place.get("logs/tensorboard.log/events") == b"x"
 
@@ -234,7 +235,7 @@ def test_a_push_leaves_growing_files_to_their_sender(tmp_path: Path):
     sender = growing.Sender(place, tmp_path)
     for _ in range(2):
         sender.push([LOG, METRICS, "ledger/rank-0.jsonl"], GO)
-        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", sync.Options(skip=upload.skipped, check=True))
+        report = sync.push(tmp_path, place, tmp_path / ".push" / "manifest", sync.Options(skip=skipped, check=True))
     assert report.transferred == 0
     assert [key.rpartition("/")[0] or key for key in sorted(entry.key for entry in place.entries())] == [
         ".outlast-manifest", "final.json", "ledger/rank-0.parts", "logs", "logs/worker-0.parts", "metrics.parts",

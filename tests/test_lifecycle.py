@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from outlast.agent import lifecycle
 from outlast.agent.lifecycle import Phase, Worker
 from outlast.contract import Exit
+from outlast.hangs import rule
 from outlast.workerfiles.progress import Progress
 
 
@@ -37,74 +38,74 @@ def test_a_worker_prepares_in_order_and_then_trains():
 @pytest.mark.parametrize("code", [0, 1, 75, 78, 137])
 def test_however_training_ends_what_is_left_is_pushed_and_the_code_is_kept(code: int):
     worker, effects = after(*TRAINING, lifecycle.Trained(code))
-    assert (worker.phase, worker.code, effects) == (Phase.PUSHING, code, (lifecycle.Push(),))
-    _, effects = lifecycle.step(worker, lifecycle.Pushed())
+    assert (worker.phase, worker.code, effects) == (Phase.FLUSHING, code, (lifecycle.Flush(),))
+    _, effects = lifecycle.step(worker, lifecycle.Flushed())
     assert effects == (lifecycle.Exit(code, worker.reason),)
 
 
 def test_a_push_that_fails_is_said_and_changes_no_exit_code():
-    _, effects = after(*TRAINING, lifecycle.Trained(1), lifecycle.Pushed("the store is away"))
+    _, effects = after(*TRAINING, lifecycle.Trained(1), lifecycle.Flushed("the store is away"))
     assert effects == (lifecycle.Exit(1, "training failed with exit code 1; the store is away"),)
 
 
 def test_who_is_done_but_for_the_push_is_to_be_started_again():
-    _, effects = after(*TRAINING, lifecycle.Trained(0), lifecycle.Pushed("the store is away"))
+    _, effects = after(*TRAINING, lifecycle.Trained(0), lifecycle.Flushed("the store is away"))
     assert effects == (lifecycle.Exit(75, "training is done; the store is away"),)
 
 
 @pytest.mark.parametrize("events", [TRAINING, (*TRAINING, lifecycle.Trained(0)), TRAINING[:2]])
 def test_a_zombie_ends_at_once_and_is_not_started_again(events: tuple[lifecycle.Event, ...]):
-    _, effects = after(*events, lifecycle.Displaced("generation 4 owns it"))
+    _, effects = after(*events, lifecycle.Superseded("generation 4 owns it"))
     assert effects == (lifecycle.Kill(), lifecycle.Exit(78, "generation 4 owns it"))
 
 
 def test_a_worker_told_to_leave_saves_and_exits_with_75():
-    told = lifecycle.Told("drain", now=100.0, grace_s=20.0)
+    told = lifecycle.Interrupted("drain", now=100.0, grace_s=20.0)
     worker, effects = after(*TRAINING, told)
     assert effects == (lifecycle.Notify("drain", 120.0),)
-    _, effects = after(lifecycle.Trained(75), lifecycle.Pushed(), worker=worker)
+    _, effects = after(lifecycle.Trained(75), lifecycle.Flushed(), worker=worker)
     assert effects == (lifecycle.Exit(75, "drain"),)
 
 
 def test_a_worker_that_finishes_while_it_is_told_to_leave_is_done():
-    worker, _ = after(*TRAINING, lifecycle.Told("drain", 0.0, 20.0), lifecycle.Trained(0))
+    worker, _ = after(*TRAINING, lifecycle.Interrupted("drain", 0.0, 20.0), lifecycle.Trained(0))
     assert worker.code == Exit.DONE
 
 
 def test_training_that_does_not_leave_in_time_is_ended_and_still_exits_with_75():
-    worker, effects = after(*TRAINING, lifecycle.Told("drain", 0.0, 20.0), lifecycle.GraceOver())
+    worker, effects = after(*TRAINING, lifecycle.Interrupted("drain", 0.0, 20.0), lifecycle.GraceOver())
     assert effects == (lifecycle.Kill(),)
     assert after(lifecycle.Trained(137), worker=worker)[0].code == Exit.INTERRUPTED
 
 
 @pytest.mark.parametrize("done", range(len(PREPARED)))
 def test_told_to_leave_while_preparing_it_leaves_at_once(done: int):
-    worker, effects = after(lifecycle.Started(), *PREPARED[:done], lifecycle.Told("drain", 0.0, 20.0))
-    assert effects == (lifecycle.Push(),)
-    assert lifecycle.step(worker, lifecycle.Pushed())[1] == (lifecycle.Exit(75, "left before training: drain"),)
+    worker, effects = after(lifecycle.Started(), *PREPARED[:done], lifecycle.Interrupted("drain", 0.0, 20.0))
+    assert effects == (lifecycle.Flush(),)
+    assert lifecycle.step(worker, lifecycle.Flushed())[1] == (lifecycle.Exit(75, "left before training: drain"),)
     assert lifecycle.step(worker, lifecycle.Prepared(lifecycle.PREPARATION[done])) == (worker, ())
 
 
 @pytest.mark.parametrize(("retry", "code"), [(True, Exit.FAILED), (False, Exit.MISCONFIGURED)])
 def test_what_cannot_be_prepared_ends_the_worker_with_the_reason(retry: bool, code: int):
     worker, effects = after(
-        lifecycle.Started(), lifecycle.Prepared(Phase.RUN), lifecycle.Unprepared(Phase.CODE, "no such script", retry)
+        lifecycle.Started(), lifecycle.Prepared(Phase.RUN), lifecycle.PreparationFailed(Phase.CODE, "no such script", retry)
     )
-    assert effects == (lifecycle.Push(),)
-    assert lifecycle.step(worker, lifecycle.Pushed())[1] == (lifecycle.Exit(code, "no such script"),)
+    assert effects == (lifecycle.Flush(),)
+    assert lifecycle.step(worker, lifecycle.Flushed())[1] == (lifecycle.Exit(code, "no such script"),)
 
 
 EVENTS = st.sampled_from(
     [
         *TRAINING,
-        lifecycle.Unprepared(Phase.DATA, "gone", retry=True),
+        lifecycle.PreparationFailed(Phase.DATA, "gone", retry=True),
         lifecycle.Trained(0),
         lifecycle.Trained(1),
         lifecycle.Trained(75),
-        lifecycle.Told("drain", 0.0, 1.0),
+        lifecycle.Interrupted("drain", 0.0, 1.0),
         lifecycle.GraceOver(),
-        lifecycle.Pushed(),
-        lifecycle.Displaced("generation 4 owns it"),
+        lifecycle.Flushed(),
+        lifecycle.Superseded("generation 4 owns it"),
     ]
 )
 
@@ -119,38 +120,38 @@ def test_whatever_happens_a_worker_launches_once_exits_once_and_pushes_whatever_
     assert kinds.count(lifecycle.Launch) <= 1
     assert kinds.count(lifecycle.Exit) <= 1
     assert lifecycle.Exit not in kinds[:-1]
-    if lifecycle.Launch in kinds and lifecycle.Exit in kinds and not any(isinstance(e, lifecycle.Displaced) for e in events):
-        assert lifecycle.Push in kinds
+    if lifecycle.Launch in kinds and lifecycle.Exit in kinds and not any(isinstance(e, lifecycle.Superseded) for e in events):
+        assert lifecycle.Flush in kinds
 
 
-def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "train", local_rank: int = 0) -> lifecycle.Process:
-    return lifecycle.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7), stopped, silent_s)
+def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "train", local_rank: int = 0) -> rule.Process:
+    return rule.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7), stopped, silent_s)
 
 
 def test_training_that_advances_is_no_hang():
-    assert lifecycle.hung([a_process(9.0)], limit_s=10.0) is None
+    assert rule.hung([a_process(9.0)], limit_s=10.0) is None
 
 
 def test_a_stopped_process_is_named_at_the_limit_and_its_healthy_neighbour_is_spared():
     victim = a_process(10.5, stopped=True, local_rank=1)
-    hang = lifecycle.hung([a_process(10.5), victim], limit_s=10.0)
-    assert hang == lifecycle.Hang(((victim, "hung: stopped (SIGSTOP) for 10 s after step 7"),))
+    hang = rule.hung([a_process(10.5), victim], limit_s=10.0)
+    assert hang == rule.Hang(((victim, "hung: stopped (SIGSTOP) for 10 s after step 7"),))
 
 
 def test_without_a_culprit_of_its_own_a_worker_waits_a_little_longer_for_the_others():
-    assert lifecycle.hung([a_process(11.0)], limit_s=10.0) is None
+    assert rule.hung([a_process(11.0)], limit_s=10.0) is None
     stuck = a_process(13.0)
-    assert lifecycle.hung([stuck], limit_s=10.0) == lifecycle.Hang(((stuck, "hung: no progress for 13 s after step 7"),))
+    assert rule.hung([stuck], limit_s=10.0) == rule.Hang(((stuck, "hung: no progress for 13 s after step 7"),))
 
 
 def test_a_process_that_waits_for_a_neighbour_who_advances_is_not_stuck():
-    assert lifecycle.hung([a_process(50.0), a_process(1.0, local_rank=1)], limit_s=10.0) is None
+    assert rule.hung([a_process(50.0), a_process(1.0, local_rank=1)], limit_s=10.0) is None
 
 
 @pytest.mark.parametrize("phase", ["open", "restore", "first step"])
 def test_before_the_first_step_there_is_more_time(phase: str):
-    assert lifecycle.hung([a_process(100.0, phase=phase)], limit_s=10.0) is None
-    assert lifecycle.hung([a_process(900.0, phase=phase)], limit_s=10.0) is not None
+    assert rule.hung([a_process(100.0, phase=phase)], limit_s=10.0) is None
+    assert rule.hung([a_process(900.0, phase=phase)], limit_s=10.0) is not None
 
 
 def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_program():
@@ -159,15 +160,15 @@ def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_progra
         stuck, progress=dataclasses.replace(stuck.progress, step=0), where="rank 0 is in time.sleep(9) (train.py:9)"
     )
     said = "hung: no progress for 900 s: rank 0 is in time.sleep(9) (train.py:9)"
-    assert lifecycle.hung([stuck], limit_s=10.0) == lifecycle.Hang(((stuck, said),))
-    assert lifecycle.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) is None
-    assert lifecycle.hung([a_process(900.0, phase="started", stopped=True)], limit_s=10.0) is not None
+    assert rule.hung([stuck], limit_s=10.0) == rule.Hang(((stuck, said),))
+    assert rule.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) is None
+    assert rule.hung([a_process(900.0, phase="started", stopped=True)], limit_s=10.0) is not None
 
 
 def test_a_process_that_cannot_run_python_is_the_culprit_and_its_neighbour_that_waits_for_it_is_spared():
     victim = dataclasses.replace(a_process(10.5, local_rank=1), frozen=True)
-    hang = lifecycle.hung([a_process(1.0), victim], limit_s=10.0)
-    assert hang == lifecycle.Hang(((victim, "hung: unable to run Python for 10 s after step 7"),))
+    hang = rule.hung([a_process(1.0), victim], limit_s=10.0)
+    assert hang == rule.Hang(((victim, "hung: unable to run Python for 10 s after step 7"),))
 
 
 @pytest.mark.parametrize(("age_s", "early"), [(1100.0, True), (1300.0, False)])

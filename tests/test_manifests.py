@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kubernetes_validate import utils as schemas
 
 from outlast import contract, manifests, spec
-from outlast.agent import agent, uploader
+from outlast.agent import lifecycle, upload_handle
 from outlast.cli import render as render_command
 from outlast.errors import InvalidJob, OutlastError
 from outlast.manifests import evaluation, gang, labels, names, objects, overlay, pods, request, resources, variables
@@ -232,7 +232,9 @@ SPOT_NOTICE_S, ARRIVES_S = 120, 15
 def test_by_default_a_worker_saves_and_pushes_within_the_notice_of_a_spot_machine() -> None:
     seconds = template(manifests.render(a_job(), "job"))["spec"]["terminationGracePeriodSeconds"]
     assert ARRIVES_S + seconds <= SPOT_NOTICE_S
-    assert uploader.STOP_S + agent.LAST_PUSH_S + uploader.STOP_S <= contract.Pod.LAST_PUSH_S, "what may follow the grace"
+    assert upload_handle.STOP_TIMEOUT_S + lifecycle.LAST_FLUSH_S + upload_handle.STOP_TIMEOUT_S <= contract.Pod.LAST_PUSH_S, (
+        "what may follow the grace"
+    )
 
 
 def test_labels_are_the_settings_that_training_has() -> None:

@@ -126,7 +126,7 @@ def test_what_another_run_has_left_on_a_volume_is_not_pushed_as_this_ones(place:
             (tmp_path / f"{word}.json").write_text("{}")
             with (tmp_path / "logs/worker-0.log").open("a") as log:
                 log.write(f"{word}\n")
-            upload.Pusher(tmp_path, place, run, word, checkpoints.Retention(2), lambda _: None).push(threading.Event())
+            upload.Uploader(tmp_path, place, run, word, checkpoints.Retention(2), lambda _: None).upload(threading.Event())
         return run
 
     runs.end(place, trained("a"), "Succeeded", "", 0)

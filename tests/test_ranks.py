@@ -17,8 +17,9 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
-from outlast.agent import lifecycle, ranks
+from outlast.agent import ranks
 from outlast.agent.ranks import Ranks
+from outlast.hangs import rule
 from outlast.launch import elastic, rank, shim
 from outlast.workerfiles import progress
 from outlast.workerfiles.progress import Progress
@@ -63,11 +64,11 @@ def test_no_clock_that_is_set_and_no_pause_makes_a_process_hang(tmp_path: Path, 
         assert ranks.look()[0].silent_s == 0.0
         machine.goes_on(0.5)
         machine.goes_on(monotonic, wall=wall)
-        assert lifecycle.hung(ranks.look(), LIMIT_S) is None
+        assert rule.hung(ranks.look(), LIMIT_S) is None
     for _ in range(800):  # the same process, but now it does hang
         machine.goes_on(1.0)
         found = ranks.look()
-    assert lifecycle.hung(found, LIMIT_S) is not None
+    assert rule.hung(found, LIMIT_S) is not None
 
 
 def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_process_whose_main_thread_moves_is_not_silent(tmp_path: Path) -> None
     writer, beat = progress.Writer(tmp_path, 0), progress.Beat(tmp_path, 0)
     writer.write(Progress(generation=1, rank=0, phase="train"))
 
-    def after(seconds: int, moves: bool, where: str = "") -> lifecycle.Process:
+    def after(seconds: int, moves: bool, where: str = "") -> rule.Process:
         for _ in range(seconds):
             machine.goes_on(1.0)
             beat.write(moves, where)
@@ -125,13 +126,13 @@ def test_whoever_got_the_number_of_a_dead_process_is_neither_watched_nor_killed(
     dead = a_record(bystander.pid, started=progress.kernel(bystander.pid)[1] - 1)
     written(tmp_path, dead)
     assert ranks.look() == []
-    ranks.kill(lifecycle.Process(0, dead, stopped=False, silent_s=LIMIT_S))  # it died between the look and the kill
+    ranks.kill(rule.Process(0, dead, stopped=False, silent_s=LIMIT_S))  # it died between the look and the kill
     assert bystander.poll() is None
 
 
 def test_a_process_with_the_number_of_one_that_was_killed_is_watched(tmp_path: Path, bystander) -> None:
     ranks = Ranks(tmp_path, 1, Machine().awake())
-    ranks.kill(lifecycle.Process(0, a_record(bystander.pid, started=1), stopped=True, silent_s=LIMIT_S))
+    ranks.kill(rule.Process(0, a_record(bystander.pid, started=1), stopped=True, silent_s=LIMIT_S))
     written(tmp_path, a_record(bystander.pid))
     assert [process.progress.pid for process in ranks.look()] == [bystander.pid]
 

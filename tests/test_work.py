@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from outlast import contract, store
-from outlast.agent import upload as push
 from outlast.contract import Env
 from outlast.prepare import workdir
+from outlast.runs.layout import skipped
 from outlast.sync import sync
 from outlast.workerfiles import progress, saves
 
@@ -108,7 +108,7 @@ def test_only_checkpoints_that_a_later_one_has_replaced_go_from_the_store(output
 
 
 class Disk:
-    """A pod's disk with its working directory, and a pusher; the store is shared."""
+    """A pod's disk with its working directory, and an uploader; the store is shared."""
 
     def __init__(self, directory: Path, url: str) -> None:
         self.output, self.state = directory / "output", directory / "state"
@@ -143,7 +143,7 @@ class Disk:
     def push(self) -> None:
         results = workdir.Results(self.output)
         ours = workdir.ours(self.output, self.place, self.environ)
-        skip = lambda path: push.skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
+        skip = lambda path: skipped(path) or (results.skipped(path) if ours else path.startswith("work/"))  # noqa: E731
         manifest, held = self.output / ".push" / "manifest", results.unfinished()
         sync.push(self.output, self.place, manifest, sync.Options(skip=skip), leave=held, expired=results.expired)
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outlast import runs, spec, store
-from outlast.agent import upload
 from outlast.checkpoints import restore
 from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
 from outlast.prepare import prepare
+from outlast.runs.layout import skipped
 from outlast.spec import references
 from outlast.sync import sync
 
@@ -54,7 +54,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
             place,
             output,
             Path(state, "known"),
-            sync.Options(skip=lambda path: path.partition("/")[0] in _OURS or upload.skipped(path)),
+            sync.Options(skip=lambda path: path.partition("/")[0] in _OURS or skipped(path)),
         )
     if report.failed:
         raise StoreError(report.failed[0][1])

@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outlast import checkpoints, contract, locks, runs, store
-from outlast.agent import upload
 from outlast.checkpoints import register, remote
 from outlast.errors import Superseded
 from outlast.runs import alive
+from outlast.runs.layout import OWN
 from outlast.sync import growing
 
 _ADVICE = (
@@ -134,12 +134,12 @@ def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: Non
     directory = output / contract.CHECKPOINTS
     if checkpoints.owner(directory) in ("", run):
         return
-    with locks.exclusive(output / upload.OWN / "room", waiting=lambda: None, stop=threading.Event()):
+    with locks.exclusive(output / OWN / "room", waiting=lambda: None, stop=threading.Event()):
         if (other := checkpoints.owner(directory)) in ("", run):
             return
         aside = output / runs.PREVIOUS / other
         aside.mkdir(parents=True, exist_ok=True)
-        found = [entry for entry in output.iterdir() if entry.name not in (upload.OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
+        found = [entry for entry in output.iterdir() if entry.name not in (OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
         for entry in [*found, directory]:  # which goes last, since it says whose all of them are
             try:
                 entry.rename(next(to for n in range(1 << 30) if not (to := aside / f"{entry.name}{'+' * n}").exists()))

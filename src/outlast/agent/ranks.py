@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import contract
-from outlast.agent.lifecycle import Process
 from outlast.clock import Seen
+from outlast.hangs.rule import Process
 from outlast.workerfiles import progress
 
 FROZEN_S = 10.0

@@ -75,46 +75,15 @@ def image(asking: str, accelerators: Sequence[str] = ()) -> None:
 
 def _bytecode() -> None:
     """After the imports above: what has no bytecode now cannot get any."""
-    lacking = uncompiled("torch", "outlast")
-    if lacking:
+    try:
+        from outlast.launch import bytecode
+    except ImportError:  # `outlast` has reported that
+        return
+    if lacking := bytecode.missing("torch", "outlast"):
         said = f"no compiled bytecode of {', '.join(lacking)}: every start of a worker compiles it anew, in 15 s and more"
-        say("bytecode", "warn", said, compile_them(lacking))
+        say("bytecode", "warn", said, bytecode.remedy(lacking))
     else:
         say("bytecode", "pass", "torch and outlast are compiled")
-
-
-def uncompiled(*packages: str) -> dict[str, str]:
-    """Those of these packages whose bytecode is lacking or of no use, and cannot be written; and the directory of each."""
-    found = {}
-    for package in packages:
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            continue
-        cached = importlib.util.cache_from_source(spec.origin)
-        place = os.path.dirname(cached) if os.path.isdir(os.path.dirname(cached)) else os.path.dirname(spec.origin)
-        if not _valid(spec.origin, cached) and (sys.dont_write_bytecode or not os.access(place, os.W_OK)):
-            found[package] = os.path.dirname(spec.origin)
-    return found
-
-
-def _valid(source: str, cached: str) -> bool:
-    """Whether Python would use this bytecode: it is of this Python, and of this source (PEP 552)."""
-    try:
-        with open(cached, "rb") as file:
-            head = file.read(16)
-        is_ = os.stat(source)
-    except OSError:
-        return False
-    by_hash = head[4:8] != bytes(4)
-    stamp = int(is_.st_mtime).to_bytes(8, "little")[:4] + (is_.st_size & 0xFFFFFFFF).to_bytes(4, "little")
-    return head[:4] == importlib.util.MAGIC_NUMBER and (by_hash or head[8:] == stamp)
-
-
-def compile_them(lacking: dict[str, str], *, image: bool = True) -> str:
-    """What to do about that, in the `image` of a pod or on this machine."""
-    where = " ".join(sorted({os.path.dirname(path) for path in lacking.values()}))
-    how = "compile in the Dockerfile: RUN" if image else "compile once:"
-    return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"
 
 
 def _version(name: str, package: str, remedy: str, *, needed: bool, asking: str = "") -> None:

@@ -5,7 +5,7 @@ has started. Some waits spin: a process that waits for a GPU, and some backends 
 nothing. There CPU time counts only if the main thread is in another place than before; memory that the GPU's allocator has handed
 out counts as well. A loop that polls shows the same few places again and again, at next to no CPU time: it does not move.
 
-`stall.Watch` looks, `lifecycle.hung` judges. Docs: docs/decisions/0022-what-is-a-hang.md.
+`stall.Watch` looks, `hangs.rule` judges. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations

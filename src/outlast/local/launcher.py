@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast import checkpoints, contract, files, locks, spec
 from outlast import ledger as ledgers
-from outlast.agent import uploader
+from outlast.agent import upload_handle
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.errors import OutlastError
@@ -377,12 +377,12 @@ class Launcher(Coordinator):
     def _left(self) -> bool:
         """Whether all workers are gone; those that take too long are killed."""
         assert self.closing is not None
-        pushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.PUSHING]
+        pushing = [w for w in self.pool.present.values() if self.pool.report(w).get("state") == Phase.FLUSHING]
         if self.store and pushing and self.clock() - self.closed_at > WAITED_S:
             self.status.reason, self.status.waits = f"{self.closing[1]}; pushing what is left to {self.store}", ""
         if self.clock() > self.close_by:
             for worker in list(self.pool.present.values()):
-                if not self.close_by or self.pool.report(worker).get("state") != Phase.PUSHING:  # its agent sees to the time
+                if not self.close_by or self.pool.report(worker).get("state") != Phase.FLUSHING:  # its agent sees to the time
                     self.pool.kill(worker.index, "has not left in time")
         return not self.pool.present
 
@@ -421,11 +421,11 @@ class Launcher(Coordinator):
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._show()
-        last = uploader.Pusher(self.pool.pushing())
-        failed, problem = last.rest(HAND_IN_S)
-        if self.status.store is not None and last.said:
-            self.status.store = StoreStatus(url=self.store, **last.said)
-        if failed == uploader.SUPERSEDED:
+        last = upload_handle.UploadProcess(self.pool.pushing())
+        failed, problem = last.flush(HAND_IN_S)
+        if self.status.store is not None and last.report:
+            self.status.store = StoreStatus(url=self.store, **last.report)
+        if failed == upload_handle.SUPERSEDED:
             return State.INTERRUPTED, reason if problem in reason else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
             problem = stored.end(self.record, state, reason, code)

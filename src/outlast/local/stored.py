@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outlast import checkpoints, contract, runs, store
-from outlast.agent import upload
 from outlast.checkpoints import register, remote
 from outlast.errors import OutlastError
 from outlast.local.state_dir import Run
 from outlast.runs import alive
+from outlast.runs.layout import OWN, skipped
 from outlast.status import State
 from outlast.sync import growing, sync, tree
 
@@ -100,7 +100,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
     remote.Checkpoints(place, new.run).acquire(generation)
     if before is None or old.owner != before.owner:
         _put_aside(output)
-    report = sync.pull(place, output, output / upload.OWN / "pulled", sync.Options(skip=upload.skipped), only_missing=True)
+    report = sync.pull(place, output, output / OWN / "pulled", sync.Options(skip=skipped), only_missing=True)
     if report.failed:
         path, reason = report.failed[0]
         raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
@@ -112,7 +112,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
 
 def _put_aside(output: Path) -> None:
     """Move what lies in an output directory, but for checkpoints, to `previous/`."""
-    kept = (contract.CHECKPOINTS, upload.OWN, runs.PREVIOUS)
+    kept = (contract.CHECKPOINTS, OWN, runs.PREVIOUS)
     found = [entry for entry in output.iterdir() if entry.name not in kept] if output.is_dir() else []
     stale = [entry for entry in found if entry.is_file() or any(entry.iterdir())]
     if stale:

@@ -24,6 +24,7 @@ from pathlib import Path
 from outlast import contract, files, locks, runs, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
+from outlast.runs.layout import OWN, skipped
 from outlast.shipping import tree
 from outlast.store import Store
 from outlast.sync import sync
@@ -33,8 +34,8 @@ _FILES = ".outlast-files"
 _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that says which generation's files are in the store."""
-_LOCK, _KNOWN = ".push/working", ".push/fetched"
-"""In the output, below `upload.OWN`: a lock, and a directory of what fetches have found out."""
+_LOCK, _KNOWN = f"{OWN}/working", f"{OWN}/fetched"
+"""In the output: a lock, and a directory of what fetches have found out."""
 _MOST = (64 << 20, 10_000)
 """Bytes and files of code in an image that are copied; larger code runs where it lies."""
 _QUIET_S = 2.0
@@ -297,8 +298,6 @@ def saves_itself(output: Path, place: Store) -> bool:
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
     """Bring the job's files to this pod when those in the store are of a later generation, or are known to be `newer`; of what
     lies in the output beside the working directory, those that are missing here. Raises StoreError, OutlastError."""
-    from outlast.agent import upload
-
     here = generation(output)
     try:
         there = _in_store(place)
@@ -312,7 +311,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
                     place,
                     output,
                     known / "output",
-                    sync.Options(skip=lambda path: _inside(path) or upload.skipped(path), stop=stop),
+                    sync.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop),
                     only_missing=True,
                 ),
             ]

@@ -1,0 +1,208 @@
+"""What agents do for the run as a whole where no launcher does it: claim the run, coordinate its rendezvous, record its end.
+
+Every worker claims and records, since any of them may be gone. Which one coordinates follows from `agent.mode`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast import contract
+from outlast.agent.mode import Mode
+from outlast.contract import Env
+from outlast.errors import OutlastError
+from outlast.ledger import Ledger
+
+if TYPE_CHECKING:
+    from outlast import spec
+    from outlast.agent import ownership
+    from outlast.rendezvous.transports import etcd
+    from outlast.rendezvous.worker0 import Host
+    from outlast.runs import alive
+    from outlast.workerfiles.output import Output
+
+RECORD_TIMEOUT_S = 10.0
+"""How long a worker that ends waits for the end of the run to be recorded."""
+
+
+class Coordination:
+    """The part of one worker's agent that concerns the whole run. `environ` is the worker's; `claim` completes it.
+
+    `lost(reason)` is called when another machine takes the run, `broken(reason)` when coordinating fails for good.
+    """
+
+    def __init__(
+        self, job: spec.Job, environ: dict[str, str], *, lost: Callable[[str], None], broken: Callable[[str], None]
+    ) -> None:
+        self.mode = Mode.of(environ[Env.RENDEZVOUS])
+        self._job, self._environ = job, environ
+        self._lost, self._broken = lost, broken
+        self.index = int(environ[Env.WORKER])
+        self.output = Path(environ[Env.OUTPUT])
+        self._store = environ.get(Env.STORE, "")
+        self._owner = environ.get(Env.RUN, "")
+        """Name by which the submission knows the run, see `ownership`."""
+        self._coordinator: Host | etcd.Running | None = None
+        self._heart: alive.Heart | None = None
+        self._recording: threading.Thread | None = None
+
+    def claim(self, log: Output) -> ownership.Ended | None:
+        """Find out which run this worker trains, and continue its `log`. Returns how the run ended, if it has."""
+        if self.mode is Mode.LAUNCHER:
+            return None
+        from outlast import runs
+        from outlast.agent import ownership
+        from outlast.runs import alive
+
+        environ = self._environ
+        where = ownership.place(self.output, self._store)
+        if environ.get(Env.STAY) == "1" and runs.read(where) is None:
+            others = ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
+            if end := ownership.told(others, self._owner):
+                return end
+        self.output.mkdir(parents=True, exist_ok=True)
+        begun = ownership.record(self._job.metadata.name, self._owner, self._owner)
+        home, fresh = ownership.home(environ), environ.get(Env.FRESH) == "1"
+        run = ownership.take(where, begun, home=home, fresh=fresh, say=_say)
+        if isinstance(run, ownership.Ended):
+            return run
+        environ[Env.RUN], environ[Env.OWNER] = run, self._owner
+        if self._store:
+            if self._heart is None:  # else this is another attempt
+                self._heart = alive.Heart(lambda: where, run, self._owner, home, self.index, self._lost)
+            ownership.set_aside(self.output, run, _say)
+            ownership.fetch_own(where, self.output, self.index)
+        log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
+        return None
+
+    def begin(self) -> None:
+        """Take part in coordinating, before training starts."""
+        if self.mode in (Mode.OPERATOR, Mode.ELECTED):
+            self._find_generation()
+        if self.mode is Mode.ELECTED:
+            self._run_for_election()
+        elif self.mode is Mode.WORKER_0 and self.index == 0:
+            self._coordinate()
+
+    def _find_generation(self) -> None:
+        """Find the newest generation of this run, which the next one must exceed even if the coordinator knows none."""
+        from outlast.agent import ownership
+
+        where = ownership.place(self.output, self._store)
+        seen = ownership.seen(where, self.output, self._environ[Env.RUN], stored=bool(self._store))
+        self._environ[Env.GENERATION] = str(seen)
+
+    def _coordinate(self) -> None:
+        """Coordinate the rendezvous from here, see `rendezvous.worker0`."""
+        from outlast.agent import ownership
+        from outlast.rendezvous import worker0
+        from outlast.rendezvous.transports import seal
+
+        run = self._environ[Env.RUN]
+        where = ownership.place(self.output, self._store)
+        generation = ownership.generation(where, self.output, run, stored=bool(self._store))
+        host = worker0.Host(
+            self._job,
+            run=run,
+            key=seal.key(self._environ),
+            generation=generation,
+            ledger=Ledger(self.output / contract.LEDGER, "decider"),
+            ended=self.record_end,
+            broken=self._broken,
+        )
+        host.start(self._environ[Env.RENDEZVOUS])
+        self._coordinator = host
+
+    def _run_for_election(self) -> None:
+        """Run for election as the coordinator, see `rendezvous.etcd.election`."""
+        from outlast import etcd as servers
+        from outlast.rendezvous import coordinator
+        from outlast.rendezvous.etcd import schema
+        from outlast.rendezvous.transports import etcd
+
+        environ = self._environ
+        candidate = etcd.Running(
+            servers.address(environ[Env.RENDEZVOUS], environ=environ),
+            name=schema.run_name(environ[Env.RUN], environ),
+            terms=coordinator.Settings.of(self._job.spec),
+            voice=_Events(self),
+            replicas=self._job.spec.workers.replicas,
+            operated=Env.MEMBER in environ,
+            id=lambda: self.index,
+        )
+        candidate.start()
+        self._coordinator = candidate
+
+    def record_end(self, state: str, reason: str, code: int) -> None:
+        """Record how the run has ended, in the background, so that it is not trained again."""
+        from outlast import runs
+        from outlast.agent import ownership
+
+        run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
+
+        def end() -> None:
+            try:
+                runs.end(ownership.place(self.output, self._store), run, state, reason, code, by=owner)
+            except OutlastError as problem:
+                _say(f"how the run has ended could not be recorded: {problem}")
+
+        self._recording = threading.Thread(target=end, daemon=True)
+        self._recording.start()
+
+    def record_end_from_operator(self) -> None:
+        """Record the end that the operator has published, since it has no access to stores."""
+        try:
+            end = json.loads((Path(self._environ[Env.STATE]) / contract.END).read_text())
+        except FileNotFoundError:
+            return
+        self.record_end("Failed" if end["code"] else "Succeeded", end["reason"], end["code"])
+
+    def end_for_others(self, code: int) -> str:
+        """Answer to other workers that ask how the run has ended; empty if only this worker could not continue."""
+        if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
+            return ""
+        from outlast.agent import ownership
+
+        reason = f"run {self._owner} has ended before, another worker says; nothing is left to do"
+        return ownership.Ended(self._owner, reason, code).dumps()
+
+    def close(self) -> None:
+        """Wait until the end is known to the other workers and recorded."""
+        if self._coordinator:
+            self._coordinator.wait()
+        if self._recording:
+            self._recording.join(RECORD_TIMEOUT_S)
+        if self._heart:
+            self._heart.leave()
+
+
+class _Events:
+    """Where the events of an elected coordinator go."""
+
+    def __init__(self, coordination: Coordination) -> None:
+        self._coordination = coordination
+
+    @functools.cached_property
+    def _ledger(self) -> Ledger:
+        """Opened by whoever is elected only."""
+        return Ledger(self._coordination.output / contract.LEDGER, f"decider-{self._coordination.index}")
+
+    def say(self, text: str) -> None:
+        _say(text)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._ledger.write(kind, **facts)
+
+    def finished(self, state: str, reason: str, code: int) -> None:
+        """Each agent records the end, since any of them may be gone."""
+        self._coordination.record_end(state, reason, code)
+
+
+def _say(text: str) -> None:
+    print(f"outlast | {text}", flush=True)

@@ -1,0 +1,50 @@
+"""Whether torch and Outlast have compiled bytecode: without it each start of a worker takes 15 s and more longer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+
+def warning(*, image: bool) -> str:
+    """A warning about slow starts of training processes in this Python, with its remedy; empty if there is no reason."""
+    lacking = missing("torch", "outlast")
+    if not lacking:
+        return ""
+    packages = f"{' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no compiled bytecode"
+    return f"{packages}: each start takes longer; {remedy(lacking, image=image)}"
+
+
+def missing(*packages: str) -> dict[str, str]:
+    """Packages whose bytecode is missing or stale and cannot be written, with the directory of each."""
+    found = {}
+    for package in packages:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        cached = importlib.util.cache_from_source(spec.origin)
+        place = os.path.dirname(cached) if os.path.isdir(os.path.dirname(cached)) else os.path.dirname(spec.origin)
+        if not _valid(spec.origin, cached) and (sys.dont_write_bytecode or not os.access(place, os.W_OK)):
+            found[package] = os.path.dirname(spec.origin)
+    return found
+
+
+def _valid(source: str, cached: str) -> bool:
+    """Whether Python would use this bytecode: made by this Python, from this source (PEP 552)."""
+    try:
+        with open(cached, "rb") as file:
+            head = file.read(16)
+        is_ = os.stat(source)
+    except OSError:
+        return False
+    by_hash = head[4:8] != bytes(4)
+    stamp = int(is_.st_mtime).to_bytes(8, "little")[:4] + (is_.st_size & 0xFFFFFFFF).to_bytes(4, "little")
+    return head[:4] == importlib.util.MAGIC_NUMBER and (by_hash or head[8:] == stamp)
+
+
+def remedy(lacking: dict[str, str], *, image: bool = True) -> str:
+    """How to compile those packages, in the `image` of a pod or on this machine."""
+    where = " ".join(sorted({os.path.dirname(path) for path in lacking.values()}))
+    how = "compile in the Dockerfile: RUN" if image else "compile once:"
+    return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"
