@@ -201,7 +201,7 @@ def test_the_end_is_written_before_the_ledger_is_read(tmp_path: Path, monkeypatc
         raise MemoryError
 
     with monkeypatch.context() as long:
-        long.setattr(launcher, "_fold", killed)
+        long.setattr(launcher.live, "goodput", killed)
         with pytest.raises(MemoryError):
             launcher._finish()
     status = LocalBackend(tmp_path / "state", start=lambda *_: None).status("job")
@@ -228,7 +228,7 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
     launcher.known = launcher.known.after(world.Call(2, "lost worker 0", False, launcher.clock()))
     counted = []
     for index in (0, 1, 1):
-        launcher._died(Ended(Worker(index, 1, 1), 137, ""))
+        launcher._worker_died(Ended(Worker(index, 1, 1), 137, ""))
         for _ in range(20):
             machine.goes_on(0.1)
             launcher.judge_when_settled()
@@ -256,8 +256,8 @@ def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, st
         checkpoints.commit(
             checkpoints.saving(directory, saved, 3), checkpoints.Checkpoint(saved, path, launcher.run_id, 3, 2, 1.0), {}
         )
-    launcher.status.step, launcher.stepped = step, True
-    assert launcher._what_is_saved() == said
+    launcher.status.step, launcher.live.has_session = step, True
+    assert launcher.live.what_is_saved() == said
     taken_up = Launcher(launcher.state_dir, Machine().awake())
     taken_up._recover()
     assert (taken_up.status.step, taken_up.status.reason) == (saved, f"goes on from step {saved}" if saved else "")
@@ -278,15 +278,15 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     launcher.pool.present[0] = Worker(0, 1, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
     record = SimpleNamespace(phase="started", generation=2, step=0, steps=None)
-    monkeypatch.setattr("outlast.local.launcher.progress.read", lambda *_: record)
-    launcher._read_progress()
+    monkeypatch.setattr("outlast.local.live_status.progress.read", lambda *_: record)
+    launcher.live.read(launcher.known.world)
     launcher.status.step, launcher.status.steps, launcher.status.told = 9, 100, "log"
-    launcher._read_progress()
-    assert (launcher.warning, launcher.status.step) == ("", 9), (
+    launcher.live.read(launcher.known.world)
+    assert (launcher.live.warning, launcher.status.step) == ("", 9), (
         "the line that the worker tells of was printed in the world before"
     )
     of_worker["logged"] = [3, 100, 2]
-    launcher._show()
+    launcher._write_status()
     (warning,) = launcher.status.warnings
     assert "was at step 3, although work/checkpoint-40 was there" in warning
 

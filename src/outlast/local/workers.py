@@ -1,7 +1,7 @@
-"""The worker processes of one job on this machine: started, adopted, told to leave, put down, and what became of them.
+"""The worker processes of one job on this machine: starting, adopting, stopping and killing them, and noticing their end.
 
-The launcher says how many there are to be and takes note of those that ended; this module knows how a worker is started and
-recognised. A worker gets the environment that a pod gets, sees GPUs of its own, and lives on when the launcher dies.
+The launcher decides how many there are; this module knows how to start and recognise one. A worker gets the environment that a
+pod gets, sees GPUs of its own, and outlives the launcher.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from outlast import accelerators, contract, spec
 from outlast.clock import Seen
 from outlast.errors import OutlastError
-from outlast.local.state_dir import StateDir
+from outlast.local.state_dir import Run, StateDir
 from outlast.rendezvous.transports import sockets
 from outlast.spec import references
 
 AGENT_SILENCE_S = 20.0
-"""An agent touches its file every second. It may be away for longer while it dumps the stacks of a hang."""
+"""Timeout of an agent, which touches its file every second. Dumping the stacks of a hang takes it longer."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pauses before a worker is started again that has not joined a world since its last start."""
+"""Pauses before restarting a worker that joined no world since its last start."""
 
 
 @dataclasses.dataclass
@@ -39,25 +39,25 @@ class Worker:
     pid: int
     attempt: int
     child: subprocess.Popen[bytes] | None = None
-    """None for one that an earlier launcher started."""
+    """None if an earlier launcher started it."""
     leaving: bool = False
-    """Whether we have told it to leave."""
+    """Whether we have asked it to leave."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A worker that is no more."""
+    """The end of a worker."""
 
     worker: Worker
     code: int
     message: str
-    """What its agent said last."""
+    """The last reason that its agent reported."""
     displaced: bool = False
-    """Whether it ended because its run goes on elsewhere."""
+    """Whether its run goes on elsewhere."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether it left because it was told to."""
+        """Whether it left because it was asked to."""
         return self.code == contract.Exit.INTERRUPTED or self.worker.leaving
 
     @property
@@ -69,23 +69,13 @@ class Ended:
 
 
 class WorkerPool:
-    """The workers there are."""
+    """The workers of one job."""
 
-    def __init__(
-        self,
-        state_dir: StateDir,
-        job: spec.Job,
-        *,
-        run: str,
-        output: Path,
-        code: Path,
-        clock: Callable[[], float],
-        store: str = "",
-        owner: str = "",
-    ) -> None:
-        """`clock` is what silence and pauses are measured by, see `clock.Awake`."""
-        self._state_dir, self._job, self._run, self._output, self._code = state_dir, job, run, output, code
-        self._store, self._owner = store, owner
+    def __init__(self, state_dir: StateDir, job: spec.Job, run: Run, clock: Callable[[], float]) -> None:
+        """`clock` measures silence and backoff, see `clock.Awake`."""
+        self._state_dir, self._job = state_dir, job
+        self._run, self._output, self._code = run.run, Path(run.output), Path(run.code)
+        self._store, self._owner = run.store, run.owner
         self.gpus = gpus()
         self.processes = job.spec.processes()
         self.present: dict[int, Worker] = {}
@@ -97,29 +87,29 @@ class WorkerPool:
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Those that have not been told to leave."""
+        """Workers that have not been asked to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over the workers of an earlier launcher; those that have died meanwhile are found by `ended`."""
+        """Take over the workers of an earlier launcher; `ended` finds those that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
             self.present[worker.index] = worker
 
     def records(self) -> list[dict[str, int]]:
-        """What `adopt` needs."""
+        """The input of `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, wanted: int) -> list[int]:
-        """The workers to start now, so that `wanted` are there: the lowest indices, each after its pause."""
+        """Indices of the workers to start now so that `wanted` are present: the lowest, each after its pause."""
         lacking = wanted - len(self.staying())
         free = (index for index in range(wanted + len(self.present)) if index not in self.present)
         now = self._clock()
         return [index for _, index in zip(range(lacking), free, strict=False) if now >= self._not_before.get(index, 0.0)]
 
     def start(self, index: int) -> Worker:
-        """Start a worker. Raises OutlastError when GPUs run out, OSError when the machine refuses."""
+        """Start a worker. Raises OutlastError when there are too few GPUs, OSError when the machine refuses."""
         state = self._state_dir.worker(index)
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -145,7 +135,7 @@ class WorkerPool:
         return self.present[index]
 
     def joined(self, index: int) -> None:
-        """This worker is in a world: when it dies it is started again at once."""
+        """Note that this worker is in a world: when it dies it is restarted at once."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -153,11 +143,11 @@ class WorkerPool:
         return not self._failed_starts[index]
 
     def pause(self, index: int) -> None:
-        """Start this worker again only after a pause that grows with its vain starts."""
+        """Restart this worker only after a pause that grows with its failed starts."""
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
-        """Those that have ended since the last look; they are no longer present."""
+        """Workers that have ended since the last call; they are no longer present."""
         for index, worker in list(self.present.items()):
             status = worker.child.poll() if worker.child else None if self._state_dir.owns(index, worker.pid) else -signal.SIGKILL
             if status is None:
@@ -170,7 +160,7 @@ class WorkerPool:
             yield Ended(worker, contract.exit_code(status), said.get("reason") or "", bool(said.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """What its agent says of it (`contract.WORKER`); empty before the first word."""
+        """What its agent reports (`contract.WORKER`); empty before its first report."""
         try:
             said = dict(json.loads((self._state_dir.worker(worker.index) / contract.WORKER).read_text()))
         except (OSError, ValueError):
@@ -178,7 +168,7 @@ class WorkerPool:
         return said if said.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Those whose agent has not touched its file for too long: it is stopped, or stuck."""
+        """Workers whose agent has timed out: it is stopped or stuck."""
         found = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -188,13 +178,13 @@ class WorkerPool:
         return found
 
     def ask_to_leave(self, worker: Worker) -> None:
-        """Tell a worker to save and leave."""
+        """Ask a worker to save and leave."""
         worker.leaving = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGTERM)
 
     def kill(self, index: int, why: str) -> None:
-        """Kill a worker that lives but does not work, or does not leave."""
+        """Kill a worker that does not work, or does not leave."""
         worker = self.present.get(index)
         if worker is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -202,8 +192,8 @@ class WorkerPool:
             with contextlib.suppress(OSError):
                 print(f"worker {index} {why}; killed it", flush=True)
 
-    def pushing(self) -> dict[str, str]:
-        """The environment of a pusher that is no worker's."""
+    def uploader_environ(self) -> dict[str, str]:
+        """The environment of an uploader that belongs to no worker."""
         environ = {
             **os.environ,
             contract.Env.RUN: self._run,
@@ -215,7 +205,7 @@ class WorkerPool:
         return {**environ, **references.values(self._job.spec.env, environ)}
 
     def _environ(self, index: int) -> dict[str, str]:
-        """The environment contract of a worker, the same as a pod's."""
+        """The environment of a worker, the same as a pod's."""
         state = self._state_dir.worker(index)
         fields = self._job.spec
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)

@@ -1,0 +1,187 @@
+"""What a launcher reads of its run while it trains: step, rate, checkpoints, uploads, goodput, and the state of each worker.
+
+Fills in the `JobStatus` that the launcher writes to `status.json`. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from outlast import checkpoints, contract, ledger
+from outlast.local.state_dir import Run, StateDir
+from outlast.local.workers import Worker, WorkerPool
+from outlast.rendezvous.world import World
+from outlast.report import goodput
+from outlast.status import CheckpointStatus, JobStatus, RankStatus, SavedStatus, StoreStatus, WorkerStatus
+from outlast.workerfiles import progress, saves
+
+SCAN_INTERVAL_S = 2.0
+"""Least interval between scans for the files of a plain script, and between computations of the live goodput."""
+MAX_SHARE = 0.02
+"""Largest share of our time that either may take: the interval grows with what it costs."""
+
+
+class LiveStatus:
+    """Keeps the status of a run up to date with what its workers write."""
+
+    def __init__(self, state_dir: StateDir, run: Run, pool: WorkerPool, status: JobStatus, clock: Callable[[], float]) -> None:
+        self.status = status
+        self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
+        self._output = Path(run.output)
+        self.has_session = False
+        """Whether the training of the current world reports its steps through a session; a plain script does not."""
+        self.warning = ""
+        """A problem that the training reports, e.g. a full disk."""
+        self._saved_before: SavedStatus | None = None
+        """What a plain script had saved when the current world formed."""
+        self._next_scan = 0.0
+        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
+        """Times and steps, for the rate."""
+        self._thread = ThreadPoolExecutor(1, "outlast-goodput")
+        self._computing: Future[float | None] | None = None
+        self._next_goodput = 0.0
+
+    def start(self) -> None:
+        """Fill in what earlier worlds of the run have saved."""
+        if found := self._newest():
+            self.status.step, self.status.checkpoint = found.step, _checkpoint_status(found)
+            self.status.reason = f"goes on from step {found.step}"
+        else:
+            self._find_saves(now=True)
+
+    def world_formed(self) -> None:
+        """Forget what the last world reported."""
+        self.has_session, self.warning, self._saved_before = False, "", self.status.saved
+
+    def committed(self) -> int:
+        """Step of the newest committed checkpoint; 0 when there is none."""
+        found = self._newest()
+        return found.step if found else 0
+
+    def what_is_saved(self) -> str:
+        """What is saved and what is lost, in a sentence."""
+        saved, step = self.committed(), self.status.step
+        if not saved and self.has_session:
+            return f"no step is saved, {step} {'is' if step == 1 else 'are'} lost" if step else "no step was done yet"
+        if not saved:
+            return saves.sentence(self.status.saved, time.time())
+        return f"step {saved} is saved" if saved >= step else f"step {saved} is saved, {step - saved} later ones are not"
+
+    def read(self, world: World | None) -> None:
+        """Read the progress that rank 0 of the current world reports."""
+        if world is None:
+            return
+        record = progress.read(self._state_dir.worker(world.members[0]), 0)
+        if record is None or record.phase in ("open", "restore") or record.generation != world.generation:
+            return
+        if record.phase == "started":
+            self._find_saves()
+            logged = self._logged(world)
+            if record.step:
+                self._set_step(record.step, record.steps, "script")
+            elif logged:
+                self._set_step(logged[0], logged[1] or self.status.steps, "log")  # a line without the total keeps the known one
+            if record.step or logged:  # in this world
+                now = self.status
+                self.warning = self.warning or saves.begun_anew(self._saved_before, now.step, now.steps, now.told)
+            return
+        self._set_step(record.step, record.steps, "session")
+        self.has_session, self.status.saved = True, None
+        self.warning = record.warning
+        if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
+            self.status.checkpoint = _checkpoint_status(found) if (found := self._newest()) else self.status.checkpoint
+
+    def update_workers(self, world: World | None) -> None:
+        """Read what the agents report of their workers, and of uploads to the store."""
+        self.status.workers = [self._worker(worker, world) for _, worker in sorted(self._pool.present.items())]
+        if self.status.store is not None:
+            self.status.store = self._store(self.status.store)
+
+    def update_goodput(self) -> None:
+        """Compute the goodput now and then, in a thread: reading the ledger of a long run takes a minute."""
+        now = self._clock()
+        if self._computing is None and now >= self._next_goodput:
+            self._next_goodput = now
+            self._computing = self._thread.submit(self.goodput)
+        elif self._computing is not None and self._computing.done():
+            self.status.goodput, self._computing = self._computing.result(), None
+            self._next_goodput = now + max(SCAN_INTERVAL_S, (now - self._next_goodput) / MAX_SHARE)
+
+    def goodput(self) -> float | None:
+        """The goodput up to now, the same as in `outlast report`."""
+        try:
+            return goodput.buckets(ledger.read(self._output / contract.LEDGER), time.time()).goodput
+        except OSError:  # somebody removed the ledger
+            return self.status.goodput
+
+    def finish(self) -> None:
+        """Find the last files that a plain script has saved."""
+        self._find_saves(now=True)
+        self.warning = ""
+
+    def final_goodput(self) -> None:
+        """Compute the goodput of the whole run."""
+        self._thread.shutdown(cancel_futures=True)
+        self.status.goodput = self.goodput()
+
+    def _newest(self) -> checkpoints.Checkpoint | None:
+        return checkpoints.latest(checkpoints.list_(self._output / contract.CHECKPOINTS), self._run.run)
+
+    def _logged(self, world: World) -> tuple[int, int | None] | None:
+        """The step that rank 0's worker read in its log, if the line was printed in this world: its file may be older."""
+        worker = self._pool.present.get(world.members[0])
+        logged = self._pool.report(worker).get("logged") if worker else None
+        return (logged[0], logged[1]) if logged and logged[2:] == [world.generation] else None
+
+    def _set_step(self, step: int, steps: int | None, source: str) -> None:
+        now = self._clock()
+        if step != self.status.step or not self._recent:
+            if step < self.status.step:
+                self._recent.clear()
+            self._recent.append((now, step))
+        self.status.step, self.status.steps, self.status.told = step, steps, source
+        (then, first), *_ = self._recent
+        self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
+
+    def _find_saves(self, *, now: bool = False) -> None:
+        """Look for files that a plain script has saved, every few seconds; less often where that takes long."""
+        began = time.monotonic()
+        if now or began >= self._next_scan:
+            found = saves.newest(self._output, self._run.submitted)
+            self.status.saved = SavedStatus(name=found.name, step=found.step, time=found.time) if found else None
+            self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
+
+    def _store(self, before: StoreStatus) -> StoreStatus:
+        """What the uploader reports, on whichever worker it runs."""
+        reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
+        newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
+        if newest is None:
+            return before
+        pushed = newest["pushed"] or before.pushed  # an uploader that has just started does not know what another one did
+        return StoreStatus(url=before.url, **{**newest, "pushed": pushed, "step": max(newest["step"], before.step)})
+
+    def _worker(self, worker: Worker, world: World | None) -> WorkerStatus:
+        report = self._pool.report(worker)
+        ranks = [RankStatus(**rank) for rank in report.get("ranks", [])]
+        for rank in ranks:
+            record = progress.read(self._state_dir.worker(worker.index), rank.local_rank)
+            rank.step = record.step or None if record and record.pid == rank.pid else None
+            if rank.rank == 0 and rank.step is None and self.status.told == "log" and world:
+                rank.step = self.status.step
+        return WorkerStatus(
+            index=worker.index,
+            state=report.get("state", "starting"),
+            pid=worker.pid,
+            ranks=ranks,
+            restarts=worker.attempt - 1,
+            probes=report.get("probes"),
+            reason=f"stands still: {report['still']}" if report.get("still") else "",
+        )
+
+
+def _checkpoint_status(found: checkpoints.Checkpoint) -> CheckpointStatus:
+    return CheckpointStatus(step=found.step, path=str(found.path), time=found.time, bytes=found.bytes)
