@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import inspect
 import re
 import tomllib
@@ -38,6 +39,11 @@ WIDE_FUNCTIONS = {
     *("rendezvous/transports/etcd.py:__init__", "rendezvous/transports/kubernetes.py:__init__"),
     "training/stream.py:__init__",
 }
+CIRCLES = (
+    ("prepare/workdir.py", "agent/upload.py"),
+    ("rendezvous/torchrun.py", "rendezvous/transports/etcd.py"),
+    ("rendezvous/etcd/operated.py", "rendezvous/transports/etcd.py"),
+)
 
 
 @functools.cache
@@ -135,6 +141,30 @@ def test_what_the_map_names_is_in_the_file_that_it_names(file: str, name: str) -
 def test_the_map_answers_where_thirty_behaviours_are() -> None:
     rows = re.findall(r"^\| [^|]+ \| `[\w/]+\.py` \| `[\w.]+` \|$", section("Where is ..."), re.MULTILINE)
     assert len(rows) >= 30
+
+
+def imported(node: ast.AST) -> Iterator[Path]:
+    """The modules of ours that are imported below a node, when it runs: at the top of a module or in a function."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "outlast":
+        package = SOURCE.joinpath(*node.module.split(".")[1:])
+        for module in (package / each.name for each in node.names):
+            files = (module.with_suffix(".py"), module / "__init__.py", package.with_suffix(".py"), package / "__init__.py")
+            yield next(file for file in files if file.is_file())
+    for child in ast.iter_child_nodes(node):
+        yield from imported(child)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {path: set(imported(tree(path))) - {path} for path in SOURCE.rglob("*.py")}
+    for importer, needs in CIRCLES:
+        graph[SOURCE / importer].discard(SOURCE / needs)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        names = " -> ".join(str(path.relative_to(SOURCE)) for path in error.args[1])
+        pytest.fail(f"{names}: put what both need into a module of its own")
 
 
 def test_no_module_is_too_long() -> None:
