@@ -141,7 +141,7 @@ def test_another_endpoint_is_asked(shared_etcd: Server) -> None:
 
 def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_etcd: Server) -> None:
     both = f"etcd://127.0.0.1:{own_etcd.port},127.0.0.1:{shared_etcd.port}"
-    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}), answer_s=0.2)) as client:
+    with contextlib.closing(etcd.Etcd(etcd.address(both, environ={}), answer_s=1)) as client:
         watch = client.watch("x", client.range("x").revision)
         assert next(watch) == []
         assert own_etcd.process
@@ -323,7 +323,7 @@ def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etc
     own_etcd.auth("user/grant", user="root", role="root")
     own_etcd.auth("enable")
     address = etcd.address(own_etcd.endpoint, {"user": "root", "password": "r"}, {})
-    with contextlib.closing(etcd.Etcd(address, answer_s=0.5)) as client:
+    with contextlib.closing(etcd.Etcd(address, answer_s=2)) as client:
         client.range("x")
         own_etcd.lose_data()
         with pytest.raises(EtcdAway, match="does not answer"):
@@ -372,7 +372,7 @@ class Slow(Stub):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         login = self.path.endswith("/authenticate")
-        time.sleep(0.3 if login else 0)
+        time.sleep(1.5 if login else 0)
         self.body = b'{"token": "t"}' if login else b'{"header": {"revision": "1"}}'
         super().do_POST()
 
@@ -382,11 +382,11 @@ def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once() 
     threading.Thread(target=server.serve_forever, daemon=True).start()
     where = etcd.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
     try:
-        with contextlib.closing(etcd.Etcd(where, answer_s=0.1)) as client:
+        with contextlib.closing(etcd.Etcd(where, answer_s=1)) as client:
             assert client.range("x").revision == 1
             assert client._connection
-            assert client._connection.sock.gettimeout() == 0.1
-        late = etcd.Etcd(where, answer_s=0.1)
+            assert client._connection.sock.gettimeout() == 1
+        late = etcd.Etcd(where, answer_s=1)
         asking = threading.Thread(target=late.range, args=("x",))
         asking.start()
         time.sleep(0.05)
