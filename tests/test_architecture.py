@@ -26,10 +26,10 @@ LINES, FUNCTION, PARAMETERS = 600, 60, 7
 
 # What is over a limit and is being mended: nothing may be added.
 LONG_MODULES = {
-    *("legacy/decide.py"),
+    "legacy/decide.py",
 }
 LONG_FUNCTIONS = {
-    *("doctor/inside.py:pod", "launch/warm.py:serve"),
+    "launch/warm.py:serve",
     *("legacy/pods.py:_replicas", "manifests/crd.py:_status"),
     "operator/job_status.py:write",
 }

@@ -129,7 +129,7 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
 ) -> None:
     """A pod may be told to run for ever: its node is lost, or nobody is there to delete it."""
     monkeypatch.setattr(logs, "_QUIET_S", 0.3)
-    monkeypatch.setattr(logs, "_LOOK_S", 0.05)
+    monkeypatch.setattr(logs, "_POLL_S", 0.05)
     team.api.prescribe("cifar-worker-1/log.*follow=true", *[forever] * 50)
     ended = {**team.job, "status": status}
     lines = team.place.logs("cifar", follow=True)

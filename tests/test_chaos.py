@@ -73,11 +73,11 @@ def test_a_rank_that_reports_to_its_agent_is_harmed(tmp_path: Path) -> None:
             record = json.dumps({"rank": 2 + local_rank, "pid": process.pid})
             (tmp_path / f"progress-{local_rank}.json").write_text(record.ljust(512))
         (tmp_path / "progress-2.json").write_text(json.dumps({"rank": 4, "pid": 2**22 + 1}))  # of one that is gone
-        said = fault_injection.strike(pod, a_pod(), "stop", random.Random(0))
+        said = fault_injection.inject(pod, a_pod(), "stop", random.Random(0))
         assert said == f"stopped rank 3 on worker 1 (pid {two.pid} in pod train-1)"
         assert (one.status(), two.status()) == (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED)
         two.resume()
-        fault_injection.strike(pod, a_pod(), "kill-process", random.Random(0))
+        fault_injection.inject(pod, a_pod(), "kill-process", random.Random(0))
         assert two.status() == psutil.STATUS_ZOMBIE
 
 
@@ -85,7 +85,7 @@ def test_a_slow_rank_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(chaos, "SLOW", (3, 0.02, 0.01))
     with a_process() as process:
         (tmp_path / "progress-0.json").write_text(json.dumps({"rank": 7, "pid": process.pid}))
-        said = fault_injection.strike(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))
+        said = fault_injection.inject(Pod({"OUTLAST_WORKER_STATE": str(tmp_path)}), a_pod(), "slow", random.Random(0))
         assert said == f"slowed down rank 7 on worker 1 (pid {process.pid} in pod train-1)"
         deadline, goes_on = time.monotonic() + 60, 0
         while goes_on < 20:  # for longer than a turn
@@ -111,10 +111,10 @@ def test_what_cannot_be_harmed_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "sh").symlink_to("/bin/sh")
     pod = Pod({"PATH": str(tmp_path)})
     with pytest.raises(OutlastError, match="stop failed in pod train-1: it has no Python"):
-        fault_injection.strike(pod, a_pod(), "stop", random.Random(0))
+        fault_injection.inject(pod, a_pod(), "stop", random.Random(0))
     monkeypatch.setattr(pod, "exec_", lambda *_, **__: kube.Ended(3, b"", b""))
     with pytest.raises(NotFound, match="worker 1 has no training process now; wait until it trains"):
-        fault_injection.strike(pod, a_pod(), "kill-process", random.Random(0))
+        fault_injection.inject(pod, a_pod(), "kill-process", random.Random(0))
 
 
 def test_on_this_machine_a_worker_that_cannot_be_harmed_is_named() -> None:

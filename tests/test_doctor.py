@@ -344,7 +344,7 @@ def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
 
 # Pods
 
-WANTED = inside.Wanted(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
+WANTED = inside.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
 
 
 @pytest.mark.parametrize("version", MINORS)
@@ -401,7 +401,7 @@ def test_with_one_node_or_without_network_there_is_one_pod() -> None:
     alone = ending(FakeCluster(a_node("a")))
     assert [check.name for check in inside.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
     quiet = ending(FakeCluster(a_node("a"), a_node("b")))
-    wanted = inside.Wanted(IMAGE, network=False, timeout_s=5)
+    wanted = inside.Options(IMAGE, network=False, timeout_s=5)
     assert [check.name for check in inside.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
     assert [each.split()[0] for each in quiet.order] == ["create", "delete"]
 
@@ -423,7 +423,7 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
 def test_pods_that_never_end_are_given_up_and_deleted() -> None:
     cluster = FakeCluster(a_node("a"))
     cluster.then = lambda document: document.update(status={"phase": "Running", "podIP": "10.0.0.1"})
-    *_, check = inside.checks(cluster, inside.Wanted(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
+    *_, check = inside.checks(cluster, inside.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
     assert check == doctor.failed("pods", "they had not ended after 0 s", check.remedy)
     assert cluster.list_(kinds.POD) == []
 
@@ -621,12 +621,12 @@ def look_at(cluster: kube.Cluster) -> None:
     assert bad == []  # whether an operator is there is the cluster's business
     found = {
         check.name: check
-        for check in inside.checks(cluster, inside.Wanted(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe"))
+        for check in inside.checks(cluster, inside.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe"))
     }
     assert {check.name for check in found.values() if check.outcome == "pass"} >= {
         "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
     }  # fmt: skip
     assert cluster.list_(kinds.POD) == []
-    absent = list(inside.checks(cluster, inside.Wanted("127.0.0.1:5056/no/image:1", network=False)))
+    absent = list(inside.checks(cluster, inside.Options("127.0.0.1:5056/no/image:1", network=False)))
     assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]
     assert threading.active_count() < 10

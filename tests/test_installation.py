@@ -143,7 +143,7 @@ class Slow(FakeCluster):
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "_GONE_S", 0.3)
-    monkeypatch.setattr(installation, "_LOOK_S", 0.01)
+    monkeypatch.setattr(installation, "_POLL_S", 0.01)
 
 
 @pytest.mark.usefixtures("quickly")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outlast.cluster import job_status
-from outlast.cluster.job_status import Seen
+from outlast.cluster.job_status import Snapshot
 from outlast.kube import pods
 from outlast.status import State
 
@@ -49,7 +49,7 @@ def a_job(*, completions: int = 2, **spec: Any) -> Document:
 
 
 def said(*seen: Document, workload: Document | None = None, **more: Any) -> tuple[State, str]:
-    found = job_status.status(Seen("train", workload or a_job(), seen, **more))
+    found = job_status.status(Snapshot("train", workload or a_job(), seen, **more))
     return found.state, found.reason
 
 
@@ -89,7 +89,7 @@ def test_failures_are_counted_and_interruptions_are_not() -> None:
     now = [running(0, made=9), running(1, made=9)]
     before = [ended(0, code=1), ended(0, code=75, made=1), ended(1, code=137, conditions=[drained])]
     seen = [*now, *before]
-    found = job_status.status(Seen("train", a_job(), seen))
+    found = job_status.status(Snapshot("train", a_job(), seen))
     assert (found.restarts, found.interruptions) == (1, 2)
     assert found.failure is not None
     assert (found.failure.worker, found.failure.code, found.failure.reason) == (0, 1, "worker 0 failed with exit code 1")
@@ -141,7 +141,7 @@ def test_the_end_of_a_job_is_its_condition_and_the_last_failure() -> None:
     complete = {"type": "Complete", "status": "True", "lastTransitionTime": "2026-01-01T02:00:00Z"}
     assert said(workload=a_job(conditions=[complete])) == (State.SUCCEEDED, "all workers are done")
     failed = {"type": "Failed", "status": "True", "message": "Job has reached the specified backoff limit"}
-    found = job_status.status(Seen("train", a_job(conditions=[failed]), [ended(1, code=3)]))
+    found = job_status.status(Snapshot("train", a_job(conditions=[failed]), [ended(1, code=3)]))
     assert found.state is State.FAILED
     assert found.reason == "worker 1 failed with exit code 3; Job has reached the specified backoff limit"
     assert found.exit_code == 3
@@ -155,7 +155,7 @@ def test_a_suspended_job_says_who_still_leaves() -> None:
 def test_an_elasticjob_that_is_to_have_no_workers_is_suspended() -> None:
     held = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 0}}}
     assert said(workload=held) == (State.SUSPENDED, "suspended")
-    assert job_status.status(Seen("train", held)).replicas == 0
+    assert job_status.status(Snapshot("train", held)).replicas == 0
 
 
 def test_a_job_in_a_queue_waits_for_it() -> None:
@@ -169,7 +169,7 @@ def test_what_agents_say_is_the_step() -> None:
         '# HELP outlast_step x.\noutlast_step{job="train"} 120\noutlast_target_step{job="train"} 1560\noutlast_generation 3\n'
     )
     told = {"train-0-0": {**job_status.metrics(exposition), "committed_step": 100.0}, "train-1-0": {"step": 119.0}}
-    found = job_status.status(Seen("train", a_job(), [running(0), running(1)], told, allowed=(1, 4)))
+    found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], told, allowed=(1, 4)))
     assert (found.step, found.steps, found.generation, found.world, found.min, found.max) == (120, 1560, 3, [0, 1], 1, 4)
     assert found.checkpoint is not None
     assert found.checkpoint.step == 100
@@ -185,12 +185,12 @@ def test_a_step_that_an_agent_reads_in_the_log_is_shown_although_the_operator_kn
         "status": {"state": "Running", "step": 0},
     }
     told = {"cifar10-1-0": {"step": 0.0}, "cifar10-1-1": {"step": 58.0, "step_logged": 1.0, "target_step": 60.0}}
-    found = job_status.status(job_status.Seen(name="cifar10", workload=workload, pods=[running(0), running(1)], metrics=told))
+    found = job_status.status(job_status.Snapshot(name="cifar10", workload=workload, pods=[running(0), running(1)], metrics=told))
     assert (found.step, found.steps, found.told) == (58, 60, "log")
 
 
 def test_without_the_right_to_ask_agents_it_is_said() -> None:
-    found = job_status.status(Seen("train", a_job(), [running(0), running(1)], unknown="eve may not get pods/proxy"))
+    found = job_status.status(Snapshot("train", a_job(), [running(0), running(1)], unknown="eve may not get pods/proxy"))
     assert found.warnings == ["steps are not known: eve may not get pods/proxy"]
 
 
@@ -207,7 +207,7 @@ def test_a_stateful_set_is_done_when_its_agents_say_so() -> None:
         "metadata": {"name": "t", "annotations": {job_status.WISHED: "3"}},
         "spec": {"replicas": 0},
     }
-    found = job_status.status(Seen("train", workload))
+    found = job_status.status(Snapshot("train", workload))
     assert (found.state, found.replicas) == (State.SUSPENDED, 3)
 
 
@@ -218,7 +218,7 @@ def test_what_an_operator_has_written_is_believed() -> None:
         "spec": {"workers": {"replicas": 2, "min": 1, "max": 4}},
         "status": {"state": "Resizing", "reason": "grows to 3", "step": 7, "restarts": 2, "run": "r", "unheardOf": 1},
     }
-    found = job_status.status(Seen("train", workload, [running(0)], allowed=(1, 4)))
+    found = job_status.status(Snapshot("train", workload, [running(0)], allowed=(1, 4)))
     assert (found.state, found.reason, found.step, found.restarts, found.run) == (State.RESIZING, "grows to 3", 7, 2, "r")
     assert (found.replicas, found.min, found.max, len(found.workers)) == (2, 1, 4, 1)
 
@@ -228,7 +228,7 @@ def test_an_operator_is_missed_only_when_it_has_had_the_time_to_take_up_a_job() 
     workload = {"kind": "ElasticJob", "metadata": meta, "spec": {"workers": {"replicas": 2}}}
 
     def reason(after_s: float) -> str:
-        return job_status.status(Seen("train", workload, now=1_767_225_600.0 + after_s)).reason
+        return job_status.status(Snapshot("train", workload, now=1_767_225_600.0 + after_s)).reason
 
     assert reason(1) == "it was submitted a moment ago, and its operator is to take it up"
     assert reason(16) == "no operator has taken it up yet; is one installed? (outlast install)"

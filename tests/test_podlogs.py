@@ -330,7 +330,7 @@ def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -
 
 def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
-    monkeypatch.setattr(podlogs, "_LOOK_S", 0.02)
+    monkeypatch.setattr(podlogs, "_POLL_S", 0.02)
     monkeypatch.setattr(backend.KubernetesBackend, "poll_s", 0.02)
     with pytest.raises(Absent, match="there is no namespace n in here"):
         list(backend.KubernetesBackend(cluster).logs("train", follow=True))

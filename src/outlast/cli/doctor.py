@@ -93,7 +93,7 @@ def _asked(
     try:
         yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(asked.checks(cluster))
         if image:
-            wanted = inside.Wanted(image, store, secrets, network, timeout)
+            wanted = inside.Options(image, store, secrets, network, timeout)
             yield f"In pods of {image}", _reached(inside.checks(cluster, wanted))
     finally:
         cluster.close()

@@ -55,27 +55,27 @@ class KubernetesBackend:
         self.workloads = Workloads(cluster)
         self.notices: list[str] = []
 
-    # what there is
+    # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """All jobs of the namespace, the newest last. Agents are not asked, so steps are those that an operator has written."""
+        """All jobs of the namespace, the newest last. Agents are not asked, so steps are those that the operator has written."""
         found: dict[str, list[Document]] = {}
         for workload in self.workloads.list_():
             found.setdefault(job_name(workload), []).append(workload)
         workers = self.cluster.list_(kube.POD, labels=f"{Label.JOB},{WORKERS}") if found else []
-        statuses = [job_status.status(self._seen(name, each, workers, ask=False)) for name, each in found.items()]
+        statuses = [job_status.status(self._snapshot(name, each, workers, ask=False)) for name, each in found.items()]
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """Where a job stands."""
-        return job_status.status(self._seen(name, self.workloads.known(name), self.workloads.pods(name), ask=True))
+        """The status of a job, its agents asked for their step."""
+        return job_status.status(self._snapshot(name, self.workloads.known(name), self.workloads.pods(name), ask=True))
 
     def output(self, name: str) -> str:
-        """Where its output is."""
-        return job_status.status(self._seen(name, self.workloads.known(name), (), ask=False)).output
+        """The place of a job's output."""
+        return job_status.status(self._snapshot(name, self.workloads.known(name), (), ask=False)).output
 
     def events(self, name: str) -> Events:
-        """The ledger of the run, as far as it is in the store."""
+        """The ledger of the run, as far as it has been uploaded to the store."""
         place = self.store_url(name)
         if not place:
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
@@ -84,7 +84,7 @@ class KubernetesBackend:
         return stored.events(store.open_(place))
 
     def pods(self, name: str) -> Sequence[Document]:
-        """The pods of its workers that there are now, by index."""
+        """The pods of a job's workers, by index."""
         self.workloads.known(name)
         return sorted(self.workloads.pods(name), key=lambda pod: (pods.index(pod), pods.born(pod)))
 
@@ -110,7 +110,7 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """The workers' lines, merged by time; of pods that are gone, what the store has."""
+        """The workers' lines, merged by time; without pods, the logs in the store."""
 
         def wanted(pod: Document) -> bool:
             return worker is None or pods.index(pod) == worker
@@ -137,7 +137,7 @@ class KubernetesBackend:
             yield from podlogs.follow(self.cluster, course, tail=tail, since_s=since_s, say=say)
         elif began:
             yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
-        elif url := job_status.status(self._seen(name, known, (), ask=False)).output if self.store_url(name) else "":
+        elif url := job_status.status(self._snapshot(name, known, (), ask=False)).output if self.store_url(name) else "":
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
         elif found:
@@ -147,7 +147,7 @@ class KubernetesBackend:
         else:
             raise NotFound(f"{name} has no pods now, and its output is in no store: there are no logs to be had")
 
-    # what is wished
+    # Steering
 
     def submit(
         self,
@@ -160,12 +160,12 @@ class KubernetesBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Apply a job's documents; the same file again changes nothing. `fresh` ends what there is of it before.
+        """Apply a job's documents; the same file again changes nothing. `fresh` ends the job first.
 
         Raises AlreadyRunning when the job runs from another file.
         """
         if chaos is not None:
-            raise OutlastError(f"`outlast submit` carries out no schedule of harm; submit, then: outlast chaos NAME {chaos}")
+            raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
         for sentence in self.apply(job, source=source, fresh=fresh, take_over=take_over):
             say(sentence)
         found = self.workloads.of(job.metadata.name)[0]
@@ -181,12 +181,12 @@ class KubernetesBackend:
         return Submission(self).make_room(name, documents, fresh=fresh, dry_run=dry_run)
 
     def ensure(self, name: str) -> bool:
-        """Nothing has to be started here: controllers of the cluster drive the job."""
+        """False: nothing is started here, since controllers of the cluster drive the job."""
         self.workloads.known(name)
         return False
 
     def scale(self, name: str, replicas: int) -> None:
-        """Wish for another number of workers."""
+        """Set the number of workers."""
         workload, kind, title = self.workloads.active(name)
         low, high = self.workloads.allowed(workload) or (1, replicas)
         if not replicas and kind not in NAMED:
@@ -223,12 +223,12 @@ class KubernetesBackend:
         verbs[verb](name)
 
     def suspend(self, name: str) -> None:
-        """Save and give the pods back until `resume`."""
+        """Save, and release the pods until `resume`."""
         workload, kind, title = self.workloads.active(name)
         self.set_suspended(workload, kind, title, True)
 
     def resume(self, name: str) -> None:
-        """Go on with a suspended job."""
+        """Continue a suspended job."""
         workload, kind, title = self.workloads.active(name)
         if not job_status.suspended(workload):
             raise OutlastError(
@@ -256,27 +256,27 @@ class KubernetesBackend:
             self._wish(kind, title, None, before)
 
     def _wish(self, kind: kube.Kind, title: str, before: str | None, replicas: int) -> None:
-        """Set how many pods a workload has that knows no suspension, and how many it had."""
+        """Set how many pods a workload without a field for suspension has, and note how many it had."""
         spec = {"replicaSpecs": {"Worker": {"replicas": replicas}}} if kind is kube.LEGACY_JOB else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: before}}, "spec": spec})
 
     def cancel(self, name: str) -> None:
-        """End the job for good: its workload, its configuration and its Service go, its claims and its output stay."""
+        """End the job for good: its workload, configuration and Service are deleted, its claims and output stay."""
         self.workloads.remove(name, grace_s=None)
 
     def kill(self, name: str) -> None:
-        """End the job now; nothing is saved."""
+        """End the job at once, without saving."""
         self.workloads.remove(name, grace_s=0)
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Do harm to a worker's pod; `harm` says how."""
+        """Inject a fault into a worker's pod, see `fault_injection`."""
         schedules.check(action)
         if worker is not None:
-            return fault_injection.strike(self.cluster, self.pod(name, worker), action, rng)
+            return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
         running = [pod for pod in self.pods(name) if pods.running(pod) and not pods.leaves(pod)]
         if not running:
             raise NotFound(f"{name} has no running worker; wait until it runs")
-        return fault_injection.strike(self.cluster, rng.choice(running), action, rng)
+        return fault_injection.inject(self.cluster, rng.choice(running), action, rng)
 
     def evaluate(
         self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda line: print(line.text, flush=True)
@@ -290,21 +290,21 @@ class KubernetesBackend:
         there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in found}))
         return NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
 
-    def _seen(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> job_status.Seen:
+    def _snapshot(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> job_status.Snapshot:
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        told, unknown = self._told(own) if ask and not job_status.archived(current) else ({}, "")
+        told, unknown = self._metrics(own) if ask and not job_status.archived(current) else ({}, "")
         processes, allowed = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
             processes, allowed = drop_in.processes(current), (low, high)
         elif (ask or current["kind"] == "ElasticJob") and (job := self.workloads.job(current)):
             processes, allowed = job.spec.processes(), sizes(job)
-        return job_status.Seen(name, current, own, told, allowed, processes, older, unknown, time.time())
+        return job_status.Snapshot(name, current, own, told, allowed, processes, older, unknown, time.time())
 
-    def _told(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """What agents say of themselves, and why some cannot be asked."""
+    def _metrics(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
+        """The metrics of agents by their pods' names, and why some may not be asked."""
         names = [pod["metadata"]["name"] for pod in found if pods.running(pod)]
 
         def ask(name: str) -> job_status.Metrics | ClusterError:
@@ -321,7 +321,7 @@ class KubernetesBackend:
         return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
 
     def store_url(self, name: str) -> str:
-        found = job_status.status(self._seen(name, self.workloads.known(name), (), ask=False)).store
+        found = job_status.status(self._snapshot(name, self.workloads.known(name), (), ask=False)).store
         return found.url if found else ""
 
 
@@ -334,10 +334,10 @@ class _Watched:
         self._asked = -_AGENTS_S
         self._workload: Document = {}
         self.done: set[str] = set()
-        """Pods whose workers have ended; those of a StatefulSet stay up."""
+        """Pods whose workers have ended; a StatefulSet keeps them up."""
 
     def over(self) -> bool:
-        """Whether there is nothing more to come, unless somebody takes the job up again."""
+        """Whether nothing more will come, unless the job is resumed or submitted again."""
         workloads = self._backend.workloads.of(self._name, self._kinds) or self._backend.workloads.of(self._name)
         if not workloads or job_status.over(workloads[0]) is not None:
             return True
@@ -352,5 +352,5 @@ class _Watched:
         return status.state in (State.SUCCEEDED, State.FAILED)
 
     def why(self) -> str:
-        """Why it has no pods, as far as its workload says."""
-        return job_status.status(self._backend._seen(self._name, [self._workload], (), ask=False)).reason
+        """Why the job has no pods, as far as its workload shows."""
+        return job_status.status(self._backend._snapshot(self._name, [self._workload], (), ask=False)).reason

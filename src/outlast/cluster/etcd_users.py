@@ -1,12 +1,13 @@
 """Who may use the etcd that `outlast install --etcd` brings: its certificates, its users, and the Secrets that hold them.
 
-    outlast-etcd-ca      in etcd's namespace: the authority. Nobody mounts it
-    outlast-etcd-root    in etcd's namespace: the password of root. Nobody mounts it
+    outlast-etcd-ca      in etcd's namespace: the authority. No pod mounts it
+    outlast-etcd-root    in etcd's namespace: the password of root. No pod mounts it
     outlast-etcd-tls     in etcd's namespace: the certificate of its members
     outlast-etcd         in each namespace whose jobs may use it: a certificate, a user and a password for its own keys
 
-Who has no certificate of that authority cannot connect; who has one reads and writes what begins with the name of its namespace.
-All of it is made, and renewed, by whoever runs `outlast install`; neither the operator nor a worker may read a Secret by the API.
+A client without a certificate of that authority cannot connect; one with it reads and writes the keys that begin with the name of
+its namespace. `outlast install` creates and renews all of it; neither the operator nor a worker may read Secrets through the API
+server.
 Docs: docs/decisions/0020-who-may-use-the-rendezvous.md.
 """
 
@@ -43,7 +44,7 @@ ENDS = install.ENDS
 
 @dataclass(frozen=True)
 class User:
-    """Who may log in, and may read and write keys that begin so."""
+    """A user of etcd, who may read and write the keys with a prefix."""
 
     name: str
     prefix: str
@@ -52,7 +53,7 @@ class User:
 
 @dataclass(frozen=True)
 class Access:
-    """All that is needed to use an etcd, and to let others do so."""
+    """What is needed to use an etcd and to admit users."""
 
     authority: Pair
     bundle: bytes
@@ -110,9 +111,9 @@ def login(cluster: Cluster, access: Access, namespace: str, now: datetime.dateti
 
 
 def admit(client: etcd.Etcd, root: str, users: Sequence[User]) -> bool:
-    """Let these users log in, and nobody else without; whether that changed anything. `client` is root. Raises EtcdError.
+    """Let these users log in, and nobody without a login; returns whether that changed anything. `client` is root.
 
-    Whatever users an etcd has that asks for no login, somebody else has made, or it has lost its data: they go.
+    An etcd that asks for no login has lost its data, or its users are of somebody else: they are deleted. Raises EtcdError.
     """
     enabled = bool(client.ask("auth/status", {}).get("enabled"))
     if not enabled:

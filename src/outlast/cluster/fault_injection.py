@@ -1,7 +1,7 @@
-"""Harm to a worker's pod, for `outlast chaos`: `chaos.ACTIONS` as a cluster does them.
+"""Fault injection for `outlast chaos`: `chaos.ACTIONS` on the pod of a worker.
 
-Pods are deleted or evicted; training processes are harmed by a program (`inpod`) that is run in the pod's container, whatever its
-image, as long as that has Python. Raises what the cluster says: `Forbidden` names the right that is missing.
+Pods are deleted or evicted. For training processes a program (`fault_in_pod`) runs in the pod's container, whose image must have
+Python. Raises the cluster's errors: `Forbidden` names the missing right.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from outlast.errors import NotFound, OutlastError
 from outlast.kube import pods
 
 _NOBODY = 3
-"""Exit code of `inpod` without a training process."""
+"""Exit code of `fault_in_pod` when there is no training process."""
 _START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
 
 
-def strike(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.Random) -> str:
-    """Do it to the worker of this pod; the sentence that says what was done."""
+def inject(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.Random) -> str:
+    """Inject a fault into the worker of this pod; returns a sentence about what was done."""
     meta, worker = pod["metadata"], f"worker {pods.index(pod)}"
     name, namespace = meta["name"], meta["namespace"]
     match chaos.check(action):
@@ -44,6 +44,6 @@ def strike(cluster: kube.Cluster, pod: kube.Document, action: str, rng: random.R
     if ended.code:
         said = ended.error.decode(errors="replace").strip().splitlines()
         raise OutlastError(f"{action} failed in pod {name}: {said[-1] if said else f'exit code {ended.code}'}")
-    struck = json.loads(ended.output)
+    hit = json.loads(ended.output)
     verb = {"kill-process": "killed", "stop": "stopped", "slow": "slowed down"}[action]
-    return f"{verb} rank {struck['rank']} on {worker} (pid {struck['pid']} in pod {name})"
+    return f"{verb} rank {hit['rank']} on {worker} (pid {hit['pid']} in pod {name})"

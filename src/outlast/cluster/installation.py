@@ -1,11 +1,11 @@
-"""What Outlast keeps in a cluster: brought there, brought up to date, taken away. Called by `outlast install` and `uninstall`.
+"""Installing, upgrading and removing what Outlast keeps in a cluster, for `outlast install` and `uninstall`.
 
-`manifests.install` says what there is to be. Each document is applied whole (server-side), so that doing it again changes
-nothing, a newer version changes what is different, and a power failure in between is mended by doing it again. The definition of
-ElasticJob comes first of what needs it, and is waited for. It goes last and only when asked: all jobs go with it.
+`manifests.install` renders the documents. Each is applied whole (server-side), so that installing again changes nothing, a newer
+version changes what is different, and an interrupted installation is completed by the next. The definition of ElasticJob comes
+before what needs it, and we wait for it. It is deleted last and only on demand: all jobs are deleted with it.
 
-A namespace that was there before stays as it was, and a cluster has one operator: its roles and their binding are for the whole
-cluster, so nothing is done while they serve an operator in another namespace.
+A namespace that existed before stays as it was. A cluster has one operator: its roles and their binding are cluster-wide, so
+nothing is done while they serve an operator in another namespace.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _GONE_S = 120.0
-"""How long what is being deleted is waited for: pods have 15 s to end, and what is in a namespace is looked for in rounds."""
-_LOOK_S = 0.5
+"""Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
+_POLL_S = 0.5
 _PART = "app.kubernetes.io/part-of"
 ARCHIVED_CONTROLLER, _ARCHIVED_NAMESPACE = "elastic-job-k8s-controller", "elastic-job"
 """The names in the kustomization of https://github.com/pytorch/elastic/tree/master/kubernetes."""
@@ -50,7 +50,7 @@ _LIVED_IN = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""What must not be deleted with a namespace when it is not ours."""
+"""Kinds that must not be deleted with a namespace when they are not ours."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def documents(
     etcd: install.Etcd | None = None,
     secrets: Sequence[Document] = (),
 ) -> list[Document]:
-    """All that is to be there, in the order in which it can be made; `secrets` are those of etcd, see `etcd_users.access`."""
+    """All documents of an installation, in the order of creation; `secrets` are those of etcd, see `etcd_users.access`."""
     files = install.files(into=namespace, image=image, wanted=etcd or install.Etcd())
     for each in secrets:
         if each["metadata"]["name"] == install.ETCD_TLS and "annotations" in each["metadata"]:
@@ -85,11 +85,11 @@ def documents(
     return [*files["namespace.yaml"], *secrets, *(document for name in names for document in files[name])]
 
 
-# Bringing it there
+# Installing
 
 
 def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False) -> Iterator[Done]:
-    """Make true what is wanted, and say what that changed, one document after the other.
+    """Apply the documents, and yield what changed, one document after the other.
 
     Raises ClusterError; OutlastError before anything is changed, when the operator is in another namespace, etcd is another, or
     the archived controller of elastic.pytorch.org runs.
@@ -101,7 +101,7 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
         if document["kind"] == kinds.STATEFUL_SET.kind:
             _check_etcd(_there(cluster, document), document)
     coming = ""
-    """The namespace that would be made: the server cannot be asked what would be in it."""
+    """The namespace that a dry run would create: the server cannot try to create anything in it."""
     for document in wanted:
         if dry_run and coming and document["metadata"].get("namespace") == coming:
             yield Done("created", document)
@@ -224,7 +224,7 @@ def _gone(cluster: Cluster, document: Document) -> bool:
             now = _there(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
                 return True
-            stop.wait(_LOOK_S)
+            stop.wait(_POLL_S)
     return False
 
 
@@ -288,11 +288,11 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Caus
     return [cause for cause in diagnosis.causes(seen, time.time()) if cause.rule != "absent"]
 
 
-# Taking it away
+# Removing
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """All ElasticJobs of the cluster, as `namespace/name`. Raises Forbidden: who may not see them must not delete them."""
+    """All ElasticJobs of the cluster, as `namespace/name`. Raises Forbidden: a user who may not list jobs may not delete them."""
     found: list[Document] = []
     for kind in _JOBS:
         with contextlib.suppress(NotServed, Absent):
@@ -309,7 +309,7 @@ def definition(name: str = kinds.ELASTIC_JOB.resource) -> Document:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
-    """Take away what `bring` made, the last first, and say what became of it. The definition only with `crds`: jobs go, too.
+    """Delete what `bring` created, in reverse order; the definitions only with `crds`, since all jobs are deleted with them.
 
     Raises OutlastError before anything is changed, when the operator is in another namespace.
     """
@@ -367,7 +367,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Done]:
 
 
 def _ours(document: Document) -> bool:
-    """Whether `bring` has made this; what is made for a job has the same label, and that of its job."""
+    """Whether `bring` created this; documents of jobs have the same label, and that of their job."""
     labels = document["metadata"].get("labels") or {}
     return labels.get(_PART) == "outlast" and Label.JOB not in labels
 
@@ -396,7 +396,7 @@ def _comes_along(kind: Kind, document: Document) -> bool:
 
 
 def check_namespace(name: str) -> str:
-    """The name, when it may be that of our namespace. Raises OutlastError."""
+    """The name, if our namespace may have it. Raises OutlastError."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

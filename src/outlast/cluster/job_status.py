@@ -1,7 +1,7 @@
-"""Where a job on a cluster stands: one `JobStatus` of its workload, its pods, and what its agents say.
+"""The status of a job on a cluster, from its workload, its pods and its agents' metrics.
 
-Pure: `status(seen)` is a function of documents and a time. `KubernetesBackend` reads them. An ElasticJob's operator writes the
-status itself; then that is believed, and pods only add where workers are.
+Pure: `status(snapshot)` is a function of documents and a time, which `KubernetesBackend` reads. The operator writes the status of
+an ElasticJob itself; then that is taken, and pods only add where the workers are.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ WISHED = "outlast.dev/replicas"
 """Annotation of a suspended StatefulSet: how many workers it had."""
 
 TAKEN_S = 15.0
-"""An operator takes up a job within about a second, and within so long when another one has just gone."""
+"""Longest time until an operator takes up a job: about a second, and this when its leader has just gone."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What there is to be seen of a job."""
+class Snapshot:
+    """The documents and metrics of a job at one moment."""
 
     name: str
     workload: Document
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    """What agents say of themselves, by the name of their pod."""
+    """Metrics of agents, by the name of their pod."""
     allowed: tuple[int, int] | None = None
     """`workers.min` and `max` of the job file, if that could be read."""
     processes: int = 1
@@ -43,62 +43,64 @@ class Seen:
     unknown: str = ""
     """Why agents could not be asked."""
     now: float = float("inf")
-    """When it was seen, in seconds since the epoch."""
+    """Seconds since the epoch."""
 
 
 def archived(workload: Document) -> bool:
-    """Whether it is an ElasticJob of `elastic.pytorch.org`. Its pods run plain torchrun: there are no agents to be asked."""
+    """Whether it is an ElasticJob of `elastic.pytorch.org`. Its pods run plain torchrun, without agents."""
     return bool(workload.get("apiVersion") == LEGACY_JOB.api_version)
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Prometheus' text format, of one agent: names without `outlast_` and labels."""
+    """The metrics in Prometheus' text format of one agent, without `outlast_` and labels."""
     found = re.findall(r"^outlast_(\w+)(?:\{[^}]*\})? (\S+)", exposition, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 
-def status(seen: Seen) -> JobStatus:
-    """Where the job stands."""
-    meta = seen.workload["metadata"]
-    newest = _newest(seen.pods)
-    workers = [_worker(pod, seen.metrics.get(pod["metadata"]["name"]), seen.pods) for _, pod in sorted(newest.items())]
-    wanted = _wanted(seen.workload)
-    low, high = seen.allowed or (wanted, wanted)
-    told = seen.metrics.values()
-    ends = [end for pod in seen.pods if (end := pods.end(pod)) is not None and end.code != 0]
-    state, reason = _state(seen, newest, wanted)
+def status(snapshot: Snapshot) -> JobStatus:
+    """The status of the job."""
+    meta = snapshot.workload["metadata"]
+    newest = _newest(snapshot.pods)
+    workers = [_worker(pod, snapshot.metrics.get(pod["metadata"]["name"]), snapshot.pods) for _, pod in sorted(newest.items())]
+    wanted = _wanted(snapshot.workload)
+    low, high = snapshot.allowed or (wanted, wanted)
+    told = snapshot.metrics.values()
+    ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
+    state, reason = _state(snapshot, newest, wanted)
     committed = round(max((m.get("committed_step", 0) for m in told), default=0))
     found = JobStatus(
-        name=seen.name,
+        name=snapshot.name,
         run=(meta.get("labels") or {}).get(Label.RUN, meta["name"]),
         state=state,
         reason=reason,
         replicas=wanted,
         min=low,
         max=high,
-        processes=seen.processes,
+        processes=snapshot.processes,
         generation=round(max((m.get("generation", 0) for m in told), default=0)),
         world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
         step=round(max((m.get("step", 0) for m in told), default=0)),
         steps=round(max((m.get("target_step", 0) for m in told), default=0)) or None,
         told="log" if any(m.get("step_logged") for m in told) else "",
-        restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in seen.pods),
+        restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in snapshot.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,
-        failure=_failure(seen.pods),
+        failure=_failure(snapshot.pods),
         workers=workers,
-        warnings=list(_warnings(seen)),
-        output=_output(seen),
-        store=_store(seen),
+        warnings=list(_warnings(snapshot)),
+        output=_output(snapshot),
+        store=_store(snapshot),
         submitted=pods.seconds(meta.get("creationTimestamp")),
-        started=min((t for pod in seen.pods if (t := pods.seconds((pod.get("status") or {}).get("startTime")))), default=None),
-        finished=_finished(seen.workload, ends) if state.final else None,
+        started=min(
+            (t for pod in snapshot.pods if (t := pods.seconds((pod.get("status") or {}).get("startTime")))), default=None
+        ),
+        finished=_finished(snapshot.workload, ends) if state.final else None,
     )
     if state is State.FAILED:
         found.exit_code = found.failure.code if found.failure and found.failure.code > 0 else 1
     if state is State.SUCCEEDED:
         found.exit_code = 0
-    return _as_written(found, seen.workload)
+    return _as_written(found, snapshot.workload)
 
 
 def _as_written(found: JobStatus, workload: Document) -> JobStatus:
@@ -109,7 +111,7 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
         return found.model_copy(update={key: value for key, value in told.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
         return found
-    # Where workers are, and what is wrong in the cluster, is seen here as well as there.
+    # Pods show where workers are, and what is wrong in the cluster, as well as the operator does.
     kept = {"workers": found.workers} if found.workers or not written.get("workers") else {}
     fields = {**found.model_dump(), **{key: value for key, value in written.items() if value is not None}}
     if found.told == "log":  # an operator does not read logs
@@ -121,7 +123,7 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
 
 
 def _newest(found: Sequence[Document]) -> dict[int, Document]:
-    """The pod of each worker: the one that was made last, but none that goes when there is another."""
+    """The pod of each worker: the newest one that is not being deleted, else the newest."""
     newest: dict[int, Document] = {}
     for pod in sorted(found, key=lambda pod: (not pod["metadata"].get("deletionTimestamp"), pods.born(pod))):
         newest[pods.index(pod)] = pod
@@ -181,19 +183,19 @@ def _volcano(workload: Document) -> str:
     return str(state.get("phase") or "") if isinstance(state, dict) else ""
 
 
-def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[State, str]:
+def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> tuple[State, str]:
     """The state and its sentence."""
-    if (ended := over(seen.workload)) is not None:
-        return ended, _ended(seen, ended)
-    if (ended := _stayed(seen, newest, wanted)) is not None:
+    if (ended := over(snapshot.workload)) is not None:
+        return ended, _ended(snapshot, ended)
+    if (ended := _stayed(snapshot, newest, wanted)) is not None:
         return ended, "all workers are done" if ended is State.SUCCEEDED else "workers have failed for good; their logs say why"
-    if suspended(seen.workload):
+    if suspended(snapshot.workload):
         leaving = sum(not pods.over(pod) for pod in newest.values())
-        queue = (seen.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
-        if queue and not seen.pods:
+        queue = (snapshot.workload["metadata"].get("labels") or {}).get("kueue.x-k8s.io/queue-name")
+        if queue and not snapshot.pods:
             return State.PENDING, f"waits in the queue {queue} to be admitted"
         return State.SUSPENDED, f"suspended; workers that still save and leave: {leaving}" if leaving else "suspended"
-    if seen.workload["metadata"].get("deletionTimestamp"):
+    if snapshot.workload["metadata"].get("deletionTimestamp"):
         return State.CANCELLED, "it is being deleted"
     alive = [index for index, pod in newest.items() if pods.running(pod) and not pods.leaves(pod)]
     for index, pod in sorted(newest.items()):
@@ -203,7 +205,7 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
     if len(alive) + sum(_done(pod) for pod in newest.values()) >= wanted:
         ready = sum(pods.ready(pod) for pod in newest.values())
         return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
-    began = any(pods.began(pod) for pod in seen.pods)
+    began = any(pods.began(pod) for pod in snapshot.pods)
     if troubles:
         index, pod = troubles[0]
         ended_ = pods.end(pod)
@@ -212,44 +214,44 @@ def _state(seen: Seen, newest: Mapping[int, Document], wanted: int) -> tuple[Sta
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
         return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are made anew"
-    return State.PENDING, _unmade(seen)
+    return State.PENDING, _unmade(snapshot)
 
 
-def _unmade(seen: Seen) -> str:
+def _unmade(snapshot: Snapshot) -> str:
     """Why there are no pods."""
-    for condition in (seen.workload.get("status") or {}).get("conditions") or ():
+    for condition in (snapshot.workload.get("status") or {}).get("conditions") or ():
         if condition["type"] in ("FailedCreate", "ReplicaFailure") and condition["status"] == "True":
             return f"its pods cannot be made: {condition.get('message')}"
-    if broken := seen.workload.get(wire.UNREADABLE):
+    if broken := snapshot.workload.get(wire.UNREADABLE):
         return f"it cannot be read: {broken}"
-    if seen.workload.get("kind") == "ElasticJob" and not seen.workload.get("status"):
-        if seen.now - pods.born(seen.workload) < TAKEN_S:
+    if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
+        if snapshot.now - pods.born(snapshot.workload) < TAKEN_S:
             return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
-    return f"its pods are not made yet; when it stays so, outlast why {seen.name} says why"
+    return f"its pods are not made yet; when it stays so, outlast why {snapshot.name} says why"
 
 
 def _done(pod: Document) -> bool:
     return pods.phase(pod) == "Succeeded"
 
 
-def _stayed(seen: Seen, newest: Mapping[int, Document], wanted: int) -> State | None:
+def _stayed(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> State | None:
     """How the workers of a StatefulSet, which stay up, have ended; None while not all have."""
-    if seen.workload.get("kind") != "StatefulSet" or len(newest) < wanted or not newest:
+    if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < wanted or not newest:
         return None
-    said = [seen.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
+    said = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
     if not all(each.get("done") or each.get("failed") for each in said):
         return None
     return State.FAILED if any(each.get("failed") for each in said) else State.SUCCEEDED
 
 
-def _ended(seen: Seen, state: State) -> str:
+def _ended(snapshot: Snapshot, state: State) -> str:
     """Why it has ended."""
     if state is State.SUCCEEDED:
         return "all workers are done"
-    failure = _failure(seen.pods)
+    failure = _failure(snapshot.pods)
     said = ""
-    for condition in (seen.workload.get("status") or {}).get("conditions") or ():
+    for condition in (snapshot.workload.get("status") or {}).get("conditions") or ():
         if condition["type"] == "Failed" and condition["status"] == "True":
             said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
     return "; ".join(filter(None, (failure.reason if failure else "", said))) or "it failed"
@@ -265,7 +267,7 @@ def _failure(found: Sequence[Document]) -> Failure | None:
 
 
 def _again(pod: Document) -> int:
-    """Starts of a container that are not told by its last end."""
+    """Restarts of a container that its last termination does not show."""
     return max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1)
 
 
@@ -297,10 +299,10 @@ def _worker(pod: Document, said: Metrics | None, every: Sequence[Document]) -> W
     )
 
 
-def _warnings(seen: Seen) -> Iterator[str]:
-    if seen.unknown and any(pods.running(pod) for pod in seen.pods):
-        yield f"steps are not known: {seen.unknown}"
-    for name in seen.older:
+def _warnings(snapshot: Snapshot) -> Iterator[str]:
+    if snapshot.unknown and any(pods.running(pod) for pod in snapshot.pods):
+        yield f"steps are not known: {snapshot.unknown}"
+    for name in snapshot.older:
         yield f"{name}, of an earlier file of this job, is not over; end it with: kubectl delete job {name}"
 
 
@@ -312,25 +314,25 @@ def _environment(workload: Document) -> dict[str, str]:
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 
 
-def _url(seen: Seen) -> str:
-    if archived(seen.workload):
+def _url(snapshot: Snapshot) -> str:
+    if archived(snapshot.workload):
         return ""
-    if seen.workload.get("kind") == "ElasticJob":
-        place = str((seen.workload.get("spec") or {}).get("output") or "")
-        return f"{place.rstrip('/')}/{seen.name}" if "://" in place and not place.startswith("file:") else ""
-    return _environment(seen.workload).get(Env.STORE, "")
+    if snapshot.workload.get("kind") == "ElasticJob":
+        place = str((snapshot.workload.get("spec") or {}).get("output") or "")
+        return f"{place.rstrip('/')}/{snapshot.name}" if "://" in place and not place.startswith("file:") else ""
+    return _environment(snapshot.workload).get(Env.STORE, "")
 
 
-def _output(seen: Seen) -> str:
-    if archived(seen.workload):
+def _output(snapshot: Snapshot) -> str:
+    if archived(snapshot.workload):
         return ""  # wherever its script writes it
-    return _url(seen) or f"{_environment(seen.workload).get(Env.OUTPUT, f'/out/{seen.name}')} in its pods"
+    return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 
 
-def _store(seen: Seen) -> StoreStatus | None:
-    if not (url := _url(seen)):
+def _store(snapshot: Snapshot) -> StoreStatus | None:
+    if not (url := _url(snapshot)):
         return None
-    step = round(max((m.get("sync_step", 0) for m in seen.metrics.values()), default=0))
+    step = round(max((m.get("sync_step", 0) for m in snapshot.metrics.values()), default=0))
     return StoreStatus(url=url, step=step)
 
 

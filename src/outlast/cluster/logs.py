@@ -1,7 +1,7 @@
-"""The logs of a job's pods: of all that there are, merged; or followed, each line once, through restarts and new pods.
+"""The logs of a job's pods, merged; or followed through restarts and new pods, each line once.
 
-`KubernetesBackend.logs` calls it. Lines carry the time at which the node had them, and that is how a reader that has lost its
-connection knows where to go on: no line is lost while the node still has it, and none is said twice.
+`KubernetesBackend.logs` calls it. Lines carry the time at which the node wrote them, so a reader that has lost its connection can
+continue: no line is lost while the node still has it, and none is repeated.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from outlast.errors import Absent, Refused, Unanswered
 from outlast.kube import pods
 
 _QUEUE = 10_000
-"""Lines that may wait for the reader of all."""
-_LOOK_S = 1.0
-"""How often it is looked whether the job is over."""
+"""Longest queue of lines that nobody has read yet."""
+_POLL_S = 1.0
+"""Interval of asking whether the job is over."""
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, as nodes write it."""
 _QUIET_S = 30.0
-"""A worker of a job that has ended is waited for until it has said nothing for so long: it may push its output still. That its
-pod is said to run means little: its node may be lost, or nobody be there to delete it."""
+"""Once the job has ended, a worker that writes nothing for this long is given up. Until then it may still upload its output; the
+phase of its pod does not tell, since its node may be lost or no controller be there to delete it."""
 _LAST_S = 300.0
-"""How long such a worker is listened to at most."""
+"""Longest time that such a worker is followed."""
 _PAUSE_S = 0.5
-"""Before a log whose connection ended is asked for again."""
+"""Pause before a log whose connection has ended is asked for again."""
 
 
 def merged(
@@ -43,9 +43,9 @@ def merged(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """The lines of all pods, in the order of time; with `tail`, the last so many of the newest pod of each worker.
+    """The lines of all pods, in the order of time; with `tail`, the last lines of the newest pod of each worker.
 
-    `say` is told of pods whose nodes do not answer; when none does, that is raised.
+    `say` is called for a pod whose node does not answer; if none answers, that is raised.
     """
     begun = sorted((pod for pod in found if pods.began(pod)), key=pods.born)
     if tail is not None:
@@ -68,7 +68,7 @@ def merged(
 def _past(
     cluster: kube.Cluster, pod: kube.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
-    """Times and lines of a pod: of its container as it was before it was last started again, too."""
+    """Times and lines of a pod, those before the last restart of its container included."""
     meta, index = pod["metadata"], pods.index(pod)
     before = tail is None and int(pods.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if before else (False,):
@@ -131,7 +131,7 @@ class _Follower:
         """See `follow`."""
         last = 0.0  # when the logs that still go on are given up; 0 while the job is not over
         try:
-            for pod in backoff.until_answered(self._list, self._say, every_s=_LOOK_S):
+            for pod in backoff.until_answered(self._list, self._say, every_s=_POLL_S):
                 self._look(pod, first=True)
             self._run(self._watch)
             self._run(self._wait_for_the_end)
@@ -205,8 +205,8 @@ class _Follower:
                 self._put(waiting)
             return None
 
-        while (found := backoff.until_answered(remaining, self._put, every_s=_LOOK_S)) is None:
-            self._stop.wait(_LOOK_S)
+        while (found := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
+            self._stop.wait(_POLL_S)
         for pod in found:
             self._put(kube.Change("added", pod))
         self._over.set()
@@ -245,11 +245,11 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pods.container_name(pod), pods.index(pod)
         self._starts = int(pods.container_status(pod).get("restartCount", 0))
-        """Which of the container's starts is read."""
+        """How often the container had been restarted when this log was begun."""
         self._heard = time.monotonic()
         self._last, self._same = "", 0
-        """When the newest line was written, and how many lines were at that moment. Kept through starts of the container: what
-        was read of one before it was known to be another is not said again."""
+        """Time of the newest line, and how many lines carry it. Kept when the container restarts: lines that were read before the
+        restart was known are not repeated."""
 
     def read(self) -> None:
         if self._starts and self._tail is None:
@@ -270,11 +270,11 @@ class _Reader:
                 return
 
     def finish(self) -> None:
-        """Take what has been written, and wait for no more."""
+        """Read what has been written, and wait for no more."""
         self._finished.set()
 
     def quiet_s(self) -> float:
-        """For how long it has said nothing."""
+        """Seconds since its last line."""
         return time.monotonic() - self._heard
 
     def _look(self) -> kube.Document | None:
@@ -290,7 +290,7 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Say the lines that were not said yet."""
+        """Put the lines that were not put yet."""
         skip, begin = self._same, self._last
         if self._stop.is_set():
             return
@@ -319,7 +319,7 @@ class _Reader:
                 self._last = stamp
                 self._heard = time.monotonic()
                 self._put(LogLine(self._index, text))
-        except (Absent, Refused, Unanswered):  # gone, not begun again yet, or out of reach: `read` looks which
+        except (Absent, Refused, Unanswered):  # gone, not restarted yet, or unreachable: `read` finds out which
             return
 
 
@@ -331,6 +331,6 @@ def _split(line: str) -> tuple[tuple[str, str], str] | None:
 
 
 def _moment(stamp: str) -> tuple[str, str]:
-    """A time that can be compared with others of its node: Go leaves out zeros at the end of fractions."""
+    """A time that compares with others of its node: Go omits trailing zeros of fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

@@ -29,7 +29,7 @@ FILE = "outlast.dev/file"
 
 
 def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """The documents of a job for the operator: of a submission that is called `run`, or as its file is; `fresh` begins anew."""
+    """The documents of a job for the operator. `run` names the submission (None: as its file); `fresh` starts a new run."""
     from outlast import manifests
 
     del source
@@ -37,7 +37,7 @@ def rendered(job: Job, source: Path, run: str | None, fresh: bool) -> list[Docum
 
 
 def _released(url: str) -> str:
-    """Take the run in a store from its present owner, and say so."""
+    """Take the run in a store from its owner; returns a sentence about it."""
     from outlast import store
     from outlast.runs import alive
 
@@ -46,7 +46,7 @@ def _released(url: str) -> str:
 
 
 def new_run(job: Job) -> str:
-    """The id of a submission that is not to be taken for any other, although its file is the same."""
+    """A unique id of a submission: the same file may be submitted again."""
     return f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}"
 
 
@@ -57,8 +57,8 @@ class Submission:
         self.backend, self.cluster, self.workloads = backend, backend.cluster, backend.workloads
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job; what is done is told as it is done: `Job train-0a1b2c3d created`. `take_over`: whoever trains its run in
-        the store now, in another namespace for instance, is made to stop. Raises AlreadyRunning when that may be this job."""
+        """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. With `take_over` whoever trains its run in the
+        store now, in another namespace for instance, is stopped. Raises AlreadyRunning when that may be this job."""
         url = self._to_take(job, fresh) if take_over else ""
         of_file = workload_in(self.backend.documents(job, source, None, False))
         if not (fresh or take_over):
@@ -67,7 +67,7 @@ class Submission:
                 if ended is not State.FAILED and self._same(there, of_file, ended):
                     yield self._again(there, of_file, ended)
                     return
-        # Each submission is another owner: one that has ended, or is made to stop, may have been given the same file.
+        # Each submission is another owner of the run: an earlier one of the same file may have ended or be stopped.
         documents = self.backend.documents(job, source, new_run(job), fresh)
         wanted = workload_in(documents)
         if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
@@ -100,7 +100,7 @@ class Submission:
                     self.workloads.adopt(each, new)
 
     def _to_take(self, job: Job, fresh: bool) -> str:
-        """The store with the run that a job is to take from whoever trains it, who is not this job as it is here."""
+        """The store with the run to take over. Raises AlreadyRunning when this namespace has the job already."""
         from outlast.manifests import volumes as places
 
         if not (url := places.store(job)):
@@ -114,7 +114,7 @@ class Submission:
         return url
 
     def _key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """See that there is the Secret by which workers know each other; it stays as it is while a workload uses it."""
+        """Create the Secret by which workers authenticate each other, unless a workload uses it already."""
         title = f"Secret {secret['metadata']['name']}"
         try:
             if (old := self._there(kube.SECRET, secret["metadata"], alive)) is not None:
@@ -126,14 +126,14 @@ class Submission:
             return [], f"{title} may not be made by you: whoever knows the job file can speak to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """The state in which a workload has ended; of a StatefulSet only its agents know."""
+        """The state in which a workload has ended; for a StatefulSet its agents are asked."""
         if kube.kind_of(workload) is kube.STATEFUL_SET and not job_status.suspended(workload):
             state = self.backend.status(workloads.job_name(workload)).state
             return state if state.final else None
         return job_status.over(workload)
 
     def _same(self, there: Document, wanted: Document, ended: State | None) -> bool:
-        """Whether a workload was made of the very file of which another is to be. An ElasticJob that has not ended is changed."""
+        """Whether a workload was made from the same file as another. False for an ElasticJob that has not ended."""
         if there["kind"] != "ElasticJob":
             return _same_file(there, wanted)
         if ended is None or wanted["kind"] != "ElasticJob" or "deletionTimestamp" in there["metadata"]:
@@ -142,13 +142,13 @@ class Submission:
         return _trained(new) == _trained(there)
 
     def _onward(self, name: str) -> str:
-        """What becomes of the run of a job that has failed when it is submitted again."""
+        """How the run of a failed job continues when it is submitted again."""
         if self.backend.store_url(name) or has_claim(self.workloads.known(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
     def _again(self, there: Document, wanted: Document, ended: State | None) -> str:
-        """See that what was submitted before goes on, as many workers as there are to be by now; what was done."""
+        """Resume what was submitted before if it is suspended; returns a sentence about it."""
         title = there["metadata"]["name"]
         if ended is not None:
             return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
@@ -158,9 +158,9 @@ class Submission:
         return f"{there['kind']} {title} runs this very file already"
 
     def _there(self, kind: kube.Kind, meta: Document, alive: AbstractSet[str]) -> Document | None:
-        """A document as the cluster has it; None when there is none, or it was of workloads that are gone.
+        """A document as the cluster has it; None when there is none, or when its owners are gone.
 
-        The latter is deleted: the cluster may be about to do so, and would take it from the new workload.
+        The latter is deleted: garbage collection may be about to, and would take it from the new workload.
         """
         try:
             found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
@@ -173,12 +173,12 @@ class Submission:
             self.cluster.delete(kind, meta["name"], namespace=meta.get("namespace"), uid=found["metadata"]["uid"])
         except Forbidden:
             return found
-        except (Absent, Conflict):  # the cluster was faster
+        except (Absent, Conflict):  # garbage collection was faster
             pass
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """See that a job may be made: end what is to be ended before, or refuse. What was done, as sentences."""
+        """End or remove what must go before a job is created, or refuse; returns what was done, as sentences."""
         made = {(kube.kind_of(document), document["metadata"]["name"]) for document in documents}
         done: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
@@ -201,7 +201,7 @@ class Submission:
         return done
 
     def _ours(self, name: str, document: Document) -> None:
-        """Refuse to take over a document that somebody else has made."""
+        """Raises OutlastError for a document that exists and is not of this job."""
         kind, title = kube.kind_of(document), document["metadata"]["name"]
         try:
             there = self.cluster.get(kind, title, namespace=document["metadata"].get("namespace"))
@@ -219,13 +219,13 @@ class Submission:
 
 
 def _trained(elastic_job: Document) -> Document:
-    """What an ElasticJob is to train; how many workers it has may have been scaled."""
+    """The specification of an ElasticJob, without the number of workers, which may have been scaled."""
     spec = kube.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 
 
 def _same_file(there: Document, wanted: Document) -> bool:
-    """Whether a workload was made of the very file of which another is to be."""
+    """Whether a workload was made from the same file as another."""
     meta, run = there["metadata"], (wanted["metadata"].get("labels") or {}).get(Label.RUN)
     if there["kind"] != wanted["kind"] or "deletionTimestamp" in meta:
         return False

@@ -44,14 +44,14 @@ class Workloads:
         self._unserved: set[kube.Kind] = set()
 
     def list_(self, name: str = "", kinds: Sequence[kube.Kind] = KINDS) -> list[Document]:
-        """The workloads of one job, or of all."""
+        """The workloads of one job, or of all jobs."""
         found: list[Document] = []
         denied: dict[kube.Kind, Forbidden] = {}
         listed = 0
         for kind in kinds:
             if kind in self._unserved:
                 continue
-            try:  # who may only make some of these kinds has jobs of these only
+            try:  # a user who may create only some of these kinds has jobs of those kinds only
                 if kind in NAMED:
                     fields = f"metadata.name={name}" if name else ""
                     found += self.cluster.list_(kind, fields=fields)
@@ -83,12 +83,12 @@ class Workloads:
         )
 
     def nowhere(self) -> Absent:
-        """The error that says that its namespace does not exist."""
+        """The error that its namespace does not exist."""
         here, there = self.cluster.namespace, self.cluster.context
         return Absent(f"there is no namespace {here} in {there}; create it, or choose another with -n")
 
     def active(self, name: str) -> tuple[Document, kube.Kind, str]:
-        """The workload that stands for a job that has not ended."""
+        """The current workload of a job that has not ended. Raises OutlastError for one that has."""
         workload = self.known(name)[0]
         if (state := job_status.over(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
@@ -102,7 +102,7 @@ class Workloads:
         return [pod for pod in self.pods(job_name(workload)) if part_of(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
-        """The job file of a workload, as its pods read it; None when we may not, or it is of another version."""
+        """The job file of a workload, as its pods read it; None when we may not read it, or it is of another version."""
         from outlast import spec
 
         try:
@@ -125,7 +125,7 @@ class Workloads:
         return sizes(job) if job else None
 
     def adopt(self, document: Document, workload: Document) -> None:
-        """Make a workload an owner of what was made beside it, which goes with the last of its owners, whoever deletes them."""
+        """Make a workload an owner of a document beside it, which is deleted with the last of its owners."""
         meta, uid = document["metadata"], workload["metadata"]["uid"]
         owners = meta.get("ownerReferences") or []
         if uid not in [owner["uid"] for owner in owners]:
@@ -142,7 +142,7 @@ class Workloads:
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
     def beside(self, name: str) -> Iterator[tuple[kube.Kind, Document]]:
-        """What was made beside the workloads of a job; it may be there when they are not."""
+        """The documents beside the workloads of a job, which may outlive them."""
         component = f"app.kubernetes.io/component={evaluation.COMPONENT}"
         for kind, labels in [*((kind, "") for kind in BESIDE), (kube.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
@@ -159,7 +159,7 @@ class Workloads:
                     self.cluster.delete(kube.POD, pod["metadata"]["name"], grace_s=grace_s)
 
     def wait_until_gone(self, kind: kube.Kind, workload: Document) -> None:
-        """Wait until a workload and its pods are gone, as long as they may take to leave."""
+        """Wait until a workload and its pods are gone, for at most their grace period and a minute."""
         meta = workload["metadata"]
         deadline = (
             time.monotonic()
@@ -179,12 +179,12 @@ class Workloads:
 
 
 def workload_in(documents: Sequence[Document]) -> Document:
-    """The document that has the pods."""
+    """The workload among the documents of a job."""
     return next(document for document in documents if kube.kind_of(document) in KINDS)
 
 
 def has_claim(workload: Document) -> bool:
-    """Whether its pods have a claim, on which the output may be."""
+    """Whether the workload's pods have a claim, where the output may be."""
     spec = workload["spec"]
     if workload["kind"] == "ElasticJob":
         return bool(spec.get("volumes"))
@@ -193,7 +193,7 @@ def has_claim(workload: Document) -> bool:
 
 
 def sizes(job: Job) -> tuple[int, int]:
-    """The fewest and the most workers that it may have."""
+    """The fewest and the most workers that a job may have."""
     allowed = job.spec.workers.allowed()
     return allowed[0], allowed[-1]
 

@@ -1,10 +1,10 @@
-"""Whether training would work, before it is tried: on this machine, in a cluster, and in pods of it.
+"""Checks before training: on this machine, in a cluster, and in pods of it.
 
     machine.checks()                  Python, torch, extras
-    cluster.checks(cluster)           rights, versions, what is installed; changes nothing
+    cluster.checks(cluster)           rights, versions, installed controllers; changes nothing
     inside.checks(cluster, ...)       an image, names, the network and a store, seen from pods that are deleted again
 
-Each yields `Check`s as they are known. Only the command line calls them.
+Each yields `Check`s as soon as their outcome is known. Only the command line calls them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WIDTH = 112
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """The outcome of one check."""
 
     name: str
     outcome: Outcome
     said: str
-    """What was found."""
+    """A sentence: what was found."""
     remedy: str = ""
-    """What to do about it; empty for what is well."""
+    """What to do about it; empty for a check that has passed."""
 
     def __str__(self) -> str:
         head = f"{self.outcome}  {self.name:<18}  "
@@ -40,15 +40,15 @@ class Check:
 
 
 def passed(name: str, said: str) -> Check:
-    """It is well."""
+    """A check without a problem."""
     return Check(name, "pass", said)
 
 
 def warned(name: str, said: str, remedy: str) -> Check:
-    """Training works, something else may not."""
+    """A problem that does not keep jobs from training."""
     return Check(name, "warn", said, remedy)
 
 
 def failed(name: str, said: str, remedy: str) -> Check:
-    """Training would not work."""
+    """A problem that keeps jobs from training."""
     return Check(name, "fail", said, remedy)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outlast.kube import Cluster
 
 RENEW_DAYS = 60
-"""From when on it is said that a certificate ends."""
+"""Days before the end of a certificate from which on we warn."""
 LEAST_MINOR, TESTED_MINOR = 29, 34
 """Kubernetes 1.29 takes the rules of the definition; from 1.34 on all that we render is a stable feature."""
 
@@ -74,7 +74,7 @@ RIGHTS = (
 ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 
 TOLERATED = scheduling.tolerated(accelerators.RESOURCES.values())
-"""What workers tolerate without being told to: each accelerator by those that ask for it."""
+"""Taints that workers tolerate by default: those of the accelerators that they ask for."""
 _CORES, _MEMORY = "100m", "256Mi"
 _LITTLE = f"{_CORES} cores and {_MEMORY}"
 
@@ -162,7 +162,7 @@ def _operator(cluster: Cluster) -> Document | str | None:
 
 
 def minor(version: str) -> int:
-    """`v1.36.2` -> 36. Raises ClusterError for what is no version."""
+    """`v1.36.2` -> 36. Raises ClusterError for anything but a version."""
     found = re.match(r"v?1\.(\d+)", version)
     if not found:
         raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")
@@ -239,7 +239,7 @@ def definition(served: bool, absent: Sequence[Right] = ()) -> Check:
 
 
 def operator(found: Document | str | None, *, served: bool) -> Check:
-    """Whether somebody takes ElasticJobs up."""
+    """Whether an operator runs that takes up ElasticJobs."""
     if isinstance(found, str):
         return warned("operator", f"it may not be looked at ({OPERATOR_NAMESPACE})", "ask who runs the cluster whether it runs")
     if found is None:
@@ -332,7 +332,7 @@ def storage(classes: list[Document] | None) -> Check:
 
 
 def queues(there: dict[str, bool]) -> Check:
-    """Who could make jobs wait for their turn, or start workers all or none. None of them is needed."""
+    """Controllers of queues and gangs. None of them is needed."""
     have = [name for name, known in there.items() if known]
     return passed("queues and gangs", joined(have) if have else "none of Kueue, Volcano and coscheduling; none is needed")
 

@@ -1,7 +1,7 @@
-"""What pods see: an image, names, each other, and a store.
+"""Checks from inside of pods: the image, DNS, the network between pods, and a store.
 
-One or two pods are made that run `doctor.inspection`, and are deleted whatever happens; they end by themselves after the time
-limit, also when we are killed. They are as restricted as workers are, and small.
+One or two small pods run `doctor.inspection`, as restricted as workers. They are always deleted, and end by themselves after the
+time limit, also when we are killed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ if TYPE_CHECKING:
     from outlast.kube import Cluster
 
 MARK = "outlast-doctor "
-"""What the lines of checks begin with in a pod's log."""
+"""Prefix of the lines with checks in a pod's log."""
 PLACES = (Pod.DATA, Pod.MODELS, Pod.OUTPUT, Pod.STATE, Pod.CACHE, Pod.HOME, "/tmp", "/dev/shm")
-"""Where a worker writes, see `manifests.volumes`."""
+"""Directories where a worker writes, see `manifests.volumes`."""
 LABEL = f"{contract.GROUP}/doctor"
+_LABELS = {"name": "outlast", "part-of": "outlast", "component": "doctor"}
 NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
-"""What every pod of a cluster must be able to look up."""
+"""Names that every pod of a cluster must resolve."""
 _MEMORY = "2Gi"
-"""Most that a pod of ours may use: torch takes a third of it."""
+"""Memory limit of a pod: torch takes a third of it."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be looked at from inside."""
+class Options:
+    """What the pods check."""
 
     image: str
     store: str = ""
@@ -52,29 +53,29 @@ class Wanted:
     timeout_s: float = 300.0
 
 
-def checks(cluster: Cluster, wanted: Wanted) -> Iterator[Check]:
-    """Look from inside of pods in the cluster's namespace. Raises ClusterError when none can be made."""
+def checks(cluster: Cluster, options: Options) -> Iterator[Check]:
+    """The checks of pods in the cluster's namespace. Raises ClusterError when none can be created."""
     nodes = _nodes(cluster)
     usable = [node for node in nodes or () if judged.usable(node)]
-    two = wanted.network and (nodes is None or len(usable) > 1)
+    two = options.network and (nodes is None or len(usable) > 1)
     name = f"outlast-doctor-{uuid.uuid4().hex[:8]}"
     on = _on_two(usable) if two else None
-    if wanted.network and not two:
+    if options.network and not two:
         yield warned("network", f"{len(usable)} node takes pods: there is no other one to reach", "add a node to try the network")
     try:
-        first = cluster.create(pod(name, 0, wanted, rank=two, on=on))
+        first = cluster.create(pod(name, 0, options, rank=two, on=on))
         ends = [first["metadata"]["name"]]
         if two:
             placed = _until(
-                cluster, name, lambda pods: any(each.get("status", {}).get("podIP") for each in pods), wanted.timeout_s
+                cluster, name, lambda pods: any(each.get("status", {}).get("podIP") for each in pods), options.timeout_s
             )
             if placed:
                 address = placed[0]["status"]["podIP"]
-                ends.append(cluster.create(pod(name, 1, wanted, rank=True, on=on, address=address))["metadata"]["name"])
-        over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(_over, pods)), wanted.timeout_s)
+                ends.append(cluster.create(pod(name, 1, options, rank=True, on=on, address=address))["metadata"]["name"])
+        over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(_over, pods)), options.timeout_s)
         yield from _answers(cluster, ends)
         if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
-            yield from _unfinished(cluster, name, wanted)
+            yield from _unfinished(cluster, name, options)
     finally:
         _delete(cluster, name)
 
@@ -89,72 +90,48 @@ def _on_two(nodes: Sequence[Document]) -> Accelerator | None:
 def pod(
     name: str,
     index: int,
-    wanted: Wanted,
+    options: Options,
     *,
     rank: bool,
     on: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """The pod that looks; with `rank` it meets the other one, which listens on `address`, each with one device of `on`."""
-    arguments = ["--timeout", f"{wanted.timeout_s:.0f}"]
-    arguments += ["--mark", MARK]
-    if index == 0:
-        kinds = [f"{row.device}:{row.files}" for row in accelerators.TABLE if row.files]
-        arguments += ["--image", "--outlast", __version__, "--accelerators", *kinds]
-    arguments += ["--dns", *NAMES]
-    arguments += ["--store", wanted.store] if wanted.store and index == 0 else []
-    if rank:
-        arguments += ["--rank", str(index), "--address", address]
-        arguments += ["--backend", on.backend, "--device", on.device] if on else []
+    """One of the pods; with `rank` it connects to the other one, which listens on `address`, each with one device of `on`."""
     volumes = {place: place.strip("/").replace("/", "-") for place in PLACES}
     device = {on.resource: 1} if on else {}
-    apart = {
-        "requiredDuringSchedulingIgnoredDuringExecution": [
-            {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {LABEL: name}}}
-        ]
+    container = {
+        "name": Pod.CONTAINER,
+        "image": options.image,
+        "command": ["python3", "-c", source(), *_arguments(index, options, address if rank else "", on)],
+        "env": [
+            {"name": "OUTLAST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "HOME", "value": Pod.HOME},
+            {"name": "USER", "value": "outlast"},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+            {"name": "OMP_NUM_THREADS", "value": "1"},
+        ],
+        **({"envFrom": [{"secretRef": {"name": each}} for each in options.secrets]} if options.secrets else {}),
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi", **device}, "limits": {"memory": _MEMORY, **device}},
+        "securityContext": places.confined(),
+        "volumeMounts": [{"name": volume, "mountPath": place} for place, volume in volumes.items()],
     }
+    apart = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {LABEL: name}}}
+    affinity = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    common = {f"app.kubernetes.io/{key}": value for key, value in _LABELS.items()}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": {
-            "name": f"{name}-{index}",
-            "labels": {
-                "app.kubernetes.io/name": "outlast",
-                "app.kubernetes.io/part-of": "outlast",
-                "app.kubernetes.io/component": "doctor",
-                LABEL: name,
-            },
-        },
+        "metadata": {"name": f"{name}-{index}", "labels": {**common, LABEL: name}},
         "spec": {
             "restartPolicy": "Never",
-            "activeDeadlineSeconds": round(2 * wanted.timeout_s),
+            "activeDeadlineSeconds": round(2 * options.timeout_s),
             "terminationGracePeriodSeconds": 1,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "securityContext": places.security(),
             "tolerations": judged.TOLERATED,
-            **({"affinity": {"podAntiAffinity": apart}} if index else {}),
-            "containers": [
-                {
-                    "name": Pod.CONTAINER,
-                    "image": wanted.image,
-                    "command": ["python3", "-c", source(), *arguments],
-                    "env": [
-                        {"name": "OUTLAST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-                        {"name": "HOME", "value": Pod.HOME},
-                        {"name": "USER", "value": "outlast"},
-                        {"name": "PYTHONUNBUFFERED", "value": "1"},
-                        {"name": "OMP_NUM_THREADS", "value": "1"},
-                    ],
-                    **({"envFrom": [{"secretRef": {"name": each}} for each in wanted.secrets]} if wanted.secrets else {}),
-                    "resources": {
-                        "requests": {"cpu": "100m", "memory": "256Mi", **device},
-                        "limits": {"memory": _MEMORY, **device},
-                    },
-                    "securityContext": places.confined(),
-                    "volumeMounts": [{"name": volume, "mountPath": place} for place, volume in volumes.items()],
-                }
-            ],
+            **({"affinity": affinity} if index else {}),
+            "containers": [container],
             "volumes": [
                 {"name": volume, "emptyDir": {"medium": "Memory"} if volume in ("dev-shm", "run-outlast") else {}}
                 for volume in volumes.values()
@@ -163,10 +140,24 @@ def pod(
     }
 
 
-def source() -> str:
-    """The program that looks: it travels along, so that an image without Outlast, or with another one, can be asked as well.
+def _arguments(index: int, options: Options, address: str, on: Accelerator | None) -> list[str]:
+    """The arguments of the program; with an address it also connects to the other pod."""
+    arguments = ["--timeout", f"{options.timeout_s:.0f}", "--mark", MARK]
+    if index == 0:
+        kinds = [f"{row.device}:{row.files}" for row in accelerators.TABLE if row.files]
+        arguments += ["--image", "--outlast", __version__, "--accelerators", *kinds]
+    arguments += ["--dns", *NAMES]
+    arguments += ["--store", options.store] if options.store and index == 0 else []
+    if address:
+        arguments += ["--rank", str(index), "--address", address]
+        arguments += ["--backend", on.backend, "--device", on.device] if on else []
+    return arguments
 
-    What Kubernetes would take for a variable, `$(...)`, is not in it.
+
+def source() -> str:
+    """The program that a pod runs. It is sent along, so that any image can be checked, without Outlast or with another version.
+
+    It contains no `$(...)`, which Kubernetes would take for a variable.
     """
     return resources.files("outlast.doctor").joinpath("inspection.py").read_text()
 
@@ -190,7 +181,7 @@ def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Check]:
     return sorted(found, key=lambda check: check.name == "all-reduce")  # one pod says that, the other what comes before
 
 
-def _unfinished(cluster: Cluster, name: str, wanted: Wanted) -> Iterator[Check]:
+def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Check]:
     """Why pods of ours did not get to their end."""
     import time
 
@@ -202,7 +193,7 @@ def _unfinished(cluster: Cluster, name: str, wanted: Wanted) -> Iterator[Check]:
     for cause in wrong:
         yield failed("pods", cause.what, cause.remedy)
     if not wrong:
-        said = f"they had not ended after {wanted.timeout_s:.0f} s"
+        said = f"they had not ended after {options.timeout_s:.0f} s"
         yield failed("pods", said, "give them longer with --timeout, or see what holds them: kubectl describe pod")
 
 
@@ -226,7 +217,7 @@ def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], 
 
 
 def _hopeless(pod: Document) -> bool:
-    """Whether waiting longer does not help: the image cannot be had, the command not started."""
+    """Whether waiting longer does not help: the image cannot be pulled, or the command cannot be started."""
     from outlast.kube import pods as kube_pods
 
     reasons = {reason for reason, _ in kube_pods.waiting(pod)}
@@ -244,7 +235,7 @@ def _nodes(cluster: Cluster) -> list[Document] | None:
 
 
 def _delete(cluster: Cluster, name: str) -> None:
-    """Delete our pods, those too whose creation was not answered."""
+    """Delete our pods, also those whose creation was not answered."""
     for index in (0, 1):
         try:
             cluster.delete(kinds.POD, f"{name}-{index}", grace_s=0)

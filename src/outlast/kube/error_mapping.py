@@ -1,7 +1,6 @@
-"""What an API server said when it refused, in words that help: from its Status to our errors, in one place.
+"""Errors of an API server, from its Status to our errors with a remedy.
 
-Only `kube` calls it, for everything that goes wrong there. Pure: an answer goes in, an error comes out;
-tests/test_kube.py holds it against what real servers answer.
+The only place where answers become errors. Pure; tests/test_kube.py tries it on answers of real servers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from outlast.errors import Absent, ClusterError, Conflict, Forbidden, NotServed,
 from outlast.kube.kinds import INSTALLED_BY, Kind
 
 _LONGEST = 600
-"""Characters of a server's sentence that are passed on: some quote whole documents."""
+"""Longest part of a server's message that is passed on: some quote whole documents."""
 _DONE = {
     "get": "read",
     "list": "listed",
@@ -41,10 +40,10 @@ _POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied requ
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked of the server."""
+    """What a request is about, in words for its errors."""
 
     verb: str
-    """get, list, watch, create, apply, patch, update, delete, or what is done to a pod: log, exec, proxy, portforward."""
+    """get, list, watch, create, apply, patch, update, delete, or of a pod: log, exec, proxy, portforward."""
     kind: Kind | None = None
     name: str = ""
     namespace: str = ""
@@ -60,7 +59,7 @@ class Asked:
 
 
 def mistake(status: int, body: bytes, asked: Asked) -> ClusterError:
-    """What an answer other than 2xx means."""
+    """The error of an answer other than 2xx."""
     said = _status(body)
     message = _short(str(said.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
     reason = str(said.get("reason") or "")
@@ -102,7 +101,7 @@ def _status(body: bytes) -> Mapping[str, Any]:
 
 
 def _forbidden(found: re.Match[str]) -> str:
-    """Verb, resource and namespace of what is not allowed."""
+    """The sentence about a missing right: verb, resource and namespace."""
     resource = f"{found['resource']}.{found['group']}" if found["group"] else found["resource"]
     where = f" in namespace {found['namespace']}" if found["namespace"] else " in the whole cluster" if found["scope"] else ""
     return (

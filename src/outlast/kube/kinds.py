@@ -1,6 +1,6 @@
-"""The kinds of documents that a cluster keeps and that we have to do with: how each is addressed.
+"""The kinds of documents that we use, and the address of each.
 
-`kube` and all who call it name kinds by these constants; `kind_of` finds the kind of a document. Pure.
+`kind_of` finds the kind of a document. Pure.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourc
 
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
 LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
-"""Of the archived controller of torchelastic, for which the operator stands in."""
+"""Of the archived controller of torchelastic, which the operator replaces."""
 VOLCANO_JOB = Kind("batch.volcano.sh/v1alpha1", "Job", "jobs")
 VOLCANO_QUEUE = Kind("scheduling.volcano.sh/v1beta1", "Queue", "queues", namespaced=False)
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
@@ -102,11 +102,11 @@ INSTALLED_BY = {
     "kueue.x-k8s.io": "ask who runs the cluster for Kueue (https://kueue.sigs.k8s.io)",
     "metrics.k8s.io": "ask who runs the cluster for metrics-server",
 }
-"""How the kinds of a group come into a cluster."""
+"""How the kinds of a group are installed in a cluster."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:
-    """The kind of a document; raises OutlastError for one that we know nothing of."""
+    """The kind of a document; raises OutlastError for an unknown kind."""
     wanted = (document.get("apiVersion"), document.get("kind"))
     for kind in KINDS:
         if (kind.api_version, kind.kind) == wanted:

@@ -1,6 +1,6 @@
-"""Which cluster is meant: the kubeconfig, as kubectl finds and reads it.
+"""The kubeconfig, found and read as kubectl does.
 
-`$KUBECONFIG` (several files are one, the first that says something wins), else `~/.kube/config`, else the account of the pod
+`$KUBECONFIG` (several files are merged, the first that sets something wins), else `~/.kube/config`, else the account of the pod
 that this runs in. Called by `kube.connect`. Reads files, and asks no server.
 """
 
@@ -90,7 +90,7 @@ def chosen(whole: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonated(whole: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """The headers that ask a server to act as somebody else than who logs in, for the user of a context.
+    """The headers with which the user of a context acts as another user.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

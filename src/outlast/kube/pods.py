@@ -316,7 +316,7 @@ def refused(reason: str) -> bool:
 
 
 def lost(pod: Document) -> str:
-    """What is wrong with its node; empty when that answers."""
+    """That the pod's node does not answer; empty when it does."""
     return f"is on {pod['spec'].get('nodeName', 'a node')}, which does not answer" if unreachable(pod) else ""
 
 

@@ -54,6 +54,6 @@ def within(timeout_s: float) -> Iterator[Stop]:
 
 
 def hang_up(connection: socket.socket, way: int = socket.SHUT_RDWR) -> None:
-    """Shut a connection down: whoever reads from it sees its end."""
+    """Shut a connection down: its reader sees the end."""
     with contextlib.suppress(OSError):  # it is closed already
         socket.socket.shutdown(connection, way)  # of TLS, the reader has to see the end by itself

@@ -38,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a watch reconnects, and who follows its connection."""
+    """How a watch reconnects, and a callback about its connection."""
 
     listening: Callable[[str | None], None] = lambda version: None
     """Called with the version up to which everything has been reported, when a connection stands and now and then after that;
@@ -112,7 +112,7 @@ def _one_connection(
 
 
 class _Known:
-    """What a watch has said, so that a new list can be compared with it, and what has vanished can be named."""
+    """What a watch has reported: a new list is compared with it, and documents that have vanished are known by name."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[str, tuple[str, str], bytes]] = {}

@@ -1,9 +1,9 @@
-"""Documents as an API server sends them: JSON whose shape their authors chose, read within bounds.
+"""Parsing documents of an API server within bounds, since users choose the shape of their JSON.
 
-Anybody who may create a job may nest it 10,000 levels deep, on which Python's parser gives up, or fill it with a million empty
-objects, which take 25 times the memory of their text once they are parsed. So the text is measured first, without recursion: a
-value that is nested too deep or is too long is left out, and the document says so under `UNREADABLE`. Its name, uid and version
-are always there. Called by `kube` for everything that it receives. Pure.
+A job may be nested 10,000 levels deep, which Python's parser cannot read, or hold a million empty objects, which take 25 times
+the memory of their text once they are parsed. So the text is measured first, without recursion: a value that is nested too deep or
+is too long is left out, and the document says so under `UNREADABLE`. Its name, uid and version are always kept. `kube` calls it for
+everything that it receives. Pure.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from outlast.kube.kinds import ELASTIC_JOB, LEASE, LEGACY_JOB, POD, Kind
 Document = dict[str, Any]
 
 UNREADABLE = "unreadable"
-"""Top-level key of a document of which something was left out: a sentence. The API server prunes unknown keys, so that no author
-can write it."""
+"""Top-level key of a document with something left out: a sentence. The API server prunes unknown keys: no user can write it."""
 DEEPEST = 100
-"""Levels of nesting that are read. A PodSpec has 12."""
+"""Deepest nesting that is read. A PodSpec has 12 levels."""
 LARGEST = 128 * 1024
-"""Bytes of JSON that are read of the spec of a job."""
+"""Largest spec of a job that is read, in bytes of JSON."""
 _ANNOTATED = 3
-"""So many times that are read of its metadata: Kubernetes takes 256 KiB of annotations."""
+"""Largest metadata, as a multiple of that: Kubernetes accepts 256 KiB of annotations."""
 FREE = (ELASTIC_JOB, LEGACY_JOB)
-"""Kinds that may be nested: they have fields of any shape. What is typed is as deep as its type."""
+"""Kinds with fields of any shape, which may be nested deeply. Typed kinds are as deep as their type."""
 _BOUNDED: dict[Kind, int] = {ELASTIC_JOB: LARGEST, LEGACY_JOB: LARGEST, POD: 4 * LARGEST, LEASE: LARGEST}
-"""Bytes of JSON that are read of one, of kinds that the operator keeps and that users make. A pod has its job's file."""
+"""Largest document that is read, for the kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 """Metadata that the API server writes, or bounds."""
 _KEPT = ("apiVersion", "kind", "metadata", "status")
-"""What only the API server and controllers write: it is read however long it is. The bounds are for all else."""
+"""Keys that only the API server and controllers write: they are read whatever their length."""
 _SHORT = 256
-"""Bytes of a scalar that is kept of an object that is left out."""
+"""Longest scalar that is kept of an object that is left out."""
 _SCALARS = 32
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -43,7 +42,7 @@ _PLAIN = rb"[^\"{}\[\]]*+(?:" + _STRING + rb"[^\"{}\[\]]*+)*+"
 
 
 def _flat(inside: bytes) -> bytes:
-    """What matches texts like `inside`, and objects and lists of such."""
+    """The expression for texts that match `inside`, and for objects and lists of them."""
     return _PLAIN + rb"(?:(?:\{" + inside + rb"\}|\[" + inside + rb"\])" + _PLAIN + rb")*+"
 
 
@@ -63,7 +62,7 @@ class _Span(NamedTuple):
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
-    """The document of an answer. Raises ValueError for what is no JSON object."""
+    """The document in an answer. Raises ValueError for anything but a JSON object."""
     if _quick(len(text), kind):
         try:
             found = json.loads(text)
@@ -157,7 +156,7 @@ def _problem(name: str, span: _Span, largest: int | None) -> str:
 
 
 def _scalars(text: bytes, whole: _Span) -> Document:
-    """What is short and plain in an object that is left out, such as `managedBy`."""
+    """The short scalars of an object that is left out, such as `managedBy`."""
     found: Document = {}
     if text[whole.begin] != ord("{"):
         return found
