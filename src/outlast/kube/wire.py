@@ -1,9 +1,9 @@
 """Parsing documents of an API server within bounds, since users choose the shape of their JSON.
 
 A job may be nested 10,000 levels deep, which Python's parser cannot read, or hold a million empty objects, which take 25 times
-the memory of their text once they are parsed. So the text is measured first, without recursion: a value that is nested too deep or
-is too long is left out, and the document says so under `UNREADABLE`. Its name, uid and version are always kept. `kube` calls it for
-everything that it receives. Pure.
+the memory of their text once they are parsed. So the text is measured first, without recursion: a value that is nested too deep
+or is too long is left out, and the document says so under `UNREADABLE`. Its name, uid and version are always kept. `kube` calls
+it for everything that it receives. Pure.
 """
 
 from __future__ import annotations
