@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -130,13 +130,6 @@ def panel(status: JobStatus, now: float) -> Panel:
 
 def _facts(facts: Sequence[str]) -> Text:
     return Text(" · ".join(facts), no_wrap=True, overflow="ellipsis")
-
-
-def texts(found: Iterable[str]) -> None:
-    """Show one text after the other, each in the place of the one before."""
-    with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
-        for text in found:
-            live.update(Text(text), refresh=True)
 
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
