@@ -1,4 +1,4 @@
-"""Files replaced as a whole: a reader sees the old text or the new one, never a part, whoever dies. Pure standard library."""
+"""Files replaced as a whole: a reader sees the old text or the new one, never a part, even after a crash."""
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""Checkpoints on disk: which exist, which one is valid, who may add one and which ones go.
+"""Checkpoints on disk: which exist, which are valid, who may commit one, which are removed.
 
 The training library writes them, the command line lists them, agents wait for them and bring them to a store and back
 (`outlast.checkpoints.remote`). Nothing here knows torch. In `checkpoints/` lie
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
     step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
-    step-00001300.fetching/     being fetched from a store or another disk by whoever locks it, or left behind
+    step-00001300.fetching/     being fetched from a store or another disk, locked meanwhile; or left behind
     step-00001300.replaced-0/   damaged, and saved again since: goes with the checkpoints before it; of another run: stays
     FENCE                       {run, generation} that may commit, and whether this is the `first` disk, that of rank 0; read and
                                 written while `.lock` is held
 
 What stays true however a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were
 durable before COMMIT was written and it got its name after. A generation that has been replaced cannot commit, because its
-successor moved the fence. Who reads a checkpoint holds a shared lock on its COMMIT (`reading`), and whoever would remove it needs
-that lock for itself. A crc32 protects against rot and truncation, not against malice (5 GiB/s on one core; sha256 2 GiB/s).
+successor moved the fence. Readers hold a shared lock on its COMMIT (`reading`), and removing it needs
+that lock exclusively. A crc32 protects against rot and truncation, not against malice (5 GiB/s on one core; sha256 2 GiB/s).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def list_(directory: Path) -> list[Checkpoint]:
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """What a COMMIT says: who saved which step, and the size and checksum of every file."""
+    """The content of a COMMIT: who saved which step, and the size and checksum of every file."""
 
     run: str
     step: int
@@ -129,7 +129,7 @@ def _is_file(said: object) -> bool:
 
 
 def read(path: Path) -> Commit:
-    """What the COMMIT of the checkpoint at `path` says; raises OSError, and ValueError when it is damaged."""
+    """The COMMIT of the checkpoint at `path`; raises OSError, and ValueError if it is damaged."""
     return Commit.parse((path / contract.COMMIT).read_bytes())
 
 
@@ -183,9 +183,9 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Keep the checkpoint at `path` from being removed for as long; raises FileNotFoundError when it is being removed already.
+    """Keep the checkpoint at `path` from being removed; raises FileNotFoundError if its removal has begun.
 
-    The lock is the kernel's: it ends with this process. Many may read at the same time.
+    A shared lock of the kernel, which ends with this process.
     """
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
@@ -206,7 +206,7 @@ def _is(fd: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Hold the file or directory at `path` against `reading` and `fetching`; False when somebody has it."""
+    """Lock the file or directory at `path` against `reading` and `fetching`; yields False if it is in use."""
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         yield locks.acquire(fd)
@@ -233,7 +233,7 @@ def first(directory: Path, run: str) -> bool:
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
-    """Move the fence to `generation` of `run`: earlier ones can commit no more. None stands for the one after the last.
+    """Move the fence to `generation` of `run`: earlier ones can no longer commit. None: the one after the last.
 
     `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
     later generation of the run has been here. Another run's fence is taken over: whoever opens a directory last owns it.
@@ -300,7 +300,7 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
         path.mkdir(parents=True, exist_ok=True)
         try:
             fd = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:  # whoever had it has just placed it
+        except FileNotFoundError:  # its holder has just placed it
             continue
         try:
             locks.acquire(fd, wait=True)
@@ -357,7 +357,7 @@ def _anothers(path: Path, run: str) -> bool:
 
 
 def remove(checkpoint: Checkpoint) -> bool:
-    """Delete a checkpoint, unless somebody is reading it; say whether it was deleted. It exists as a whole or not at all."""
+    """Delete a checkpoint unless it is being read; returns whether it was deleted. It exists as a whole or not at all."""
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
     try:
         with _alone(checkpoint.path / contract.COMMIT) as alone:

@@ -60,7 +60,7 @@ class Parts:
         return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
 
     def said(self) -> disk.Commit:
-        """What COMMIT says; raises Damaged."""
+        """The COMMIT; raises Damaged."""
         try:
             said = disk.Commit.parse(self.store.get(self.key(contract.COMMIT)))
             if (said.run, said.step, said.generation) != (self.run, self.place.step, self.place.generation):
@@ -86,7 +86,7 @@ class Parts:
             with contextlib.suppress(ValueError):
                 disk.Commit.parse(there)
                 return
-            with contextlib.suppress(Changed):  # somebody else has just mended it
+            with contextlib.suppress(Changed):  # another writer has just repaired it
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
@@ -180,7 +180,7 @@ class Parts:
 
 
 def wrong_here(path: Path, file: Mapping[str, int], *, sent: bool = False) -> str | None:
-    """What is wrong with a local file; its checksum is left to whoever is going to send it."""
+    """What is wrong with a local file. Its checksum is verified by the upload."""
     size = path.stat().st_size
     if size != file["size"]:
         return f"{path.name} has {size} bytes instead of {file['size']}"

@@ -1,10 +1,10 @@
-"""The register of a run in a store: who may commit, and what is committed. The one thing that several writers write.
+"""The register of a run in a store: who may commit, and what is committed. The only object that several writers write.
 
-`Swapped` is an object, `checkpoints/latest`, that is only ever replaced in the version that was read (compare-and-swap).
-`Named` is for stores that cannot do that (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each
-written by one generation and never rewritten. Both promise the same: what was once committed stays so until it expires; a
-generation commits nothing after a later one has begun; the newest step never goes back. Whoever dies or loses an answer on the
-way may simply begin again. Docs: docs/decisions/0007-commits-in-a-store.md.
+`Swapped` is an object, `checkpoints/latest`, that is only ever replaced in the version that was read (compare-and-swap). `Named`
+is for stores that cannot do that (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written
+by one generation and never rewritten. Both promise the same: what was once committed stays so until it expires; a generation
+commits nothing after a later one has begun; the newest step never goes back. A writer that dies or loses a response may simply
+start over. Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from outlast.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""How often another writer may come first before we say that something is wrong; arbitrary."""
+"""Lost races after which we report contention; arbitrary."""
 
 
 class Register(Protocol):
-    """Where it is kept. All may raise StoreError."""
+    """A kind of register. All methods may raise StoreError."""
 
     def acquire(self, generation: int) -> Latest:
-        """Let `generation` begin: earlier ones can commit no more. Raises Superseded when a later one has begun."""
+        """Begin `generation`: earlier ones can no longer commit. Raises Superseded if a later one has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, in place of the damaged one `instead` if given; what the register says then.
@@ -46,9 +46,9 @@ def open_(store: Store, of: str, now: Callable[[], float]) -> Register:
 
 
 def read(store: Store, of: str) -> Latest | None:
-    """What the register of the run `of` says, whichever kind it is; None when there is none. Writes nothing.
+    """The register of the run `of`, of either kind; None if there is none. Writes nothing.
 
-    A register that was lost or damaged is told from the checkpoints themselves.
+    A lost or damaged register is rebuilt from the checkpoints themselves.
     """
     latest, _ = _object(store)
     if latest:
@@ -68,7 +68,7 @@ def finished(store: Store, of: str) -> list[Place]:
 
 
 def _object(store: Store) -> tuple[Latest | None, str]:
-    """What `checkpoints/latest` says, and its version: none if there is no such object, one without a saying if it is damaged."""
+    """The content of `checkpoints/latest` and its etag; no etag if there is no such object, no content if it is damaged."""
     try:
         text, entry = store.read(LATEST)
     except Missing:
@@ -112,7 +112,7 @@ class Swapped:
                 return latest  # perhaps by our own attempt whose answer was lost
             if reason := rules.superseded(latest, self.of, generation):
                 raise Superseded(reason)
-            if latest is None or latest.generation < generation:  # somebody has removed or damaged it
+            if latest is None or latest.generation < generation:  # it was removed or damaged
                 self.acquire(generation)
                 continue
             if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
@@ -149,8 +149,8 @@ class Swapped:
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """A set of names. Who begins announces itself before it looks, who commits looks after it has proposed: one of the two sees
-    the other, whatever happens in between."""
+    """A set of names. A generation announces itself before it reads, and reads again after it has proposed a commit: of two that
+    race, at least one sees the other."""
 
     store: Store
     of: str
@@ -160,7 +160,7 @@ class Named:
         return f"{LATEST}.{self.of}"
 
     def names(self) -> Names:
-        """What the register says."""
+        """The content of the register."""
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             said = Names.read(names, self.of)
@@ -170,7 +170,7 @@ class Named:
         return said
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. What the generation before has proposed is committed: it may have told somebody so."""
+        """See `Register`. Proposals of the previous generation are committed: it may have reported them as committed."""
         said = self.names()
         if said.latest and said.latest.generation == generation == said.announced:
             return said.latest
@@ -212,12 +212,12 @@ class Named:
         return latest.added(place)
 
     def _open(self, place: Place, generation: int) -> Latest:
-        """What the register says, provided that `generation` may commit or has committed `place` already."""
+        """The content of the register, if `generation` may commit or has committed `place` already."""
         said = self.names()
         if said.latest and said.latest.at(place.step) == place:
             return said.latest
         self._check(said, generation)
-        if said.latest is None or said.latest.generation < generation:  # somebody has removed it
+        if said.latest is None or said.latest.generation < generation:  # it was removed
             return self.acquire(generation)
         return said.latest
 

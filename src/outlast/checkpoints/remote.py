@@ -1,14 +1,14 @@
-"""A run's checkpoints in a store: pushed from a machine, fetched to another, kept as many as are wanted.
+"""A run's checkpoints in a store: committing, fetching, verifying and pruning them.
 
 Below the job's place in the store lie
 
     checkpoints/latest                                the register: who may commit and what is committed (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`parts`)
-    checkpoints/step-00001200/READING-<id>            somebody is reading that step
+    checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-What stays true whoever dies, whatever answer gets lost, and in which ever order writers come: the register lists checkpoints that
-are complete and of one writer each; the newest step in it never goes back; a generation commits nothing after its successor has
-begun; the last two stay, and what is being read. Docs: docs/decisions/0007-commits-in-a-store.md.
+Invariants, whatever process dies, whichever response is lost and in whatever order writers come: the register lists complete
+checkpoints of one writer each; its newest step never goes back; a generation commits nothing after its successor has begun; the
+last two checkpoints and those being read stay. Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Checkpoint:
 
     place: Place
     said: disk.Commit | None = None
-    """What its COMMIT says; None when that cannot be read."""
+    """Its COMMIT; None if that cannot be read."""
     problem: str = ""
     """Why it cannot be read."""
 
@@ -68,7 +68,7 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a push."""
+    """Outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
     """Committed; there already; too old to be kept; waiting for files that another machine has; damaged here."""
@@ -98,7 +98,7 @@ class Checkpoints:
         return Parts(self.store, self.run, place)
 
     def acquire(self, generation: int) -> Latest:
-        """Begin to commit as `generation`: earlier ones can commit no more. Its newest step is `.step`, 0 if there is none.
+        """Begin to commit as `generation`: earlier ones can no longer commit. The newest step is `.step`, 0 if there is none.
 
         Comes before anything is pushed, and before a checkpoint is chosen to go on from, so that nothing is committed after
         the choice. Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
@@ -114,7 +114,7 @@ class Checkpoints:
             return []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             found = list(pool.map(self._known, latest.places))
-        # Without COMMIT and obsolete: somebody is removing it.
+        # Obsolete and without COMMIT: it is being removed.
         return [c for c in found if c.said or not rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
@@ -142,7 +142,7 @@ class Checkpoints:
         """Commit a local checkpoint in the store. `acquire` comes first.
 
         Files that are in the store already are not sent again. A checkpoint may be spread over machines: each pushes the files
-        that it has, whoever comes last commits. `journals` is a directory for notes about unfinished uploads, `progress` is told
+        that it has, the last one commits. `journals` is a directory for journals of unfinished uploads, `progress` gets
         the bytes sent since the last call, by many threads. Raises Superseded, Stopped, OSError and StoreError; then it may be
         called again.
         """
@@ -183,14 +183,14 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _there(place)
 
     def _fenced(self) -> Latest | None:
-        """What the register says; raises Superseded."""
+        """The content of the register; raises Superseded."""
         latest = register.read(self.store, self.run)
         if reason := rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
         return latest
 
     def forget(self, journals: Path) -> None:
-        """Abort the uploads that nobody will go on with, when nothing is left to push: `journals` must be of checkpoints only."""
+        """Abort abandoned uploads, once nothing is left to push. `journals` must hold journals of checkpoints only."""
         for journal in sorted(journals.glob("*.upload")):
             self.store.forget(journal)
 
@@ -250,7 +250,7 @@ class Checkpoints:
     ) -> disk.Checkpoint | None:
         """Fetch the newest checkpoint that is whole and of a step `above`; None when there is none.
 
-        `say` is told what is fetched and what is skipped. Raises as `fetch` does, but for Damaged.
+        `say` gets what is fetched and what is skipped. Raises what `fetch` raises, except Damaged.
         """
         skipped: set[Place] = set()
         while found := [c for c in self.list_() if c.step > above and c.place not in skipped]:  # newer ones may have come
@@ -267,10 +267,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, place: Place) -> Iterator[None]:
-        """Keep a checkpoint from being removed for as long. Raises Damaged when that has begun.
+        """Hold a lease on a checkpoint, which keeps it from being removed. Raises Damaged if removal has begun.
 
-        Whoever removes a checkpoint takes it out of the register first and looks for readers afterwards; a reader says so first
-        and looks into the register afterwards: one of the two sees the other.
+        A remover takes the checkpoint out of the register before it looks for leases; a reader writes its lease before it looks
+        into the register. So at least one of the two sees the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -316,7 +316,7 @@ class Checkpoints:
         return gone
 
     def _sweep(self, latest: Latest) -> None:
-        """Delete what is in no register and never will be again."""
+        """Delete files that are not in the register and can never be added again."""
         for name in self.store.names(contract.CHECKPOINTS):
             step = rules.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
@@ -338,7 +338,7 @@ class Checkpoints:
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Whether somebody reads the step that they are of, by the store's clock."""
+        """Whether a lease among these objects of a step is valid, by the store's clock."""
         said = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         return bool(said) and rules.being_read(said, self._clock())
 

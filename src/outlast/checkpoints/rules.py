@@ -1,9 +1,8 @@
 """Which checkpoints in a store count, may be added and may go: rules about plain values.
 
-A `Latest` is what a run's register says (`outlast.checkpoints.register`): which generation owns the run, and which checkpoints
-are
-committed. Its parts lie in directories that are named after their content, so no two writers ever write different things to one
-name; what is here decides only which of those directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
+`Latest` is the content of a run's register (`register`): which generation owns the run, and which checkpoints are committed. Its
+parts lie in directories that are named after their content, so no two writers ever write different things to one name; what is
+here decides only which of those directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
 
     passed     a later generation went back before it, so it was skipped as damaged when that one began
     counted    committed and not passed
@@ -64,11 +63,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Latest:
-    """What a run's register says: who may commit, and what is committed."""
+    """The content of a run's register: who may commit, and what is committed."""
 
     run: str
     generation: int
-    """Earlier ones can commit no more."""
+    """Earlier ones can no longer commit."""
     places: tuple[Place, ...] = ()
     """The committed checkpoints, one a step, lowest first."""
 
@@ -98,7 +97,7 @@ class Latest:
 
     @classmethod
     def parse(cls, text: bytes) -> Latest:
-        """What a text says; raises ValueError when it is damaged, and OutlastError when a later Outlast has written it."""
+        """The register in a text; raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
         said = json.loads(text.decode())
         try:
             if said["version"] > _VERSION:
@@ -198,13 +197,13 @@ class Names:
     announced: int
     """The highest generation that has announced itself; 0: none."""
     latest: Latest | None
-    """What the highest generation that is the owner says; None before there is one."""
+    """The content of the highest generation that owns the run; None before there is one."""
     proposed: tuple[Place, ...] = ()
-    """What that generation would like to commit, or has."""
+    """What that generation has proposed or committed."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
-        """What `names` say."""
+        """The register that these names make."""
         announced, owners = 0, [0]
         committed: dict[int, list[Place]] = {}
         proposed: dict[int, list[Place]] = {}
@@ -260,11 +259,11 @@ def step_of(name: str) -> int | None:
 
 
 LEASE_S = 300.0
-"""How long a checkpoint is held for a reader that has said nothing since."""
+"""TTL of a reader's lease on a checkpoint."""
 RENEW_S = 60.0
-"""How often a reader says that it still reads."""
+"""Interval at which readers renew their lease."""
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Whether somebody reads a checkpoint: when its readers last said so, and the time, by the store's clock."""
+    """Whether any lease on a checkpoint is valid, given when each was renewed and the time, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

@@ -1,4 +1,4 @@
-"""Data and models from stores, kept on this machine for all its workers and jobs.
+"""Cache of data and models from stores, shared by all workers and jobs of this machine.
 
     <cache>/data/<name>-<digest of the URL>/     one place of a store
         lock                                     held by who fetches
@@ -38,7 +38,7 @@ _LISTING, _PARTIAL = "listing.json", "listing.partial"
 
 
 def root(environ: Mapping[str, str]) -> Path:
-    """Where this machine keeps what jobs have in common."""
+    """The cache directory of this machine."""
     if given := environ.get(contract.Env.CACHE):
         return Path(given).expanduser()
     home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -77,7 +77,7 @@ class Version:
     _held: int
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
         os.close(self._held)
 
 
@@ -183,7 +183,7 @@ class Source:
         return tree
 
     def _finish(self, listing: Listing) -> None:
-        """Declare a version whole."""
+        """Mark a version complete."""
         directory = self._home / listing.version
         if (directory / _LISTING).is_file():
             return
@@ -205,7 +205,7 @@ class Source:
         (directory / _PARTIAL).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove the versions that nobody holds and no run's note names, and what is left of fetches that will not go on."""
+        """Remove versions that are neither locked nor pinned by a run, and leftovers of abandoned fetches."""
         pinned = self._pinned()
         for directory in self._home.iterdir():
             if not directory.is_dir() or directory.name == pinned or not locks.free(directory / "lock"):

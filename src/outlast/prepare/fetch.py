@@ -1,4 +1,4 @@
-"""A tree of files from a store, as it was there at one moment.
+"""Fetching a tree of files from a store, all of one version.
 
     listing = look(url, "data[0].from")         what is there now
     bring(listing, tree, ...)                   the same on this machine; what is there already is not fetched again
@@ -26,9 +26,9 @@ from outlast.store import Entry, Store
 from outlast.sync import pool, sync
 
 TELL_S = 5.0
-"""How often a long fetch says how far it is."""
+"""Interval at which a long fetch reports progress."""
 _ATTEMPTS = 5
-"""How often what changes while it is fetched is looked at again."""
+"""Attempts at a place that changes while it is fetched."""
 
 Say = Callable[[str], None]
 
@@ -62,7 +62,8 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """What is at `url` now; `field` is where the job file says so. Raises StoreError, and OutlastError when that is no tree."""
+    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError when that is no
+    tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # An object that is called as the prefix itself is how consoles make a directory.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
@@ -117,7 +118,7 @@ def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> N
 def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
     """Bring a listing to the directory that `into` names for it, until what we have is what is in the store; the listing it is.
 
-    Whoever replaces files there meanwhile makes us look again: a mixture of old and new files is nobody's data.
+    Files that are replaced meanwhile make us list again: a mixture of old and new files is of no use.
     """
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
@@ -141,7 +142,7 @@ def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, 
 
 
 class Meter:
-    """Says every few seconds how far a fetch is, how fast, and how long it will take."""
+    """Reports progress, rate and remaining time of a fetch every few seconds."""
 
     def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock
@@ -164,7 +165,7 @@ class Meter:
         self._say(f"fetching {self._name}: {done} of {total}, {units.human_bytes(rate)}/s, {left} left")
 
     def end(self) -> None:
-        """Say that all is there."""
+        """Report the end."""
         seconds = self._clock() - self._begun
         rate = units.human_bytes(self._total / max(seconds, 1e-3))
         self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)} ({rate}/s)")

@@ -1,4 +1,4 @@
-"""Runs the programs that install packages: keeps what they print, ends them when we must leave, knows what they died of."""
+"""Runs installers (pip, uv, conda): logs their output, kills them on shutdown, extracts their error."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _NETWORK = re.compile(
     r"|no space left on device|disk quota exceeded",
     re.IGNORECASE,
 )
-"""What pip, uv and conda say when the network or the machine is at fault: later it may work."""
+"""Errors of pip, uv and conda that a later attempt may not meet."""
 _PROGRESS_S = 5.0
-"""Between two lines that tell how far an installer is."""
+"""Interval of progress lines."""
 _LAST = 20
-"""Lines that are shown of an installer that has failed."""
+"""Lines of output shown when an installer fails."""
 
 
 class Unavailable(OutlastError):
-    """The packages cannot be had now; later they may be."""
+    """The packages cannot be installed now; a later attempt may succeed."""
 
     retry = True
 
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs an installer: keeps its output in a file, says how far it is, kills it when we must leave."""
+    """Runs an installer: logs its output to a file, reports progress, kills it on shutdown."""
 
     environ: Mapping[str, str]
     lock: int
@@ -49,10 +49,10 @@ class Shell:
     say: Say
     stop: threading.Event
     log: Path
-    """Gets all that it prints; what it says itself is a line now and then, and when it fails the last ones."""
+    """Gets all of its output; `say` gets a line now and then, and the last ones when it fails."""
 
     def run(self, argv: Sequence[str], name: str) -> None:
-        """Run a program; raises OutlastError with its last words if it fails."""
+        """Run a program; raises OutlastError with its error if it fails."""
         env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
         lines: list[str] = []
         said_at = time.monotonic()
@@ -92,7 +92,7 @@ class Shell:
             raise OutlastError(f"{failed}; correct the file")
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
-        """Kill the program when we must leave, and what it has started: pip goes on in another Python."""
+        """On shutdown kill the program and its children: pip runs another Python."""
         while process.poll() is None:
             if self.stop.wait(0.1):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -103,7 +103,7 @@ class Shell:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """What a program that installs packages died of, from all that it said."""
+    """The error of an installer, from all of its output."""
     said = [line.strip() for line in lines]
     if "The conflict is caused by:" in said:  # pip's
         sides = said[said.index("The conflict is caused by:") + 1 :]

@@ -114,9 +114,9 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """The preparation of one worker; what it brings about is said in `environ`, as training is to see it.
+    """Prepares one worker; puts the variables that training is to see into `environ`.
 
-    It holds the data that it has found: nobody removes that before `close`, or our end.
+    Data that it has found stays in the cache until `close` or our end.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Preparation:
         """The Python to train in."""
 
     def close(self) -> None:
-        """Let go of the data."""
+        """Release the data."""
         while self._held:
             self._held.pop().close()
 

@@ -1,8 +1,8 @@
-"""Who trains the run of a place just now: `alive.json`, written again and again for as long as it trains.
+"""The heartbeat of a run in a store: `alive.json`, written every BEAT_S while it trains.
 
-`run.json` says whose the place is; it stays when its owner dies. So whoever comes from elsewhere, another machine, namespace or
-cluster, looks here: a run that was heard of lately is not taken from its owner, unless that is asked for. Workers and machines of
-the same `where` are one owner: they never wait for each other. Times are the store's clock.
+`run.json` names the owner of a place, and stays when the owner dies. So a worker of another machine, namespace or cluster looks
+here first: a run with a recent heartbeat is not taken over unless the user asks for that. Workers and machines of the same
+`where` are one owner and never wait for each other. Times are the store's clock.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from outlast.store import Store
 
 ALIVE = "alive.json"
 BEAT_S = 30.0
-"""How often an owner says that it lives."""
+"""Interval of heartbeats."""
 DEAD_S = 120.0
-"""Who has said nothing for so long is taken for dead."""
+"""TTL of a heartbeat: an owner without one for this long is dead."""
 LEFT_S = BEAT_S + 5.0
-"""Whose last word was that it leaves is taken for gone after so long."""
+"""TTL of a heartbeat that said its worker leaves."""
 _LOOK_S = 5.0
-"""How often we look whether an owner that may be dead says something."""
+"""Poll interval while waiting for an owner's next heartbeat."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """The last word of an owner."""
+    """A heartbeat."""
 
     run: str
     where: str
     """Where it trains, for people, and the same for all that belong together."""
     left: bool = False
-    """Whether it was its last: it has left."""
+    """Whether the owner has stopped training: its last heartbeat."""
     leaving: bool = False
-    """Whether who said it has left: if others still train there, one of them speaks within BEAT_S."""
+    """Whether its worker has left. If others of the owner still train, one of them sends a heartbeat within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
 
 def last(place: Store) -> Beat | None:
-    """The last word of whoever trains here; None when there is none that can be read."""
+    """The latest heartbeat; None if there is none that can be read."""
     try:
         text, entry = place.read(ALIVE)
         said = json.loads(text)
@@ -59,7 +59,7 @@ def last(place: Store) -> Beat | None:
 
 
 def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
-    """Say that the run is trained, or was until now."""
+    """Send a heartbeat."""
     said = {
         "run": run,
         "where": where,
@@ -71,7 +71,7 @@ def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: boo
 
 
 def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
-    """Who else has been heard of as training the run, and how many seconds ago; None when nobody was, or not for long."""
+    """The valid heartbeat of another owner of the run, and its age in seconds; None if there is none."""
     there = last(place)
     if there is None or there.left or there.run != run or there.where == where:
         return None
@@ -80,7 +80,7 @@ def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
     try:
         ago = max(0.0, place.head(key).modified - there.modified)
     finally:
-        with contextlib.suppress(StoreError):  # it is empty, and nobody takes it for anything
+        with contextlib.suppress(StoreError):  # it is empty and has no meaning
             place.delete([key])
     return (there, ago) if ago < (LEFT_S if there.leaving else DEAD_S) else None
 
@@ -94,8 +94,8 @@ def wait(
     say: Callable[[str], None],
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Return when nobody else trains the run: at once, or when one that was heard of lately turns out to be dead. Raises
-    AlreadyRunning when it turns out to live."""
+    """Return when no other owner trains the run: at once, or once the heartbeat of one has expired. Raises AlreadyRunning when
+    it sends another."""
     found = held(place, run, where)
     if found is None:
         return
@@ -115,8 +115,8 @@ def _taken(place: Store, run: str, there: Beat, ago: float, advice: str) -> Alre
 
 
 def release(place: Store) -> str:
-    """Take the run of a place from whoever trains it, for whoever comes next; what was said of that owner. Its processes find
-    that they are superseded, and stop."""
+    """Release the run of a place from its owner, for the next one; returns where that owner trained. Its processes find that
+    they are superseded, and stop."""
     run, there = record.read(place), last(place)
     if run is None or run.ended:
         return ""
@@ -126,9 +126,9 @@ def release(place: Store) -> str:
 
 
 class Heart:
-    """Says every BEAT_S that we train a run, in a thread. `index`: all workers but 0 speak only when nobody has for a while.
+    """Sends heartbeats of a run from a thread. `index`: workers other than 0 send one only if none has come for a while.
 
-    `lost` is called when somebody else is found to have taken over; then we are silent.
+    `lost` is called when another owner has taken over; then no more are sent.
     """
 
     def __init__(
@@ -139,24 +139,24 @@ class Heart:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """Whether somebody else has spoken since we did."""
+        """Whether another owner has sent a heartbeat since ours."""
         self.silent = False
-        """Whether somebody else has taken over."""
+        """Whether another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Be silent from now on; `left`: the last word is that nobody trains here any more."""
+        """Send no more heartbeats; with `left`, one last that says that training here has ended."""
         self._stop.set()
         self._thread.join(_LOOK_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Be silent from now on; worker 0, who speaks for all, says so: others may train on here."""
+        """Send no more heartbeats from this worker; worker 0 sends one that says so, since other workers may go on here."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
-            with contextlib.suppress(StoreError):  # whoever comes waits for longer
+            with contextlib.suppress(StoreError):  # the next owner waits longer
                 beat(self._open(), self._run, self._where, leaving=True)
 
     def _live(self) -> None:
@@ -165,18 +165,18 @@ class Heart:
             try:
                 self.once(self._open(), first=first)
                 first = False
-            except StoreError:  # it is away, as the pusher says; the next time
+            except StoreError:  # unreachable, as the uploader reports; next time
                 pass
             except Superseded as reason:
                 self.silent = True
                 self._lost(str(reason))
                 return
-            except Exception as problem:  # who is silent is taken for dead, and loses the run
+            except Exception as problem:  # without heartbeats we would lose the run
                 print(f"outlast | that we train run {self._run} could not be said: {problem!r}", flush=True)
             self._stop.wait(BEAT_S)
 
     def once(self, place: Store, *, first: bool) -> None:
-        """Say it, if it is ours to say. Raises Superseded when it never is again."""
+        """Send a heartbeat if it is our turn. Raises Superseded if another owner has taken over."""
         record.check(place, self._run, self._owner)
         there = last(place)
         foreign = there is not None and there.run == self._run and there.where != self._where and not there.left

@@ -1,8 +1,8 @@
-"""Which run owns a place in a store, and how the next one gets it: `run.json`, and the objects that earlier runs have left.
+"""The record of a run in a store, `run.json`: which run owns the place, and how the next one claims it.
 
-A new run claims the place first and then has what lies there moved to `previous/<run>/` by the store itself; `aside` in its
-record says that this has not ended yet, and until it has the new run writes nothing else there. Whoever is killed on the way goes
-on from there. Docs: docs/decisions/0007-commits-in-a-store.md.
+A new run claims the place first, then has the store move the objects of earlier runs to `previous/<run>/`. `aside` in its record
+says that this has not ended yet; until it has, the new run writes nothing else there. After a kill, the next start continues.
+Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AT_ONCE = 64
 _BATCH = 1000
 _ATTEMPTS = 20
 _OWNERS = 50
-"""How many earlier owners are known; arbitrary."""
+"""How many earlier owners are kept; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +46,21 @@ class Run:
     reason: str = ""
     exit_code: int | None = None
     owner: str = ""
-    """Of the machine that has taken the run up last: a word that only it knows. Others are zombies."""
+    """Nonce of the machine that acquired the run last. Others are zombies."""
     before: tuple[str, ...] = ()
-    """The owners before it, the last at the end: they do not take it back."""
+    """Earlier owners, the last at the end: they cannot acquire it again."""
     aside: str = ""
-    """The run before, for as long as its objects are being moved to `previous/`."""
+    """The previous run while its objects are being moved to `previous/`; else empty."""
     version: int = _VERSION
 
     @property
     def ended(self) -> bool:
-        """Whether nobody trains it any more, unless somebody takes it up again."""
+        """Whether it has ended. It can still be resumed unless it succeeded."""
         return self.state in FINAL
 
     @property
     def succeeded(self) -> bool:
-        """Whether it is over for good: nobody goes on with it."""
+        """Whether it has ended for good."""
         return self.state == "Succeeded"
 
     def text(self) -> bytes:
@@ -69,7 +69,7 @@ class Run:
 
     @classmethod
     def parse(cls, text: bytes) -> Run:
-        """What a text says; raises ValueError."""
+        """The record in a text; raises ValueError."""
         said = json.loads(text.decode())
         known = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -101,7 +101,7 @@ def _elsewhere(store: Store, run: str) -> str:
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Have `new` own the place; the record as it is now, which is the old one if the run owns it already.
+    """Claim the place for `new`; returns the record, which is the old one if the run owns the place already.
 
     Raises AlreadyRunning when a run owns it that has not ended, unless `replace`. `archive` comes next. In a store without
     conditional writes, two that claim at the very same time may both believe that they have succeeded; the one that was earlier
@@ -148,7 +148,7 @@ def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> R
 
 
 def acquire(store: Store, run: str, owner: str) -> Run:
-    """Take a run up, or go on with it: it is `owner`'s from now on, and others add nothing to it."""
+    """Make `owner` the owner of a run; other machines can no longer add to it."""
 
     def acquired(old: Run) -> Run:
         before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]

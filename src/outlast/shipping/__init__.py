@@ -4,8 +4,9 @@
         parcel.put()                                                     only what goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
-Called by whoever makes documents from a job file. A job whose code is in a store, in the image or on a volume passes through
-unchanged. The same tree is packed to the same bytes, named by their SHA-256, so what has been shipped once is not shipped again.
+Called by the commands that render documents from a job file. A job whose code is in a store, in the image or on a volume passes
+through unchanged. The same tree is packed to the same bytes, named by their SHA-256, so what has been shipped once is not shipped
+again.
 """
 
 from __future__ import annotations

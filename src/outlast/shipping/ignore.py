@@ -1,4 +1,4 @@
-"""What a `.gitignore` says: which names of a directory are left out. Pure; called by `tree`.
+"""The rules of `.gitignore` files: which names of a directory are ignored. Pure; called by `tree`.
 
 Each file's rules hold from its directory down, later rules and deeper files count more, and nothing below a directory that is
 left out can come back (https://git-scm.com/docs/gitignore). A rule is held against one name at a time, never against what is

@@ -1,7 +1,7 @@
 """A job's code as it travels, and where to: into a ConfigMap when it is small, else into the store that the job writes to.
 
 `choose` decides, purely; `parcel` packs what lies on this machine and says in the job where pods find it. Nothing is written to a
-store before `put`, so whoever only wants to look may look.
+store before `put`, so `render` writes nothing.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def some(names: Collection[str]) -> str:
 
 
 def without_credentials(withheld: Collection[str]) -> str:
-    """What is said of files that look like credentials, here and to who submits."""
+    """The sentence about files that look like credentials."""
     return f"without {some(withheld)}, which may hold credentials ({bring_back(withheld)})"
 
 
@@ -243,7 +243,7 @@ def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, r
 
 
 class _Bounded(io.FileIO):
-    """A new file that takes so many bytes and no more."""
+    """A new file with a size limit."""
 
     def __init__(self, path: Path, room: int | None) -> None:
         super().__init__(path, "w")

@@ -1,13 +1,9 @@
-"""Objects in a store: S3 and what speaks like it, GCS, Azure, a directory, memory. The only module that knows obstore.
+"""The client of a store; the only module that knows obstore.
 
-    store = open_("s3://bucket/runs/digits")          a place in a store; keys are relative to it
-    store.put("logs/worker-0.log", Path(...))
-
-Everybody who reads or writes a store goes through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line.
-What goes
-wrong is said as a `StoreError`, which knows whether trying again later can help; what may pass by itself has been tried again for
-about OUTLAST_STORE_TIMEOUT seconds (default 60) before it is said. Calls block and let go of the interpreter; they may be made
-from many threads, and in the main thread a signal ends them. obstore is loaded when a store is opened. Not for use across a fork.
+All reads and writes of stores go through here: `sync.sync`, `checkpoints`, `prepare.prepare`, the command line. Calls raise
+StoreError, whose `retry` says whether a later attempt can succeed. Errors that may pass have been retried for about
+OUTLAST_STORE_TIMEOUT seconds (default 60) by then. Calls block and release the GIL; they may come from many threads, and in the
+main thread a signal interrupts them. obstore is imported when a store is opened. Not for use across a fork.
 """
 
 from __future__ import annotations
@@ -36,9 +32,9 @@ __all__ = [
 ]  # fmt: skip
 
 STALLED_S = 30.0
-"""A connection over which no byte comes for so long is given up."""
+"""Read timeout: a connection without a byte for this long is closed."""
 SLOW_S = 300.0
-"""So long may a request of a large body take, once the line has shown to be slow: 8 MiB at 28 KiB/s."""
+"""Read timeout of large uploads once the network has proved slow: 8 MiB at 28 KiB/s."""
 T = TypeVar("T")
 
 
@@ -57,21 +53,21 @@ class Entry:
 
 @dataclass
 class _Root:
-    """What the places of one bucket share."""
+    """Connection and settings that all places of a bucket share."""
 
     scheme: str
     bucket: str
     raw: Any
     """obstore's store."""
     slow_raw: Any = None
-    """The same, for large bodies over slow lines."""
+    """The same with a longer read timeout, for large bodies on slow networks."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """Whether large bodies have been seen to take long while the store answers."""
+    """Whether a large upload timed out although the store answers."""
     odd_ranges: bool = False
-    """Whether ranges are answered in a way that obstore does not take."""
+    """Whether the server answers range requests in a way that obstore rejects."""
 
 
 class Store:
@@ -120,7 +116,7 @@ class Store:
             try:
                 return next(pages, None)
             except Exception:
-                pages = None  # to be gone on with behind what has been seen
+                pages = None  # the next attempt continues after the last page
                 raise
 
         while page := self._do("list", below, following):
@@ -137,7 +133,7 @@ class Store:
         return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each != path})
 
     def head(self, key: str) -> Entry:
-        """What is known of an object; raises Missing."""
+        """Size, etag and time of an object; raises Missing."""
         import obstore
 
         path = self._path(key)
@@ -249,9 +245,9 @@ class Store:
     ) -> str:
         """Write a large file by parts, several at a time, in bounded memory; its etag.
 
-        `journal` is a file in which we note what an S3 needs to go on: called again with the same journal after a kill, parts
-        that arrived are not sent again; if the file has changed since, the old upload is aborted. `progress` is told the bytes
-        that have arrived since the last call, those of an earlier attempt at once. Raises StoreError; Changed when the file
+        `journal` is a file that makes uploads to S3 resumable: called again with it after a kill, this sends only the parts that
+        have not arrived; if the file has changed since, the old upload is aborted. `progress` gets the bytes that have arrived
+        since the last call, those of an earlier attempt at once. Raises StoreError; Changed when the file
         changes meanwhile; and Stopped soon after `stop` is set (what has arrived is kept for the next time).
         """
         stop = stop or threading.Event()
@@ -273,7 +269,7 @@ class Store:
         return etag
 
     def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
-        """Upload by obstore's own means, which begin anew when they are interrupted."""
+        """Upload by obstore, which cannot resume: after an interruption it starts over."""
         import obstore
 
         target, part = self._path(key), multipart.part_size(size) // 2
@@ -297,7 +293,7 @@ class Store:
         return etag
 
     def forget(self, journal: Path) -> None:
-        """Abort the upload that a journal speaks of, if any, and remove the journal."""
+        """Abort the upload noted in a journal, if any, and remove the journal."""
         if (note := multipart.noted(journal)) and self._root.access:
             bucket, _, path = note["key"].partition("/")
             key = path.removeprefix(f"{self._prefix}/" if self._prefix else "")

@@ -99,7 +99,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
             f"{undone}: {bucket} is in {f'the region {region[1]}' if region else 'another region'}; set AWS_REGION to it"
         )
     if "token request" in text or "UnauthenticatedError" in kind or "CredentialError" in kind:
-        return _nobody(scheme, undone, status, text)
+        return _without_credentials(scheme, undone, status, text)
     if kind == "PermissionDeniedError" or status in (401, 403):
         needed = _NEEDED.get(scheme, {}).get(verb, "the permission of the file system")
         return Denied(f"{undone}: access is denied{f' ({quoted})' if quoted else ''}; needed is {needed}")
@@ -141,7 +141,7 @@ def _said(error: Exception) -> tuple[int, str, str, str]:
     return int(status[1]) if status else 0, code[1] if code else "", said, text
 
 
-def _nobody(scheme: str, undone: str, status: int, text: str) -> StoreError:
+def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
     """There are no credentials for GCS or Azure: obstore has asked the machine's metadata last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":

@@ -48,7 +48,7 @@ def part_size(size: int) -> int:
 
 
 def noted(journal: Path | None) -> dict[str, Any] | None:
-    """What a journal says; None when there is none, or it makes no sense."""
+    """The upload noted in a journal; None if there is none, or the journal is damaged."""
     with contextlib.suppress(OSError, ValueError):
         note = json.loads(journal.read_text()) if journal else None
         if isinstance(note, dict) and {"key", "upload", "size", "mtime_ns", "inode", "part"} <= note.keys():

@@ -1,4 +1,4 @@
-"""What a URL of a store says, and what may be a name in one. Pure; called by `store`.
+"""URLs of stores, and valid names of objects. Pure; called by `store.client`.
 
 A URL is taken literally: nothing in it is percent-encoded, `#` and `?` are letters like others. Slashes that are repeated or at
 the end have no meaning.

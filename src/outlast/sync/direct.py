@@ -1,9 +1,9 @@
-"""Reads objects by plain HTTP, through links that the store signs: from the socket into a file, through one small buffer.
+"""Downloads objects through presigned URLs: from the socket into a file through one small buffer.
 
-obstore gathers an answer in fresh memory, piece by piece, handed from thread to thread; for files that costs twice the CPU
-(bench/sync.py). Here the kernel fills the buffer, and we wake when it is full. Only the plainest of answers is understood (RFC
-9112: HTTP/1.1, a Content-Length, no encoding). Whatever is otherwise (a proxy, an error, a broken connection) is left to the
-store, which knows about retries and says what is wrong: `fetch` then returns None.
+obstore collects a response in fresh memory, piece by piece, passed from thread to thread. For files that costs up to 1.6 times
+the CPU, over TLS as well (docs/decisions/0024-own-code-or-a-library.md). Here the kernel fills the buffer and wakes us when it is
+full. Only the plainest of answers is understood (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For anything else (a proxy,
+an error, a broken connection) `fetch` returns None, and the store's client does the request, with its retries and its errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BUFFER = 256 << 10  # fits a cache, so that checksum and file find it there
 _TIMEOUT_S = 30
 _DOUBTS = 3
-"""After so many refusals in a row we ask no more."""
+"""Failures in a row after which this way is no longer tried."""
 _END = b"\r\n\r\n"
 
 

@@ -1,8 +1,8 @@
-"""What is where: objects as a manifest remembers them, files as we saw them, and whether the two agree.
+"""Objects as the manifest lists them, files as we last saw them, and whether the two agree.
 
 The rules of `sync`, as plain functions of plain values; nothing here looks at a disk, a clock or a store. A file is known by its
 size, its two times (of the content and of the inode) and the crc32 of what was read; an object by its size, its crc32, and a hash
-of its etag. Times are nanoseconds since the epoch, crc32 is -1 where nobody knows it.
+of its etag. Times are nanoseconds since the epoch, crc32 is -1 where it is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ the clock elsewhere); git calls it racy. It is read once more instead of being b
 
 
 class Stat(NamedTuple):
-    """A file as the file system tells of it."""
+    """Size and times of a file."""
 
     size: int
     mtime: int
@@ -109,7 +109,7 @@ def found(entries: Iterable[tuple[str, int, str, float]], known: Mapping[str, Ob
 
 
 def unknown(size: int, etag: str, modified: float) -> Object:
-    """An object of which nobody knows the file."""
+    """An object whose file is unknown."""
     return Object(size, round(modified * 1000) * 1_000_000, -1, etag_hash(etag))
 
 
@@ -151,7 +151,7 @@ def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Object], int]:
-    """What a manifest says: objects, `clean_before`. Raises ValueError."""
+    """The objects and `clean_before` of a manifest. Raises ValueError."""
     try:
         said = _document(zlib.decompress(data, 31))
         with _uncollected():
@@ -162,7 +162,7 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
 
 @dataclass
 class State:
-    """What we know of a tree and its store: kept beside us, so that nobody need be asked."""
+    """Our knowledge of a tree and its place in a store, kept locally to save requests."""
 
     place: str = ""
     """The manifest's URL: what is known of one store is of no use for another."""

@@ -1,7 +1,7 @@
-"""Threads that work on many small things at once, in bounded memory: requests to a store, files to be read.
+"""A thread pool for many small jobs in bounded memory: requests to a store, files to read.
 
-Few threads at first, and more for as long as that gets more done: a loopback needs 8, a distant store 100. Whoever gives them
-work hears of every job how it ended, in one thread, so that nothing else needs a lock. Called by `transfer` and `sync`.
+It starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller gets every outcome
+in its own thread, so it needs no locks. Called by `transfer` and `sync`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ MEMORY = 64 << 20
 FEW, MANY = 8, 128
 """Threads at first, and at most."""
 _WINDOW_S = 0.5
-"""How long a number of threads is watched before there are more."""
+"""How long throughput is measured before threads are added."""
 _LEAVE_S = 3.0
-"""How long what was begun may take when we were asked to stop."""
+"""Grace period for jobs in progress after a stop."""
 
 
 class Job(NamedTuple, Generic[T]):
-    """Something to be done."""
+    """A function to call, and the memory that it needs."""
 
     of: Any
     cost: int
-    """Bytes of memory that it needs."""
+    """Bytes of memory it needs."""
     do: Callable[[], T]
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """How something ended."""
+    """Result or error of a job."""
 
     of: Any
     result: T | None
@@ -51,10 +51,10 @@ def work(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[T], None, None]:
-    """Do jobs with threads, and tell of each how it ended, in that order. No more memory is in use than MEMORY, or one job's.
+    """Run jobs in threads and yield their outcomes as they end. At most MEMORY bytes are in use, or those of one larger job.
 
-    `tick` is called ten times a second or more. When `stop` is set, or nobody wants to hear more, `enough` is set, for jobs to
-    see, and what has not begun is left; in the first case Stopped is raised, after what was on its way has been told of.
+    `tick` is called at least ten times a second. When `stop` is set or the generator is closed, `enough` is set for jobs to see,
+    and queued jobs are dropped; after `stop`, the outcomes of running jobs are yielded and then Stopped is raised.
     """
     source, out, cost = iter(jobs), 0, 0
     waiting = next(source, None)
@@ -101,9 +101,9 @@ def work(
 
 
 def widened(width: int, before: float, now: float) -> tuple[int, float]:
-    """How many threads there should be after `width` have moved so much a second; and what they are to be compared with.
+    """The next number of threads, given the throughput `now` of `width` threads; and the throughput to compare it with.
 
-    Twice as many, if the last doubling moved a quarter more than `before`; 0 stands for the first look.
+    Doubles if the last doubling gained at least a quarter over `before`; `before` is 0 at first.
     """
     if now < 1.25 * before or width >= MANY:
         return width, float("inf")
@@ -111,7 +111,7 @@ def widened(width: int, before: float, now: float) -> tuple[int, float]:
 
 
 class _Threads:
-    """Threads that do what is in `todo`, and put into `done` how it ended. They start when they are needed."""
+    """Threads that run jobs from `todo` and put their outcomes into `done`; started as needed."""
 
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -142,7 +142,7 @@ class _Threads:
                 self.done.put((job, None, error))
 
     def drop(self) -> list[Any]:
-        """Take back what nobody has begun."""
+        """Remove and return the queued jobs."""
         dropped = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -150,7 +150,7 @@ class _Threads:
         return dropped
 
     def leave(self, deadline: float) -> None:
-        """Have all threads end after what they do now, and wait for that until `deadline` (monotonic)."""
+        """Stop all threads after their current job; wait for that until `deadline` (monotonic)."""
         self.drop()
         for _ in self._threads:
             self.todo.put(None)

@@ -1,12 +1,12 @@
-"""What a sync remembers on this disk, so that an interrupted one goes on, and an unchanged one has nothing to do.
+"""The local state of a sync: an interrupted one resumes, an unchanged one has nothing to do.
 
-    state           what is known of tree and store (`manifest.State`), replaced as a whole
-    state.done      what has been done since, a line a file, appended as it happens
+    state           files and objects (`index.State`), replaced as a whole
+    state.done      log of transfers since then, a line a file
     state.lock      held by the one process that syncs
     state.uploads/  journals of large uploads (`Store.upload`)
 
-Whatever dies between two lines: a file that is remembered has been transferred, because it was noted afterwards. One that is not
-remembered costs a repetition.
+A transfer is logged after it is done. So whenever the process dies, a logged file has been transferred, and one that is not
+logged is transferred again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outlast.errors import AlreadyRunning, OutlastError
 from outlast.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""After how long what has been done is written down, at the latest: a kill costs so much, an exception nothing."""
+"""Flush interval of the log: a kill loses this much of it, an exception nothing."""
 
 
 class StateFile:
@@ -38,7 +38,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """What was done after the state was written: the manifest in the store does not know of it."""
+        """Paths transferred after the state was written, which the manifest in the store does not list yet."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)
@@ -48,7 +48,7 @@ class StateFile:
         self._replayed = bool(self.fresh)
 
     def _replay(self) -> None:
-        """Take in what was done after the state was written. Its last line may have been cut off."""
+        """Apply the log. Its last line may be incomplete."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError), self._done.open() as lines:
             if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
                 return
@@ -58,7 +58,7 @@ class StateFile:
                 self.fresh.add(path)
 
     def add(self, path: str, there: Object, here: Seen) -> None:
-        """Remember that a file and an object are the same, from now on."""
+        """Record that a file and an object are the same."""
         self.state.objects[path], self.state.seen[path] = there, here
         self.fresh.add(path)
         if self._file is None:
@@ -77,13 +77,13 @@ class StateFile:
         return file
 
     def flush(self) -> None:
-        """Write down what has been done."""
+        """Flush the log."""
         if self._file is not None:
             self._file.flush()
             self._flushed = time.monotonic()
 
     def save(self) -> None:
-        """Replace the state by what is known now."""
+        """Write the state, and start a new log."""
         files.replace(self._path, self.state.encode())
         self._id = _id(self._path)
         if self._file is not None:
@@ -94,14 +94,14 @@ class StateFile:
         self._replayed = False
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the log."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _id(path: Path) -> str:
-    """Tells states apart: what was done after another one says nothing about this one."""
+    """Identifies a version of the state: a log belongs to one."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

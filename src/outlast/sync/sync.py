@@ -1,8 +1,8 @@
-"""Makes a place in a store like a directory (`push`), or a directory like a place in a store (`pull`).
+"""Synchronises a directory to a place in a store (`push`), or a place in a store to a directory (`pull`).
 
-A push leaves a manifest in the store: the names, sizes, times and checksums of all objects. A state beside us remembers it, and
-how the files looked that belong to it. So an unchanged tree costs a walk and one request, however many files it has. Rules are
-in `index`, files in `tree`, what is remembered in `state`, the work is done by `transfer`; here they come together.
+A push leaves a manifest in the store: names, sizes, times and checksums of all objects. A local state file remembers it, and the
+size and times of the local files that match it, so an unchanged tree costs a walk and one request however many files it has.
+`index` compares, `tree` reads and writes files, `state` remembers, `transfer` uploads and downloads.
 
 What stays true however a process dies: objects are written first, then the manifest, then the state. So an object that the
 manifest lists is there, and a file that the state calls unchanged has been transferred. What others do in the store is noticed by
@@ -34,18 +34,18 @@ __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", 
 
 MANIFEST = ".outlast-manifest"
 CHECK_EVERY_S = 86_400.0
-"""How long we believe that nobody else has written into the store."""
+"""TTL of our knowledge of the store: after this it is listed again, in case others wrote into it without a manifest."""
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
-"""After so long without a byte, nobody goes on with a file that is half written."""
+"""A partly written file that has not grown for this long is abandoned."""
 _HOPELESS = 3
-"""After so many refusals in a row, the rest is not tried."""
+"""Failed requests in a row after which the rest is not tried."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a push or pull is."""
+    """Progress of a push or pull."""
 
     files: int
     bytes: int
@@ -55,7 +55,7 @@ class Progress:
 
 @dataclasses.dataclass
 class Report:
-    """What a push or pull has done; with `dry_run`, what it would do."""
+    """Result of a push or pull; with `dry_run`, of what it would do."""
 
     transferred: int = 0
     """Files sent by a push, received by a pull."""
@@ -63,7 +63,7 @@ class Report:
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that were left as they are, and why. Everything else was done."""
+    """Paths that failed, and why. Everything else was done."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """Paths that are no files, and why."""
     changing: list[str] = dataclasses.field(default_factory=list)
@@ -181,7 +181,7 @@ def pull(store: Store, target: Path, state: Path, options: Options = Options(), 
 
 
 class _Run:
-    """One push or pull: the directory `root`, the store, and what is known of both."""
+    """One push or pull between the directory `root` and a store."""
 
     def __init__(self, root: str, store: Store, known: states.StateFile, options: Options) -> None:
         self._root, self._store = root, store
@@ -189,16 +189,16 @@ class _Run:
         self._file, self._state = known, known.state
         self.report = Report()
         self.changed = False
-        """Whether the store's manifest does not say what there is."""
+        """Whether the manifest in the store is out of date."""
         self._listed = False
         self._learned = False
-        """Whether we know more than the state on the disk."""
+        """Whether the state on disk is out of date."""
         self._done = "read"
         self._refused = 0
         self._refusal: StoreError = StoreError("")
 
     def look(self, check: bool) -> dict[str, Object]:
-        """The objects of the store: by its manifest if we may believe one, else by a listing."""
+        """The objects of the store, from its manifest if that can be trusted, else from a listing."""
         state, store = self._state, self._store
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
@@ -219,7 +219,7 @@ class _Run:
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """Those of the paths whose file and object are not the same."""
+        """The paths whose file and object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
@@ -249,7 +249,7 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """Those of the paths that objects can be called by; of the others it is noted why not."""
+        """The paths that are valid names of objects; reports the others."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -257,7 +257,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Those of the paths that can be written here; of the others it is noted why not."""
+        """The paths that can be written here; reports the others."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -271,7 +271,7 @@ class _Run:
         return possible
 
     def planned(self, verb: str, todo: list[str], sizes: Mapping[str, Stat | Object], gone: list[str]) -> Report:
-        """What would be done."""
+        """The report of a dry run."""
         report = self.report
         report.transferred, report.bytes = len(todo), sum(sizes[path].size for path in todo)
         gone = [] if report.failed else gone
@@ -280,7 +280,7 @@ class _Run:
         return report
 
     def send(self, paths: list[str], files: Mapping[str, Stat]) -> None:
-        """Send files, and remember what has arrived."""
+        """Upload files, and record each that arrived."""
         meter = _Meter(self._progress, len(paths), sum(files[path].size for path in paths))
         outcomes = transfer.uploads(
             self._store,
@@ -308,7 +308,8 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Receive objects, and remember what has arrived. Of those that are not what they should be, we ask what they are now."""
+        """Download objects, and record each that arrived. Objects that were replaced meanwhile are looked up and tried once
+        more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -360,7 +361,7 @@ class _Run:
         self.report.bytes += there.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
-        """Take note of what went wrong with one file; raises what will go wrong with all."""
+        """Report the failure of one file; raises errors that every file would meet."""
         match error:
             case NoBucket():
                 raise error
@@ -381,12 +382,12 @@ class _Run:
                 raise error
 
     def _settle(self) -> None:
-        """Raises the store's refusal, if there was nothing else."""
+        """Raise the store's error if nothing at all was transferred."""
         if self._refused and not self.report.transferred:
             raise self._refusal
 
     def write(self, clean_before: int, gone: list[str]) -> None:
-        """Write the manifest of what is in the store, without what is about to go."""
+        """Write the manifest, without the objects that are about to be deleted."""
         state, store = self._state, self._store
         try:  # another pusher may have been here since we looked: what it says is true, but for what we did
             if store.head(self._key).etag != state.etag:
@@ -402,14 +403,14 @@ class _Run:
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """Something is done that leaves more in the store than its manifest says, unless it succeeds: then a listing tells."""
+        """Force a listing next time unless the block succeeds: until then the store holds more than its manifest lists."""
         checked, self._state.checked = self._state.checked, 0.0
         self.save()
         yield
         self._state.checked = checked
 
     def save(self) -> None:
-        """Write the state, if we have learned something."""
+        """Write the state if it is out of date."""
         if self._learned:
             objects = self._state.objects
             self._state.seen = {path: seen for path, seen in self._state.seen.items() if path in objects}
@@ -417,7 +418,7 @@ class _Run:
 
 
 class _Meter:
-    """Counts what has been transferred, and tells of it a few times a second."""
+    """Counts what has been transferred, and reports progress a few times a second."""
 
     def __init__(self, progress: Callable[[Progress], None], files: int, size: int) -> None:
         self._progress, self._files_total, self._bytes_total = progress, files, size
@@ -432,7 +433,7 @@ class _Meter:
             self._bytes += count
 
     def tick(self, *, last: bool = False) -> None:
-        """Tell, if that is due."""
+        """Report progress if that is due."""
         now = time.monotonic()
         if last or now - self._told > _PROGRESS_S:
             self._told = now

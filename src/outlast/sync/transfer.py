@@ -4,7 +4,7 @@
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
 Small files are sent and received whole, large ones by parts. What arrives is written beside its place, compared with the size
-(and checksum) that is expected, and renamed. Threads and the limit of memory are those of `threads`. `sync` does this for trees,
+(and checksum) that is expected, and renamed. `pool` provides the threads and limits the memory. `sync` does this for trees,
 `checkpoints` for checkpoints, `fetch` and `code` for data.
 """
 
@@ -37,11 +37,11 @@ _UPLOAD = 32 << 20
 
 
 class Damaged(StoreError):
-    """What arrived is not what was expected."""
+    """The content that arrived has another size or checksum than expected."""
 
 
 class Sent(NamedTuple):
-    """What is in the store now."""
+    """An object as it was written."""
 
     size: int
     crc32: int
@@ -55,9 +55,9 @@ class Uploaded(NamedTuple):
     stat: Stat
     """The file as it was when what was sent was read."""
     read: int
-    """When we began to read it, nanoseconds since the epoch."""
+    """When reading began, nanoseconds since the epoch."""
     steady: bool
-    """Whether it stayed so for as long as that took."""
+    """Whether it did not change while it was read."""
 
 
 class Wanted(NamedTuple):
@@ -67,9 +67,9 @@ class Wanted(NamedTuple):
     size: int
     path: str
     crc32: int = -1
-    """What it should be; -1: anything."""
+    """The expected checksum; -1: unknown."""
     mtime: int | None = None
-    """The time that the file gets, nanoseconds since the epoch."""
+    """Modification time to set, nanoseconds since the epoch."""
 
 
 class Downloaded(NamedTuple):
@@ -144,7 +144,7 @@ def uploads(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[Uploaded], None, None]:
-    """Send files, and tell of each how that ended. If `snapshots`, a large file that changes all the time is copied first."""
+    """Upload files and yield the outcome of each. With `snapshots`, a large file that keeps changing is copied first."""
     enough = threading.Event()
 
     def job(path: Path, key: str) -> Uploaded:
@@ -219,7 +219,7 @@ def downloads(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[Downloaded], None, None]:
-    """Receive objects, and tell of each how that ended."""
+    """Download objects and yield the outcome of each."""
     enough = threading.Event()
     direct = Direct(store.link)
     begun: list[_Pieces] = []
@@ -263,7 +263,8 @@ def downloads(
 
 
 class _Pieces:
-    """A large object that arrives by pieces. Whoever brings the last one ends it: names the file, or raises what went wrong."""
+    """A large object that is downloaded in pieces. The thread with the last piece finishes the file, or raises the first
+    error."""
 
     def __init__(
         self,
@@ -286,7 +287,7 @@ class _Pieces:
         self.ended = False
 
     def fetch(self, start: int) -> Downloaded | None:
-        """Bring the piece that begins there; the file, if that was the last one."""
+        """Download the piece at `start`; returns the file after the last piece."""
         with self._lock:
             self._left -= 1
             if self._error is None:
@@ -316,7 +317,7 @@ class _Pieces:
                     self._file.close()
 
     def give_up(self) -> None:
-        """Leave it, if it has not ended."""
+        """Abandon the download if it has not ended."""
         with self._lock:
             self._error = self._error or Stopped(f"the download of {self._wanted.key} was stopped")
             self._drop_if_idle()

@@ -1,4 +1,4 @@
-"""A directory of files: what is in it, read as it was at one moment, and written so that nobody sees half a file.
+"""A directory tree: scanning it, consistent reads of files, atomic writes.
 
 Called by `sync` and `transfer`. Links to files count as files. A link to a directory is followed if that lies inside the tree and
 is not being walked already. Names are UTF-8. Empty directories do not count: stores know none.
@@ -35,11 +35,11 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """What could not be read, and why: what is missing in `files` may exist."""
+    """What could not be read, and why. It may exist although it is not in `files`."""
     ignored: dict[str, str] = field(default_factory=dict)
     """What is no file, and why."""
     partials: list[str] = field(default_factory=list)
-    """What somebody writes, or left half written."""
+    """Files being written, or left half written."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
@@ -131,7 +131,7 @@ def gone(path: str | Path) -> bool:
 
 
 def look(path: str | Path) -> Stat:
-    """A file as it is now; raises OSError."""
+    """Size and times of a file; raises OSError."""
     return _stat(os.stat(path))
 
 
@@ -140,7 +140,7 @@ def _stat(found: os.stat_result) -> Stat:
 
 
 def version(stat: Stat) -> tuple[int, int]:
-    """What a change of the content changes."""
+    """Changes when the content does."""
     return stat.size, stat.mtime
 
 
@@ -190,7 +190,7 @@ def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
 
 
 class AtomicFile:
-    """A file on its way: written beside `path`, and renamed to it when it is whole.
+    """A file that is written beside `path` and renamed to it when complete.
 
         with AtomicFile(path) as file:
             os.pwrite(file.fd, ...)
@@ -230,7 +230,7 @@ class AtomicFile:
         return _stat(os.fstat(self.fd))
 
     def finish_unless_there(self) -> None:
-        """Give the file its name, unless there is a file of that name by now: that one stays."""
+        """Give the file its name unless a file of that name exists, which then stays."""
         try:
             os.link(self._partial, self.path)
         except FileExistsError:
@@ -240,7 +240,7 @@ class AtomicFile:
                 self.finish()
 
     def close(self) -> None:
-        """Remove what did not land."""
+        """Remove the file unless it is finished."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -285,7 +285,7 @@ class Inside:
 
 
 def sweep(root: str, partials: list[str], before: float) -> None:
-    """Remove files that are half written and that nobody has touched since `before`."""
+    """Remove half-written files that have not changed since `before`."""
     for path in partials:
         with contextlib.suppress(OSError):
             if os.stat(os.path.join(root, path)).st_mtime < before:
