@@ -194,7 +194,7 @@ def life() -> collections.Counter[str]:
     cluster, notes = simulated.Cluster({"replicas": PODS}, steps=25), 0
     while cluster.now < simulated.BEGAN + 120:
         cluster.pass_()
-        notes += len(cluster.look().notes)
+        notes += len(cluster.look().events)
     assert cluster.status["state"] == "Succeeded"
     words = {"set": "create {2}", "create": "create Pod", "status": "update status", "delete": "delete Pod"}
     written = [words[each.split()[0]].format(*each.split()) for each in cluster.writes]

@@ -41,7 +41,7 @@ from outlast.operator.cache import Cache, Key, trimmed
 from outlast.operator.leader import Leadership
 from outlast.operator.operator import Operator, Settings
 from outlast.operator.process import OBJECTS
-from outlast.operator.queues import Found
+from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import HEARD, Limits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -98,7 +98,7 @@ def looks() -> Iterator[tuple[int, float]]:
         took = []
         for _ in range(5):
             begun = time.process_time()
-            plan = decide(known.job(key, now + 5), now + 5, Found())
+            plan = decide(known.job(key, now + 5), now + 5, ClusterFeatures())
             took.append(time.process_time() - begun)
             assert not plan.deletes
             assert not plan.creates

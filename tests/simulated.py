@@ -19,9 +19,10 @@ from outlast.kube import pods as podwords
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import kueue
 from outlast.operator import job_status, snapshot
+from outlast.operator.cache import CachedJob
 from outlast.operator.decide import decide
 from outlast.operator.plan import Plan
-from outlast.operator.queues import Found, Share, Sight
+from outlast.operator.queues import ClusterFeatures, KueueObjects, Share
 from outlast.operator.snapshot import HEARD
 from simulated_deciders import Deciders, Node
 
@@ -193,10 +194,9 @@ class Cluster:
         job = documents["ElasticJob", "train"]
         if self.unreadable:
             job = {**job, "spec": {}, wire.UNREADABLE: "its spec is nested more than 100 levels deep; make it flatter"}
-        listed = job, pods, leases, nodes
         now = self.clock()
-        since = max(self.since - self.slept, self.clock.broken_at)
-        plan = decide(snapshot.observe(*listed, now, since, self.has(), self.limits))
+        cached = CachedJob(job, pods, leases, nodes, max(self.since - self.slept, self.clock.broken_at))
+        plan = decide(snapshot.take(cached, now, self.has(), self.limits))
         left = [dies_after if dies_after is not None else 10**6]
 
         def write(what: str) -> None:
@@ -205,7 +205,7 @@ class Cluster:
             left[0] -= 1
             self.writes.append(what)
 
-        for document in (*plan.setup, *plan.apply):
+        for document in (*plan.prerequisites, *plan.apply):
             if (document["kind"], document["metadata"]["name"]) not in self.documents or document in plan.apply:
                 write(f"set up {document['kind']}")
                 self.apply(copy.deepcopy(document))
@@ -233,9 +233,9 @@ class Cluster:
         assert document["kind"] != "Workload" or not there or Share(there).waits, "what has quota cannot be changed"
         self.put({**there, **document, "metadata": {**there.get("metadata", {}), **document["metadata"]}})
 
-    def has(self) -> Found:
+    def has(self) -> ClusterFeatures:
         """What the operator finds."""
-        return Found(self.found | {kueue.GROUP}, self.kueue.sight()) if self.kueue else Found(self.found)
+        return ClusterFeatures(self.found | {kueue.GROUP}, self.kueue.sight()) if self.kueue else ClusterFeatures(self.found)
 
     def create(self, pod: Document) -> None:
         name = pod["metadata"]["name"]
@@ -582,9 +582,9 @@ class Kueue:
         self.serial = 0
         cluster.kueue = self
 
-    def sight(self) -> Sight:
+    def sight(self) -> KueueObjects:
         workloads = copy.deepcopy(self.cluster.all("Workload"))
-        return Sight(kinds.WORKLOAD_V1BETA2, workloads, {"spot": self.flavor}, self.classes)
+        return KueueObjects(kinds.WORKLOAD_V1BETA2, workloads, {"spot": self.flavor}, self.classes)
 
     def shares(self) -> list[Share]:
         return [Share(each) for each in self.cluster.all("Workload")]

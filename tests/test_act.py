@@ -16,7 +16,7 @@ from outlast.contract import Label
 from outlast.kube import kinds
 from outlast.operator.apply import RETRY_S, Done, act, event
 from outlast.operator.parallel import Parallel
-from outlast.operator.plan import Deletion, Note, Plan
+from outlast.operator.plan import Deletion, Event, Plan
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]
@@ -74,13 +74,13 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
     job = a_job(api)
     old = api.put(a_pod(job, 1))
     plan = Plan(
-        setup=(a_service(),),
+        prerequisites=(a_service(),),
         apply=({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c", "namespace": "default"}},),
         status={"state": "Running"},
         deletes=(Deletion("train-worker-1", old["metadata"]["uid"], "it is surplus"),),
         creates=(a_pod(job, 0),),
-        notes=(Note("Normal", "WorkersStarted", "worker 0 is started"),),
-        look_again=NOW + 30,
+        events=(Event("Normal", "WorkersStarted", "worker 0 is started"),),
+        requeue_at=NOW + 30,
     )
     assert act(cluster, job, plan, NOW) == Done(NOW + 30)
     assert writes(api) == [
@@ -108,10 +108,10 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
     ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "train"}
     services = [{**a_service(), "metadata": {"name": name, "namespace": "default"}} for name in ("a", "b")]
     plan = Plan(
-        setup=({**role, "kind": "RoleBinding", "roleRef": ref}, role, *services),
+        prerequisites=({**role, "kind": "RoleBinding", "roleRef": ref}, role, *services),
         status={"state": "Pending"},
         creates=tuple(a_pod(job, index) for index in range(3)),
-        notes=(Note("Normal", "A", "a"),),
+        events=(Event("Normal", "A", "a"),),
     )
     later: list[Callable[[], None]] = []
     assert act(cluster, job, plan, NOW, Parallel(2), later.append) == Done(None)
@@ -133,7 +133,7 @@ def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: apiserver.Ap
     job = {**a_job(api, state="Pending")}
     seen = {**job, "metadata": dict(job["metadata"])}
     a_job(api, state="Failed")
-    done = act(cluster, seen, Plan(status={"state": "Running"}, creates=(a_pod(job),), look_again=NOW + 5), NOW)
+    done = act(cluster, seen, Plan(status={"state": "Running"}, creates=(a_pod(job),), requeue_at=NOW + 5), NOW)
     assert done == Done(NOW + 5, "the job has changed meanwhile")
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Failed"}
     assert not cluster.list_(kinds.POD)
@@ -150,7 +150,7 @@ def test_doing_it_twice_does_no_harm(api: apiserver.ApiServer, cluster: kube.Clu
     job = a_job(api)
     old = api.put(a_pod(job, 1))
     gone = Deletion("train-worker-1", old["metadata"]["uid"], "it is surplus")
-    plan = Plan(setup=(a_service(),), deletes=(gone,), creates=(a_pod(job),), notes=(Note("Normal", "A", "a"),))
+    plan = Plan(prerequisites=(a_service(),), deletes=(gone,), creates=(a_pod(job),), events=(Event("Normal", "A", "a"),))
     assert [act(cluster, job, plan, NOW), act(cluster, job, plan, NOW)] == [Done(None), Done(None)]
     assert [pod["metadata"]["name"] for pod in cluster.list_(kinds.POD)] == ["train-worker-0"]
     assert len(cluster.list_(kinds.EVENT)) == 1
@@ -197,7 +197,7 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
         found["metadata"]["deletionTimestamp"] = apiserver.NOW
     api.put(found)
     with caplog.at_level(logging.WARNING):
-        done = act(cluster, job, Plan(creates=(pod,), look_again=NOW + 60), NOW)
+        done = act(cluster, job, Plan(creates=(pod,), requeue_at=NOW + 60), NOW)
     assert [record.getMessage() for record in caplog.records] == ([said] if said else [])
     stays = said if said.endswith("give the job another name") else ""
     assert done == Done(NOW + RETRY_S if said else NOW + 60, blocked=stays)
@@ -215,14 +215,16 @@ def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
 ) -> None:
     job = a_job(api)
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
-    plan = Plan(setup=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
+    plan = Plan(prerequisites=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
     said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
     assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
     assert told(cluster) == [("Normal", "NameTaken", said)]
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
     assert not cluster.list_(kinds.POD)
     api.remove("services", "train")  # by the garbage collector
-    assert [act(cluster, job, plan, NOW + 1), act(cluster, job, Plan(setup=plan.setup), NOW + 1)] == [Done(None)] * 2
+    assert [act(cluster, job, plan, NOW + 1), act(cluster, job, Plan(prerequisites=plan.prerequisites), NOW + 1)] == [
+        Done(None)
+    ] * 2
     (made,) = cluster.list_(kinds.SERVICE)
     assert made["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Pending"}
@@ -234,7 +236,7 @@ def test_what_is_not_of_the_job_is_used_and_said(
 ) -> None:
     job = a_job(api)
     api.put(a_service() if owner is None else an_owned_service(job, **owner))
-    assert act(cluster, job, Plan(setup=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
+    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
     said = "Service train is there and not of this job, and stays as it is; give the job another name if that is not meant"
     assert told(cluster) == [("Warning", "NameTaken", said)]
     assert len(cluster.list_(kinds.POD)) == 1
@@ -252,7 +254,7 @@ def test_what_others_have_made_is_not_changed_when_the_job_changes(
     meta = (a_service() if owner is None else an_owned_service(job, **owner))["metadata"]
     theirs = {**head, "metadata": dict(meta), "spec": {"minAvailable": 3, "selector": {"a": "web"}}}
     api.put(theirs)
-    for plan in (Plan(setup=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
+    for plan in (Plan(prerequisites=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
         assert act(cluster, job, plan, NOW) == Done(None)
     assert cluster.get(kind, "train") == theirs
     said = f"{kind.kind} train is there and not of this job, and stays as it is; give the job another name if that is not meant"
@@ -283,7 +285,7 @@ def test_rights_that_others_have_given_are_not_handed_to_pods(
     owned = {**head, "metadata": an_owned_service(job)["metadata"]}
     api.put(theirs := {**head, "metadata": {"name": "train", "namespace": "default"}, "rules": [{"verbs": ["*"]}]})
     with pytest.raises(errors.Refused) as caught:
-        act(cluster, job, Plan(setup=(owned,), creates=(a_pod(job),)), NOW)
+        act(cluster, job, Plan(prerequisites=(owned,), creates=(a_pod(job),)), NOW)
     said = f"{kind.kind} train is there and not of this job; delete it, or give the job another name"
     assert (str(caught.value), told(cluster)) == (said, [("Warning", "FailedCreate", said)])
     assert cluster.get(kind, "train")["rules"] == theirs["rules"]
@@ -294,8 +296,8 @@ def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster
     job = a_job(api)
     title = 'pods "train-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
     api.prescribe("POST .*/pods", apiserver.status(403, "Forbidden", title))
-    lost = Note("Warning", "NodeLost", "worker 0 was lost")
-    plan = Plan(status={"state": "Pending"}, creates=(a_pod(job, 0), a_pod(job, 1)), notes=(lost,))
+    lost = Event("Warning", "NodeLost", "worker 0 was lost")
+    plan = Plan(status={"state": "Pending"}, creates=(a_pod(job, 0), a_pod(job, 1)), events=(lost,))
     written: list[str] = []
     with pytest.raises(errors.Refused, match="exceeded quota: q") as caught:
         act(cluster, job, plan, NOW, written=lambda: written.append("status"))
@@ -309,7 +311,7 @@ def test_a_quota_that_is_used_up_by_what_is_there_is_no_obstacle(api: apiserver.
     job = a_job(api)
     api.put(an_owned_service(job))
     api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
-    assert act(cluster, job, Plan(setup=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
+    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
     assert len(cluster.list_(kinds.POD)) == 1
 
 
@@ -317,7 +319,7 @@ def test_without_what_pods_need_no_pod_is_made(api: apiserver.ApiServer, cluster
     job = a_job(api)
     api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
     with pytest.raises(errors.Refused, match="exceeded quota: q"):
-        act(cluster, job, Plan(setup=(a_service(),), status={"state": "Created"}, creates=(a_pod(job),)), NOW)
+        act(cluster, job, Plan(prerequisites=(a_service(),), status={"state": "Created"}, creates=(a_pod(job),)), NOW)
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
     assert not cluster.list_(kinds.POD)
 
@@ -340,7 +342,7 @@ def test_an_event_that_cannot_be_written_is_only_said(
 ) -> None:
     job = a_job(api)
     api.prescribe("POST .*/events", apiserver.status(403, "Forbidden", "events is forbidden"))
-    assert act(cluster, job, Plan(notes=(Note("Warning", "WorkerLost", "lost worker 3"),)), NOW) == Done(None)
+    assert act(cluster, job, Plan(events=(Event("Warning", "WorkerLost", "lost worker 3"),)), NOW) == Done(None)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "an Event could not be written (lost worker 3)"
     ]
@@ -348,7 +350,7 @@ def test_an_event_that_cannot_be_written_is_only_said(
 
 def test_the_same_event_within_ten_minutes_is_one() -> None:
     job = {"apiVersion": "a/v1", "kind": "ElasticJob", "metadata": {"name": "train", "namespace": "team", "uid": "u"}}
-    note = Note("Warning", "WorkerLost", "lost worker 3")
+    note = Event("Warning", "WorkerLost", "lost worker 3")
     names = [event(job, note, NOW + after)["metadata"]["name"] for after in (0, 599, 600)]
     assert names[0] == names[1] != names[2]
     made = event(job, note, NOW)
@@ -364,7 +366,7 @@ def test_the_same_event_within_ten_minutes_is_one() -> None:
 
 
 def test_what_is_said_again_is_counted(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job, plan = a_job(api), Plan(notes=(Note("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is made anew"),))
+    job, plan = a_job(api), Plan(events=(Event("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is made anew"),))
     for after in (0, 60, 120, 600):
         act(cluster, job, plan, NOW + after)
     told = [(each["count"], each["firstTimestamp"][11:19], each["lastTimestamp"][11:19]) for each in cluster.list_(kinds.EVENT)]

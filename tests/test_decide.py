@@ -166,7 +166,7 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
             before = cluster.status
             plan = cluster.look()
             if plan.status is not None:
-                counted.count_changes(before, plan.status, plan.notes, cluster.now)
+                counted.count_changes(before, plan.status, plan.events, cluster.now)
                 counted.set_job("elasticjobs", "team", "train", plan.status)
 
     run(30)

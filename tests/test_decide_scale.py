@@ -16,8 +16,8 @@ from outlast.operator import reconcilers, snapshot
 from outlast.operator.cache import CachedJob
 from outlast.operator.decide import decide
 from outlast.operator.plan import Plan
-from outlast.operator.queues import Found
-from outlast.operator.snapshot import HEARD, Limits, Seen
+from outlast.operator.queues import ClusterFeatures
+from outlast.operator.snapshot import HEARD, JobSnapshot, Limits
 from outlast.rendezvous.world import World
 
 NOW = 1_767_225_600.0
@@ -101,24 +101,25 @@ def work(workers: int, change: Change, now: float) -> int:
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        seen = snapshot.observe(job, pods, leases, nodes, now, NOW - 1000)
+        seen = snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), now)
         decide(counting(seen))
     finally:
         sys.setprofile(before)
     return calls + Counted.compared
 
 
-def counting(seen: Seen) -> Seen:
+def counting(seen: JobSnapshot) -> JobSnapshot:
     """The same with indices that count."""
     ids = {id: Counted(id) for id in range(1000)}
-    world = seen.memory.world
+    world = seen.status.world
     assert world is not None
     formed = World(1, tuple(ids[id] for id in world.members), world.address, world.reason, world.at)
     told = {
-        ids[id]: dataclasses.replace(each, member=dataclasses.replace(each.member, id=ids[id])) for id, each in seen.told.items()
+        ids[id]: dataclasses.replace(each, member=dataclasses.replace(each.member, id=ids[id]))
+        for id, each in seen.reports.items()
     }
     pods = tuple(dataclasses.replace(pod, index=ids[pod.index]) for pod in seen.pods)
-    return dataclasses.replace(seen, memory=dataclasses.replace(seen.memory, world=formed), told=told, pods=pods)
+    return dataclasses.replace(seen, status=dataclasses.replace(seen.status, world=formed), reports=told, pods=pods)
 
 
 def nothing(*_: object) -> None: ...
@@ -191,12 +192,12 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     job, pods, leases, nodes = documents(2)
     for lease in leases:
         lease["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
-    status = decide(snapshot.observe(job, pods, leases, nodes, NOW, NOW - 1000)).status
+    status = decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)).status
     assert status is not None
     job["status"] = status
     for lease in leases:
         lease[HEARD] = NOW + 10
-    assert decide(snapshot.observe(job, pods, leases, nodes, NOW + 10, NOW - 1000)) == Plan(look_again=NOW + 30)
+    assert decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(requeue_at=NOW + 30)
 
 
 @pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 30), (10_000, 2, 100), (1, 4000, 48)])
@@ -207,15 +208,17 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
         lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
 
     def look(now: float) -> Plan:
-        return reconcilers.of(Limits())[ELASTIC_JOB](CachedJob(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, Found())
+        return reconcilers.of(Limits())[ELASTIC_JOB](
+            CachedJob(job, pods, leases, nodes, NOW - 1000, jobs=jobs), now, ClusterFeatures()
+        )
 
     job["status"] = look(NOW).status
-    assert look(NOW + 1) == Plan(look_again=NOW + pause_s)
+    assert look(NOW + 1) == Plan(requeue_at=NOW + pause_s)
 
 
 def test_members_of_a_large_world_renew_less_often_and_are_missed_later() -> None:
     job, pods, leases, nodes = documents(2)
     leases[0]["spec"]["leaseDurationSeconds"] = 150
     leases[0][HEARD] = leases[1][HEARD] = NOW - 60
-    plan = decide(snapshot.observe(job, pods, leases, nodes, NOW, NOW - 1000))
+    plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW))
     assert [deletion.name for deletion in plan.deletes] == ["train-worker-1"]

@@ -39,7 +39,7 @@ def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_tra
     notes = []
     for _ in range(200):
         cluster.pass_()
-        notes += cluster.look().notes
+        notes += cluster.look().events
     assert (deleted(cluster, before), cluster.status["restarts"]) == ([], 0)
     assert [note.reason for note in notes] == ["Unheard"]
     assert cluster.status["reason"] == (

@@ -19,7 +19,7 @@ from outlast.legacy import pods
 from outlast.operator import reconcilers
 from outlast.operator.cache import CachedJob
 from outlast.operator.plan import Document, Plan
-from outlast.operator.queues import Found
+from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import Limits
 
 START = 1_800_000_000.0
@@ -284,7 +284,7 @@ class Cluster:
         """One look, of which the first so many parts are done before the operator dies."""
         plan = self.decide()
         if parts > 0:
-            self.services |= {each["metadata"]["name"] for each in plan.setup}
+            self.services |= {each["metadata"]["name"] for each in plan.prerequisites}
         if parts > 1 and plan.status is not None:
             self.job["status"] = copy.deepcopy(dict(plan.status))
             self.checker.validate(self.job)
@@ -307,7 +307,7 @@ class Cluster:
                 assert (plan.remove.kind, plan.remove.uid) == (kinds.LEGACY_JOB, self.job["metadata"]["uid"])
                 self.removed.append(plan.remove.name)
                 self.job["metadata"]["deletionTimestamp"] = text(self.now)
-            self.notes += [note.reason for note in plan.notes]
+            self.notes += [note.reason for note in plan.events]
         return plan
 
     def kubelet(self) -> None:
@@ -622,14 +622,14 @@ def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count()
     cluster.settle()
     assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
     plan = cluster.look()  # it was put on the same node again
-    assert (plan.deletes, plan.look_again) == ((), cluster.now + 10)
+    assert (plan.deletes, plan.requeue_at) == ((), cluster.now + 10)
 
 
 def test_the_decider_is_told_which_nodes_will_soon_be_gone() -> None:
     cluster = running()
     node = {"metadata": {"name": "node-1"}, "spec": {"taints": [{"key": "karpenter.sh/disrupted"}]}}
     looked = CachedJob(cluster.job, list(cluster.pods.values()), [], {"node-0": {}, "node-1": node}, START)
-    plan = reconcilers.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, Found())
+    plan = reconcilers.of(Limits())[kinds.LEGACY_JOB](looked, cluster.now, ClusterFeatures())
     assert [each.name for each in plan.deletes] == ["cifar-worker-1"]
 
 
@@ -648,7 +648,7 @@ def test_a_worker_that_does_not_go_is_forced_to_after_a_while() -> None:
     cluster = running()
     cluster.pods["cifar-worker-0"]["metadata"]["deletionTimestamp"] = text(cluster.now)
     plan = cluster.look()
-    assert (plan.deletes, plan.creates, plan.look_again) == ((), (), cluster.now + 60)
+    assert (plan.deletes, plan.creates, plan.requeue_at) == ((), (), cluster.now + 60)
     cluster.now += 60
     (deletion,) = cluster.look().deletes
     assert (deletion.grace_s, deletion.reason) == (0, "its node node-0 has not ended it in time")
@@ -694,7 +694,7 @@ def test_a_worker_that_lost_the_store_is_not_judged_before_worker_0_is_heard_of(
     cluster = running(a_job(policy=policy))
     cluster.end(1, 1)
     plan = cluster.look()
-    assert (plan.deletes, plan.notes, plan.look_again) == ((), (), cluster.now + controller.CAUSE_S)
+    assert (plan.deletes, plan.events, plan.requeue_at) == ((), (), cluster.now + controller.CAUSE_S)
     assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 0)
     cluster.now += controller.CAUSE_S - 1
     cluster.end(0, 137)
@@ -730,9 +730,9 @@ def test_a_worker_that_is_killed_again_and_again_ends_the_job_by_its_budget() ->
         cluster.end(1, 137)
         failed_at = cluster.now
         plan = cluster.look()
-        while plan.look_again is not None and cluster.status["state"] == "Restarting" and "cifar-worker-1" in cluster.pods:
+        while plan.requeue_at is not None and cluster.status["state"] == "Restarting" and "cifar-worker-1" in cluster.pods:
             assert not plan.deletes
-            cluster.now = plan.look_again
+            cluster.now = plan.requeue_at
             plan = cluster.look()
         pauses.append(cluster.now - failed_at)
         cluster.settle()
@@ -779,7 +779,7 @@ def test_a_worker_that_was_restarted_thousands_of_times_is_restarted_again() -> 
     cluster.job["status"]["restarts"] = 5000
     cluster.end(0, 137)
     plan = cluster.look()
-    assert (plan.deletes, plan.look_again) == ((), cluster.now + 300)
+    assert (plan.deletes, plan.requeue_at) == ((), cluster.now + 300)
 
 
 def test_a_worker_that_its_node_refuses_is_not_made_again_at_once() -> None:
@@ -790,7 +790,7 @@ def test_a_worker_that_its_node_refuses_is_not_made_again_at_once() -> None:
         {"type": "Ready", "status": "False", "lastTransitionTime": text(cluster.now)}
     ]
     plan = cluster.look()
-    assert (plan.deletes, plan.look_again) == ((), START + 10)
+    assert (plan.deletes, plan.requeue_at) == ((), START + 10)
 
 
 def test_a_node_whose_clock_is_ahead_keeps_its_worker_no_longer() -> None:
@@ -865,7 +865,7 @@ def test_workers_of_the_archived_controller_train_on_when_others_are_done() -> N
 
 def test_a_job_may_run_for_so_long_and_no_longer() -> None:
     cluster = running(a_job(activeDeadlineSeconds=100))
-    assert cluster.decide().look_again == START + 100
+    assert cluster.decide().requeue_at == START + 100
     cluster.now = START + 100
     cluster.settle()
     assert cluster.message("Failed").endswith("because it has run for longer than activeDeadlineSeconds (100).")
@@ -888,7 +888,7 @@ def test_a_finished_job_is_deleted_once_and_never_runs_again(code: int) -> None:
     cluster.end(0, code)
     cluster.end(1, code)
     cluster.settle()
-    assert cluster.decide().look_again == cluster.now + 50
+    assert cluster.decide().requeue_at == cluster.now + 50
     cluster.now += 50
     cluster.look()
     for _ in range(3):
@@ -911,7 +911,7 @@ def test_a_job_that_failed_under_the_archived_controller_is_deleted_in_its_time(
     cluster.job["status"] = {"conditions": [condition], "replicaStatuses": {"Worker": {"failed": 1}}}
     cluster.settle()
     assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 0, "failed": 1}}
-    assert cluster.decide().look_again == START + 50
+    assert cluster.decide().requeue_at == START + 50
     cluster.now = START + 50
     cluster.look()
     assert cluster.removed == ["cifar"]

@@ -35,8 +35,8 @@ from outlast.operator.cache import Cache, CachedJob, Key
 from outlast.operator.leader import Leadership, Seen, judge
 from outlast.operator.metrics import Metrics
 from outlast.operator.operator import Operator, Settings
-from outlast.operator.plan import Deletion, Document, Note, Plan
-from outlast.operator.queues import Found
+from outlast.operator.plan import Deletion, Document, Event, Plan
+from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import HEARD, Limits
 from outlast.operator.workqueue import WorkQueue
 
@@ -352,7 +352,7 @@ def test_a_clock_that_steps_makes_nobody_silent_and_moves_no_turn(world: World, 
     seen: list[tuple[float, float]] = []
     stepped = [0.0]
 
-    def decider(looked: CachedJob, now: float, found: Found) -> Plan:
+    def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
         silences = [now - max(lease[HEARD], looked.since) for lease in looked.leases]
         seen.append((now, max(silences, default=-1.0)))
         return Plan()
@@ -394,9 +394,9 @@ def test_a_process_that_was_stopped_for_an_hour_writes_nothing_more_and_ends(
     monkeypatch.setattr(time, "clock_gettime", lambda which: true(which) + stopped[0])  # SIGSTOP: all clocks go on
     silences: list[float] = []
 
-    def decider(looked: CachedJob, now: float, found: Found) -> Plan:
+    def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
         silences.append(now - looked.since)
-        return Plan(look_again=now + 0.01)
+        return Plan(requeue_at=now + 0.01)
 
     world.apply("train")
     world.start(reconcilers={ELASTIC_JOB: decider})
@@ -562,7 +562,7 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
     failed = {"restarts": 1, "lastFailure": {"code": 137, "generation": 1, "time": NOW}}
     failing = {"state": "Restarting", "generation": 1, "rendezvous": {"called": {"at": NOW + 1}}, **failed}
     counted.count_changes({"state": "Running", "generation": 1}, failing, [], NOW)
-    told = [Note("Normal", "WorkerInterrupted", ""), Note("Warning", "NodeLost", ""), Note("Normal", "Training", "")]
+    told = [Event("Normal", "WorkerInterrupted", ""), Event("Warning", "NodeLost", ""), Event("Normal", "Training", "")]
     counted.count_changes(failing, {"state": "Running", "generation": 2, **failed}, told, NOW + 4)
     families = list(text_string_to_metric_families(counted.text(leads=True)))
     assert {family.name: family.type for family in families} == {
@@ -655,7 +655,7 @@ class World:
     def start(self, count: int = 2, *, me: str = "a", every_s: float = 5.0, duration_s: float = 15.0, **how: Any) -> Operator:
         cluster = self.connect()
 
-        def decider(looked: CachedJob, now: float, found: Found) -> Plan:
+        def decider(looked: CachedJob, now: float, found: ClusterFeatures) -> Plan:
             return pods_of(looked, count=count)
 
         leadership = Leadership(cluster, me, "default", every_s=every_s, duration_s=duration_s)
@@ -1015,7 +1015,7 @@ def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) ->
 
     def waits(looked: CachedJob, now: float, _: Any) -> Plan:
         times.append(now)
-        return dataclasses.replace(pods_of(looked, count=1), look_again=now + 0.2)
+        return dataclasses.replace(pods_of(looked, count=1), requeue_at=now + 0.2)
 
     world.api.prescribe("^POST .*/pods", *[QUOTA] * 1000)
     operator = world.start(reconcilers={ELASTIC_JOB: waits})
@@ -1081,7 +1081,7 @@ def test_a_node_of_an_old_job_is_lost_when_it_has_not_answered_for_a_while_or_is
     def plan(node: Document | None, seconds: float, since: float = NOW - 99) -> tuple[list[str], float | None]:
         nodes = {"n2": a_node(2), **({"n1": node} if node else {})}
         found = reconcilers.of(Limits(lost_s=20))[LEGACY_JOB](CachedJob(job, [pod], [], nodes, since), NOW + seconds, frozenset())
-        return [deletion.name for deletion in found.deletes], found.look_again
+        return [deletion.name for deletion in found.deletes], found.requeue_at
 
     assert plan(a_node(1), 99) == ([], None)
     assert plan(SILENT, 19) == ([], NOW + 20)
@@ -1128,7 +1128,7 @@ def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_
     plan = reconcilers.orphans(Limits(), looked, NOW + 31)
     assert [(each.name, each.uid, each.grace_s) for each in plan.deletes] == [("a", "uid-a", 0)]
     early = reconcilers.orphans(Limits(), looked, NOW + 10)
-    assert (early.deletes, early.look_again) == ((), NOW + 30)
+    assert (early.deletes, early.requeue_at) == ((), NOW + 30)
 
 
 @pytest.mark.parametrize(

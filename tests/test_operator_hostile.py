@@ -17,6 +17,7 @@ from outlast import contract, kube
 from outlast.cluster.backend import KubernetesBackend
 from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 from outlast.operator import reconcilers, snapshot
+from outlast.operator.cache import CachedJob
 from outlast.operator.decide import decide
 from outlast.operator.snapshot import Limits
 from test_operator import World, world  # noqa: F401  # the fixture
@@ -178,5 +179,5 @@ def test_numbers_in_a_lease_that_are_none_cost_its_job_no_look(where: str, said:
     key = {"report": contract.Annotation.REPORT, "progress": contract.Annotation.PROGRESS}[where]
     notes = leases[0]["metadata"]["annotations"]
     notes[key] = json.dumps({**json.loads(notes.get(key, "{}")), **json.loads(said)})
-    plan = decide(snapshot.observe(job, pods, leases, nodes, test_decide_scale.NOW, test_decide_scale.NOW - 1000))
+    plan = decide(snapshot.take(CachedJob(job, pods, leases, nodes, test_decide_scale.NOW - 1000), test_decide_scale.NOW))
     json.dumps(plan.status, allow_nan=False)

@@ -23,7 +23,7 @@ from outlast.kube.kinds import LEGACY_JOB
 from outlast.kube.ownership import owned_by
 from outlast.legacy import pods as legacy
 from outlast.operator import job_status
-from outlast.operator.plan import Deletion, Document, Note, Plan
+from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.rendezvous import failures
 from outlast.rendezvous.world import until
 
@@ -52,7 +52,7 @@ def decide(
     `leaving` those of nodes that will soon be gone, with the taint that says so."""
     sight = _Sight(job, pods, now, frozenset(lost), leaving or {})
     if job["metadata"].get("deletionTimestamp"):
-        return Plan(deletes=tuple(sight.stuck()), look_again=sight.next_stuck())
+        return Plan(deletes=tuple(sight.stuck()), requeue_at=sight.next_stuck())
     if sight.ended is not None:
         return _afterwards(sight)
     return _end(sight) or _go_on(sight)
@@ -69,7 +69,7 @@ def unreadable(job: Mapping[str, Any], pods: Sequence[Document], problem: str, n
     times = dict.fromkeys(("lastUpdateTime", "lastTransitionTime"), job_status.text(now))
     conditions = [*(sight.status.get("conditions") or ()), {**failed, **times}]
     status = {**sight.status, "state": "Failed", "conditions": conditions, "completionTime": job_status.text(now)}
-    return Plan(status=status, notes=(Note("Warning", "InvalidJob", message),))
+    return Plan(status=status, events=(Event("Warning", "InvalidJob", message),))
 
 
 # ---------------------------------------------------------------------------------------------------------------- what is seen
@@ -363,14 +363,14 @@ def _go_on(sight: _Sight) -> Plan:
             later.append(end)
 
     made = [] if sight.stale else sight.missing
-    status, notes = _status(sight)
+    status, events = _status(sight)
     return Plan(
-        setup=(legacy.service(sight.job),) if made else (),
+        prerequisites=(legacy.service(sight.job),) if made else (),
         status=status,
         deletes=tuple(deletes),
         creates=tuple(legacy.pod(sight.job, index) for index in made),
-        notes=notes,
-        look_again=min((each for each in later if each is not None), default=None),
+        events=events,
+        requeue_at=min((each for each in later if each is not None), default=None),
     )
 
 
@@ -380,8 +380,8 @@ def _over_with(sight: _Sight, end: str, message: str) -> Plan:
     status["conditions"] = _conditions(sight, end, message)
     status["state"] = end
     status["completionTime"] = job_status.text(sight.now)
-    note = Note("Normal" if end == "Succeeded" else "Warning", f"ElasticJob{end}", message)
-    return Plan(status=status, notes=(note,))
+    note = Event("Normal" if end == "Succeeded" else "Warning", f"ElasticJob{end}", message)
+    return Plan(status=status, events=(note,))
 
 
 def _afterwards(sight: _Sight) -> Plan:
@@ -411,14 +411,14 @@ def _afterwards(sight: _Sight) -> Plan:
         status=status if status != sight.status else None,
         deletes=tuple(deletes),
         remove=remove,
-        look_again=min((each for each in later if each is not None), default=None),
+        requeue_at=min((each for each in later if each is not None), default=None),
     )
 
 
 # -------------------------------------------------------------------------------------------------------------------- status
 
 
-def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
+def _status(sight: _Sight) -> tuple[Document | None, tuple[Event, ...]]:
     """The status to be, if it is not as it is, and what is to be told about it."""
     status, name = _counted(sight), sight.name
     before = sight.status.get("state")
@@ -442,10 +442,10 @@ def _status(sight: _Sight) -> tuple[Document | None, tuple[Note, ...]]:
         state, message = "Created", f"ElasticJob {name} is created."
     status["state"] = state
     status["conditions"] = _conditions(sight, state, message)
-    notes: tuple[Note, ...] = ()
+    events: tuple[Event, ...] = ()
     if state != before:
-        notes = (Note("Warning" if state == "Restarting" else "Normal", f"ElasticJob{state}", message),)
-    return (status if status != sight.status else None), notes
+        events = (Event("Warning" if state == "Restarting" else "Normal", f"ElasticJob{state}", message),)
+    return (status if status != sight.status else None), events
 
 
 def _counted(sight: _Sight) -> Document:

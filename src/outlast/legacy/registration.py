@@ -10,19 +10,19 @@ from outlast.legacy.pods import definition, end, processes, sizes
 from outlast.operator import snapshot
 from outlast.operator.cache import CachedJob
 from outlast.operator.plan import Plan
-from outlast.operator.queues import Found
+from outlast.operator.queues import ClusterFeatures
 from outlast.operator.snapshot import Limits
 
 __all__ = ["definition", "end", "processes", "reconcile", "sizes"]
 
 
-def reconcile(limits: Limits, cached: CachedJob, now: float, found: Found) -> Plan:
+def reconcile(limits: Limits, cached: CachedJob, now: float, found: ClusterFeatures) -> Plan:
     """The plan for one ElasticJob of `elastic.pytorch.org`."""
     assert cached.job is not None, "reconcilers are only called for jobs that exist"
     if broken := cached.job.get(wire.UNREADABLE):
         return legacy.unreadable(cached.job, cached.pods, str(broken), now)
     ends: dict[str, float] = {}
-    pods = snapshot.seen_pods(cached.pods, cached.nodes)
+    pods = snapshot.pods_of(cached)
     for pod in pods:
         if pod.node_lost is not None:
             ends[pod.node] = max(ends.get(pod.node, 0.0), max(pod.node_lost, cached.since) + limits.lost_s)
@@ -30,4 +30,4 @@ def reconcile(limits: Limits, cached: CachedJob, now: float, found: Found) -> Pl
     leaving = {pod.node: pod.node_leaves for pod in pods if pod.node_leaves}
     plan = legacy.decide(cached.job, cached.pods, now, lost=lost, leaving=leaving)
     later = [end for end in ends.values() if end > now]
-    return dataclasses.replace(plan, look_again=min([*later, plan.look_again or float("inf")])) if later else plan
+    return dataclasses.replace(plan, requeue_at=min([*later, plan.requeue_at or float("inf")])) if later else plan

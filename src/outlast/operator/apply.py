@@ -19,7 +19,7 @@ from outlast.kube import ownership
 from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
 from outlast.operator import job_status
 from outlast.operator.parallel import ForEach, immediately, in_order
-from outlast.operator.plan import Deletion, Document, Note, Plan
+from outlast.operator.plan import Deletion, Document, Event, Plan
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Writes(Protocol):
 class Done:
     """What became of a plan."""
 
-    look_again: float | None
+    requeue_at: float | None
     """When to reconcile again although nothing changes; seconds since the epoch."""
     stale: str = ""
     """What had changed meanwhile, so that the rest of the plan was dropped: a sentence."""
@@ -86,31 +86,31 @@ def act(
     applying = _Applying(cluster, job, now, each, later)
     try:
         if blocking := applying.prerequisites(plan):
-            applying.event(Note("Normal", "NameTaken", blocking))
+            applying.event(Event("Normal", "NameTaken", blocking))
             return Done(now + RETRY_S, blocking)
     except (Forbidden, Refused) as error:
-        applying.event(Note("Warning", FAILED_CREATE, str(error)))
+        applying.event(Event("Warning", FAILED_CREATE, str(error)))
         raise
     if plan.status is not None:
         try:
             cluster.replace(_with_status(job, plan.status), subresource="status")
         except Conflict:
-            return Done(plan.look_again, "the job has changed meanwhile")
+            return Done(plan.requeue_at, "the job has changed meanwhile")
         except Absent:
             return Done(None, "the job is gone")
         written()
-    for note in plan.notes:
+    for note in plan.events:
         applying.event(note)
     each(lambda deletion: delete(cluster, deletion, applying.namespace), plan.deletes)
     for document in plan.statuses:
         try:
             cluster.replace(document, subresource="status")
         except (Conflict, Absent):
-            return Done(plan.look_again, f"{document['kind']} {document['metadata']['name']} has changed meanwhile")
+            return Done(plan.requeue_at, f"{document['kind']} {document['metadata']['name']} has changed meanwhile")
     try:
         done = applying.creates(plan)
     except (Forbidden, Refused) as error:
-        applying.event(Note("Warning", FAILED_CREATE, str(error)))
+        applying.event(Event("Warning", FAILED_CREATE, str(error)))
         raise
     if plan.remove:
         delete(cluster, plan.remove, applying.namespace)
@@ -133,14 +133,14 @@ class _Applying:
         self._foreign: list[str] = []
         """Objects of others that have a name of ours: sentences."""
 
-    def event(self, note: Note) -> None:
+    def event(self, note: Event) -> None:
         """Write an Event, maybe later."""
         self._later(functools.partial(_write_event, self.cluster, self.job, note, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
-        """Make `setup` and `apply` true; a sentence when something has to go first. Raises Refused, Forbidden."""
-        bindings = [document for document in plan.setup if "roleRef" in document]
-        others = [document for document in plan.setup if "roleRef" not in document]
+        """Make `prerequisites` and `apply` true; a sentence when something has to go first. Raises Refused, Forbidden."""
+        bindings = [document for document in plan.prerequisites if "roleRef" in document]
+        others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
             if blocking := "; ".join(filter(None, self._each(self._ensure, part))):
                 return blocking
@@ -149,18 +149,18 @@ class _Applying:
                 return blocking
         for sentence in self._foreign:
             log.warning(sentence)
-            self.event(Note("Warning", "NameTaken", sentence))
+            self.event(Event("Warning", "NameTaken", sentence))
         return ""
 
     def creates(self, plan: Plan) -> Done:
         """Create the pods."""
-        again, blocked = plan.look_again, ""
+        again, blocked = plan.requeue_at, ""
         for obstacle in filter(None, self._each(self._create_pod, plan.creates)):
             log.warning(obstacle.sentence)
             again = min(again or self.now + RETRY_S, self.now + RETRY_S)
             if obstacle.stays and not blocked:
                 blocked = obstacle.sentence
-                self.event(Note("Warning", FAILED_CREATE, blocked))
+                self.event(Event("Warning", FAILED_CREATE, blocked))
         return Done(again, blocked=blocked)
 
     def _ensure(self, document: Document) -> str:
@@ -276,7 +276,7 @@ def delete(cluster: Writes, deletion: Deletion, namespace: str | None) -> None:
     log.info("%s %s is deleted: %s", deletion.kind, deletion.name, deletion.reason)
 
 
-def _write_event(cluster: Writes, job: Mapping[str, Any], note: Note, now: float) -> None:
+def _write_event(cluster: Writes, job: Mapping[str, Any], note: Event, now: float) -> None:
     """Write an Event. Its name is a hash of its content and the time window, so that a repetition is counted on the existing one,
     also after a restart of the operator. A failure is only logged, as nothing depends on Events."""
     made = event(job, note, now)
@@ -289,7 +289,7 @@ def _write_event(cluster: Writes, job: Mapping[str, Any], note: Note, now: float
         log.warning("an Event could not be written (%s): %s", note.message, error)
 
 
-def event(job: Mapping[str, Any], note: Note, now: float) -> Document:
+def event(job: Mapping[str, Any], note: Event, now: float) -> Document:
     """The Event of a note."""
     meta = job["metadata"]
     said = "\0".join((meta["uid"], note.type, note.reason, note.message, str(int(now // EVENT_WINDOW_S))))

@@ -16,28 +16,28 @@ from collections.abc import Callable
 
 from outlast import contract
 from outlast.operator.plan import Plan
-from outlast.operator.reconcile import Look
+from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import end, kueue, nodes, progress, start, workers, world
-from outlast.operator.snapshot import Seen
+from outlast.operator.snapshot import JobSnapshot
 
 
-def decide(seen: Seen) -> Plan:
-    """The plan for one look."""
+def decide(seen: JobSnapshot) -> Plan:
+    """The plan for one rec."""
     if seen.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
-        return Plan()  # somebody else makes its pods, and writes its status
+        return Plan()  # another controller makes its pods and writes its status
     if seen.document["metadata"].get("deletionTimestamp"):
         return end.orphans(seen.pods, seen.now, seen.since, seen.limits)
-    look = Look(seen)
+    rec = Reconcile(seen)
     for rule in RULES:
-        rule(look)
-        if look.over:
+        rule(rec)
+        if rec.done:
             break
     if seen.job is not None:
-        progress.tell(look)
-    return look.plan()
+        progress.written(rec)
+    return rec.plan()
 
 
-RULES: tuple[Callable[[Look], None], ...] = (
+RULES: tuple[Callable[[Reconcile], None], ...] = (
     end.finished,
     start.unreadable,
     start.changed_or_new,

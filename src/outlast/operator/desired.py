@@ -11,53 +11,53 @@ from outlast.manifests import disruption, gang, kueue, labels, names, objects, p
 from outlast.manifests.kueue import Priority
 from outlast.manifests.request import Request
 from outlast.manifests.topologies import elasticjob
-from outlast.operator.snapshot import Seen
+from outlast.operator.snapshot import JobSnapshot
 
 Document = dict[str, Any]
 
 
-def setup(seen: Seen) -> tuple[Document, ...]:
+def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     """What must be there before the first pod. Raises InvalidJob for a job that no pods can be made of."""
-    request = _request(seen)
+    request = _request(snapshot)
     elasticjob.documents(request)  # whoever applies by kubectl has not been told what `outlast submit` refuses
-    worker = pods.pod(request, _worker(seen, request), index=0, generation=0, file="")
+    worker = pods.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
         *objects.claims(request),  # nobody's: they may hold data that others want
-        *_members(seen, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
-        _owned(seen, objects.service(request)),
-        _budget(seen, request),
-        *(_owned(seen, document) for document in _gang(seen, request).documents),
+        *_members(snapshot, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
+        _owned(snapshot, objects.service(request)),
+        _budget(snapshot, request),
+        *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
     )
 
 
-def changed(seen: Seen) -> tuple[Document, ...]:
+def updated(snapshot: JobSnapshot) -> tuple[Document, ...]:
     """What a change of the job's workers changes of that."""
-    request = _request(seen)
+    request = _request(snapshot)
     return (
-        *(document for document in _members(seen, request) if document["kind"] == "Role"),
-        _budget(seen, request),
-        *(_owned(seen, document) for document in _gang(seen, request).documents),
+        *(document for document in _members(snapshot, request) if document["kind"] == "Role"),
+        _budget(snapshot, request),
+        *(_owned(snapshot, document) for document in _gang(snapshot, request).documents),
     )
 
 
-def workload(seen: Seen, kind: Kind, name: str, count: int, least: int, priority: Priority) -> Document:
+def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: int, priority: Priority) -> Document:
     """The Workload that asks for so many workers, see `manifests.kueue`."""
-    request = _request(seen)
+    request = _request(snapshot)
     meta = labels.metadata(request, name)
-    meta["labels"] = {**meta["labels"], kueue.JOB_UID: seen.uid}
-    template = pods.template(request, _worker(seen, request))
-    queue = kueue.queue(seen.document)
+    meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
+    template = pods.template(request, _worker(snapshot, request))
+    queue = kueue.queue(snapshot.document)
     made = kueue.workload(kind, meta, queue=queue, template=template, count=count, least=least, priority=priority)
-    return _owned(seen, made)
+    return _owned(snapshot, made)
 
 
-def workers(seen: Seen, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
+def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
     """The pods of these workers, rather not on these nodes."""
-    request = _request(seen)
+    request = _request(snapshot)
     file = volumes.file(request.job)  # to write YAML takes longer than all else here
     for index in indices:
-        pod = pods.pod(request, _worker(seen, request, index), index=index, generation=generation, file=file)
-        made = _owned(seen, pod)
+        pod = pods.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
+        made = _owned(snapshot, pod)
         made["spec"]["hostname"] = made["metadata"]["name"]  # only so has it a name behind the Service
         if avoided:
             _avoid(made["spec"], avoided)
@@ -70,51 +70,51 @@ def checkpoints(job: spec.Job) -> str:
     return f"{store}/{contract.CHECKPOINTS}" if store else ""
 
 
-def _request(seen: Seen) -> Request:
-    assert seen.job is not None
-    fresh = (seen.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
-    return Request(seen.job, names.Names(seen.name), seen.run, carried=True, fresh=fresh)
+def _request(snapshot: JobSnapshot) -> Request:
+    assert snapshot.job is not None
+    fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
+    return Request(snapshot.job, names.Names(snapshot.name), snapshot.run, carried=True, fresh=fresh)
 
 
-def _worker(seen: Seen, request: Request, index: int = 0) -> pods.Worker:
+def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Worker:
     return pods.Worker(
         index=variables.plain(str(index)),
-        rendezvous=_endpoint(seen, request),
+        rendezvous=_endpoint(snapshot, request),
         subdomain=request.names.service,
-        account=rbac.account(seen.name),
-        gang=_gang(seen, request),
+        account=rbac.account(snapshot.name),
+        gang=_gang(snapshot, request),
     )
 
 
-def _endpoint(seen: Seen, request: Request) -> str:
+def _endpoint(snapshot: JobSnapshot, request: Request) -> str:
     """Who decides for the workers: the operator, or one of them that is elected in an etcd."""
     if request.spec.rendezvous.backend == "etcd":
         return rendezvous.endpoint(request, "", "")
-    return f"{contract.KUBERNETES}{seen.name}"
+    return f"{contract.KUBERNETES}{snapshot.name}"
 
 
-def _gang(seen: Seen, request: Request) -> gang.Gang:
-    return gang.of(request, seen.name, seen.gang)
+def _gang(snapshot: JobSnapshot, request: Request) -> gang.Gang:
+    return gang.of(request, snapshot.name, snapshot.gang)
 
 
-def _members(seen: Seen, request: Request, *, bearer: str = "") -> list[Document]:
+def _members(snapshot: JobSnapshot, request: Request, *, bearer: str = "") -> list[Document]:
     # Workers that are still to save and leave need their Leases until they have, whatever may be wanted now.
-    world = seen.memory.world.members if seen.memory.world else ()
-    most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in seen.pods), *world))])
-    return rbac.members(seen.name, _namespace(seen), most, labels.common(request.job), seen.owner, bearer=bearer)
+    world = snapshot.status.world.members if snapshot.status.world else ()
+    most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
+    return rbac.members(snapshot.name, _namespace(snapshot), most, labels.common(request.job), snapshot.owner, bearer=bearer)
 
 
-def _budget(seen: Seen, request: Request) -> Document:
+def _budget(snapshot: JobSnapshot, request: Request) -> Document:
     least = disruption.least(request.spec.workers)
-    return disruption.budget(seen.name, _namespace(seen), least, labels.common(request.job), seen.owner)
+    return disruption.budget(snapshot.name, _namespace(snapshot), least, labels.common(request.job), snapshot.owner)
 
 
-def _namespace(seen: Seen) -> str:
-    return str(seen.document["metadata"]["namespace"])
+def _namespace(snapshot: JobSnapshot) -> str:
+    return str(snapshot.document["metadata"]["namespace"])
 
 
-def _owned(seen: Seen, document: Document) -> Document:
-    meta = {**document["metadata"], "namespace": _namespace(seen), "ownerReferences": [seen.owner]}
+def _owned(snapshot: JobSnapshot, document: Document) -> Document:
+    meta = {**document["metadata"], "namespace": _namespace(snapshot), "ownerReferences": [snapshot.owner]}
     return {**document, "metadata": meta}
 
 

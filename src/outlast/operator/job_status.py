@@ -1,6 +1,6 @@
 """What the operator knows of a job from one look to the next: all of it is in the job's `.status`.
 
-    memory.read(status)          -> Memory
+    memory.read(status)          -> Status
     memory.write(memory, ...)    -> the status to be
 
 Readers (`outlast status`, kubectl) find the same fields as in `outlast.status.JobStatus`; `rendezvous` is what the agents of the
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Blame:
+class CountedFailure:
     """A counted failure that may still matter."""
 
     record: Record
@@ -86,7 +86,7 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Memory:
+class Status:
     """What is known of a job. The first of everything is what a job begins with."""
 
     state: State | None = None
@@ -100,10 +100,10 @@ class Memory:
     """Reason and exit code that agents are told, when there is no further world."""
     judged: int = 0
     """The newest generation whose failure has been judged."""
-    judged_pods: tuple[str, ...] = ()
+    handled_pods: tuple[str, ...] = ()
     """Uids of pods whose end has been judged, and which may still be there."""
     silent: tuple[Silent, ...] = ()
-    blames: tuple[Blame, ...] = ()
+    counted_failures: tuple[CountedFailure, ...] = ()
     restarts: int = 0
     interruptions: int = 0
     born: str = ""
@@ -140,16 +140,16 @@ class Memory:
 
     @property
     def history(self) -> History:
-        return History(tuple(blame.record for blame in self.blames))
+        return History(tuple(counted.record for counted in self.counted_failures))
 
 
-def read(status: Mapping[str, Any]) -> Memory:
+def read(status: Mapping[str, Any]) -> Status:
     """The memory in a status, `{}` for a job that nobody has looked at yet. A part that makes no sense, as somebody else wrote
     there or an operator of another version, is as if it had never been written."""
     told = status.get("rendezvous") or {}
     judged, written, account = status.get("judged") or {}, status.get("checkpoint") or {}, status.get("accounting") or {}
     called = told.get("called")
-    return Memory(
+    return Status(
         state=_sound(lambda: State(status["state"]), None) if status.get("state") else None,
         reason=status.get("reason", ""),
         blocked=status.get("blocked"),
@@ -158,10 +158,12 @@ def read(status: Mapping[str, Any]) -> Memory:
         called=_sound(lambda: _call(called), None) if called else None,
         closed=_sound(lambda: (told["closed"]["reason"], told["closed"]["code"]), None) if told.get("closed") else None,
         judged=judged.get("generation", 0),
-        judged_pods=tuple(judged.get("pods") or ()),
+        handled_pods=tuple(judged.get("pods") or ()),
         silent=_all(_silent, judged.get("silent")),
-        blames=_all(
-            lambda each: Blame(Record(each["time"], each["committedStep"], each.get("failedStep")), each.get("node", "")),
+        counted_failures=_all(
+            lambda each: CountedFailure(
+                Record(each["time"], each["committedStep"], each.get("failedStep")), each.get("node", "")
+            ),
             status.get("failures"),
         ),
         restarts=status.get("restarts", 0),
@@ -197,7 +199,7 @@ def read(status: Mapping[str, Any]) -> Memory:
 
 
 def write(
-    memory: Memory, *, job: str, pods: int, inside: int, sizes: tuple[int, int], checkpoint: str, now: float, leave_s: float
+    memory: Status, *, job: str, pods: int, inside: int, sizes: tuple[int, int], checkpoint: str, now: float, leave_s: float
 ) -> Document:
     """The status that holds this memory.
 
@@ -236,7 +238,7 @@ def write(
         "rendezvous": _rendezvous(memory, leave_s),
         "judged": {
             "generation": memory.judged,
-            "pods": list(memory.judged_pods),
+            "pods": list(memory.handled_pods),
             "silent": [
                 {**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in memory.silent
             ]
@@ -245,12 +247,12 @@ def write(
         },
         "failures": [
             {
-                "time": _ms(blame.record.time),
-                "committedStep": blame.record.committed_step,
-                "failedStep": blame.record.failed_step,
-                "node": blame.node,
+                "time": _ms(counted.record.time),
+                "committedStep": counted.record.committed_step,
+                "failedStep": counted.record.failed_step,
+                "node": counted.node,
             }
-            for blame in memory.blames
+            for counted in memory.counted_failures
         ],
         "accounting": {
             "trainedSeconds": round(memory.account.trained_s, 3),
@@ -267,7 +269,7 @@ def write(
     return _without_nothing(found)
 
 
-def goodput_until(memory: Memory, now: float) -> float | None:
+def goodput_until(memory: Status, now: float) -> float | None:
     """Share of the wall time in which steps were done that were kept; None before the first step. While a job is held, no time
     passes.
 
@@ -327,7 +329,7 @@ def text(when: float) -> str:
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _rendezvous(memory: Memory, leave_s: float) -> Document:
+def _rendezvous(memory: Status, leave_s: float) -> Document:
     found: Document = {"run": memory.run}
     if memory.world is not None:
         formed = dataclasses.asdict(memory.world)

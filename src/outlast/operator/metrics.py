@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from outlast import contract
-from outlast.operator.plan import Note
+from outlast.operator.plan import Event
 from outlast.status import FailureCause
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
@@ -85,11 +85,11 @@ class Metrics:
         """Forget a job that is gone."""
         self._jobs.set((kind, namespace, name), None)
 
-    def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], notes: Iterable[Note], now: float) -> None:
+    def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
         """Count what happened to a job between two of its statuses, and what its Events report."""
         if (count := _more(old, new, "restarts")) > 0:
             self._restarts.labels(cause(new)).inc(count)
-        for note in notes:
+        for note in events:
             if note.reason in _INTERRUPTIONS:
                 self._interruptions.labels(_INTERRUPTIONS[note.reason]).inc()
         if (since := _broken_since(old, new)) is not None:

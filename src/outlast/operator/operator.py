@@ -29,14 +29,14 @@ from outlast.operator.leader import Leadership
 from outlast.operator.metrics import Metrics
 from outlast.operator.parallel import Background, Parallel
 from outlast.operator.plan import Document, Plan
-from outlast.operator.queues import Found
+from outlast.operator.queues import ClusterFeatures
 from outlast.operator.watches import Intervals, Watches
 from outlast.operator.workqueue import WorkQueue
 from outlast.operator.writer import NotLeader, Writer
 
 log = logging.getLogger(__name__)
 
-Reconciler = Callable[[CachedJob, float, Found], Plan]
+Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
 """(the objects of a job, now, what the cluster offers) -> what to do. Pure."""
 Orphans = Callable[[CachedJob, float], Plan]
 """(the objects left of a job that is gone, now) -> which of its pods to delete. Pure."""
@@ -204,26 +204,26 @@ class Operator:
         features = self.watches.features(key)
         with self._deciding:
             plan = self.reconcilers[key.kind](cached, now, features)
-        done = self._apply(key, cached.job, plan, now) if plan or plan.notes else apply.Done(plan.look_again)
+        done = self._apply(key, cached.job, plan, now) if plan or plan.events else apply.Done(plan.requeue_at)
         self._refused.pop(key, None)
         if done.blocked:
             self._refused[key] = done.blocked
         self.metrics.set_job(key.kind.resource, key.namespace, key.name, plan.status if plan.status is not None else old)
-        if done.look_again is not None:
-            self.queue.add_at(key, done.look_again)
+        if done.requeue_at is not None:
+            self.queue.add_at(key, done.requeue_at)
         self._requeue(key, plan, done, now)
 
     def _apply(self, key: Key, job: Document, plan: Plan, now: float) -> apply.Done:
         if plan.status is not None:
             log.info("%s", plan.status.get("reason") or plan.status.get("state") or "its status changes", extra=_about(key))
         old = job.get("status") or {}
-        written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.notes, now)
+        written = functools.partial(self.metrics.count_changes, old, plan.status or {}, plan.events, now)
         try:
             done = apply.act(self.writer, job, plan, now, self._parallel, self._background, written)
         except (Forbidden, Refused) as error:
             self._refused[key] = str(error)
-            if plan.look_again is not None:  # the workers that exist must not wait for those that are refused
-                self.queue.add_at(key, plan.look_again)
+            if plan.requeue_at is not None:  # the workers that exist must not wait for those that are refused
+                self.queue.add_at(key, plan.requeue_at)
             raise
         if done.stale:
             log.info("%s; it is looked at anew", done.stale, extra=_about(key))
@@ -255,8 +255,8 @@ class Operator:
         plan = self._orphans(cached, now)
         for deletion in plan.deletes:
             apply.delete(self.writer, deletion, key.namespace)
-        if plan.look_again is not None:
-            self.queue.add_at(key, plan.look_again)
+        if plan.requeue_at is not None:
+            self.queue.add_at(key, plan.requeue_at)
 
     def _exists_otherwise(self, key: Key) -> bool:
         """Whether a job of another kind has this name, and the pods."""

@@ -29,7 +29,7 @@ Make = Callable[[str, int, int, Priority], Document]
 
 
 @dataclass(frozen=True)
-class Sight:
+class KueueObjects:
     """What Kueue says, as documents."""
 
     kind: Kind
@@ -43,12 +43,12 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Found:
+class ClusterFeatures:
     """What else the cluster has."""
 
     groups: frozenset[str] = frozenset()
     """API groups of Kueue and of schedulers of gangs."""
-    kueue: Sight | None = None
+    kueue: KueueObjects | None = None
     """None until it is known what Kueue says."""
 
 
@@ -193,7 +193,7 @@ class Queue:
     name: str
     """Empty for a job that waits in none any more."""
     job: Mapping[str, Any]
-    sight: Sight
+    sight: KueueObjects
     shares: tuple[Share, ...]
     """Oldest first."""
 
@@ -331,19 +331,19 @@ class Queue:
         return room
 
 
-def of(job: Mapping[str, Any], found: Found) -> Queue | None:
+def of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
     """The queue of a job; None for one that waits in none and has no Workloads, and without Kueue."""
-    if found.kueue is None:
+    if features.kueue is None:
         return None
-    own = (each for each in found.kueue.workloads if owned_by(each, job))
+    own = (each for each in features.kueue.workloads if owned_by(each, job))
     shares = tuple(sorted((Share(each) for each in own), key=lambda share: (_born(share), len(share.name), share.name)))
     name = kueue.queue(job)
-    return Queue(name, job, found.kueue, shares) if name or shares else None
+    return Queue(name, job, features.kueue, shares) if name or shares else None
 
 
-def unknown(job: Mapping[str, Any], found: Found) -> bool:
+def unknown(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
     """Whether it is not known yet what Kueue says of a job that waits for it."""
-    return kueue.GROUP in found.groups and found.kueue is None and bool(kueue.queue(job))
+    return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue(job))
 
 
 def _born(share: Share) -> str:

@@ -1,4 +1,4 @@
-"""One look at a job while the rules of `decide` go over it: what is known, what has been said, what is to be done. Pure."""
+"""One reconcile pass over a job: the snapshot, the status so far and the plan so far, which the rules of `decide` share. Pure."""
 
 from __future__ import annotations
 
@@ -11,258 +11,258 @@ from typing import Any
 from outlast import spec
 from outlast.operator import desired, job_status, queues
 from outlast.operator.job_status import Account
-from outlast.operator.plan import Deletion, Document, Note, Plan
-from outlast.operator.snapshot import Pod, Seen, Told
+from outlast.operator.plan import Deletion, Document, Event, Plan
+from outlast.operator.snapshot import JobSnapshot, MemberReport, Pod
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
 from outlast.status import End, State
 
 UNHEARD = "Unheard"
-"""Reason of the condition while most workers cannot be heard."""
+"""Reason of the condition while most workers are silent."""
 
 
-class Look:
-    """One look while the rules go over it: what is known, what has been said, what is to be done."""
+class Reconcile:
+    """One reconcile pass: rules read `snapshot` and `status`, and add to the plan."""
 
-    def __init__(self, seen: Seen) -> None:
-        self.seen, self.now = seen, seen.now
-        self.memory = dataclasses.replace(seen.memory, run=seen.run)
-        self.over = False
-        """Whether no further rule is asked."""
+    def __init__(self, seen: JobSnapshot) -> None:
+        self.snapshot, self.now = seen, seen.now
+        self.status = dataclasses.replace(seen.status, run=seen.run)
+        self.done = False
+        """True: no further rule runs."""
         self.deletes: dict[str, Deletion] = {}
         """By uid."""
         self.creates: list[Document] = []
-        self.setup: tuple[Document, ...] = ()
+        self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
         self.statuses: tuple[Document, ...] = ()
         self.remove: Deletion | None = None
-        self.notes: list[Note] = []
-        self.said = False
-        self.expected = dict.fromkeys(self.memory.judged_pods)
-        """Uids of pods from whose end nothing is to be learned any more."""
-        self.past = [pod for pod in seen.pods if pod.over]
-        """Pods whose worker will never run again."""
-        self.ends = {pod.uid: end for pod in self.past if (end := pod.ended) is not None}
+        self.events: list[Event] = []
+        self.state_set = False
+        self.handled = dict.fromkeys(self.status.handled_pods)
+        """Uids of pods whose end is counted or expected: it changes nothing any more."""
+        self.ended_pods = [pod for pod in seen.pods if pod.over]
+        """Pods whose worker has ended for good."""
+        self.ends = {pod.uid: end for pod in self.ended_pods if (end := pod.end) is not None}
         """How their workers ended, by uid."""
         self._living = [pod for pod in seen.pods if pod.alive]
         self._times: list[float] = []
         self._members: tuple[world.World | None, frozenset[int]] = (None, frozenset())
 
     @property
-    def fields(self) -> spec.Spec:
-        assert self.seen.job is not None, "the rule `unreadable` comes before all that ask for fields"
-        return self.seen.job.spec
+    def spec(self) -> spec.Spec:
+        assert self.snapshot.job is not None, "the rule `unreadable` comes before all that ask for fields"
+        return self.snapshot.job.spec
 
     @property
     def elected(self) -> bool:
-        """Whether it is not decided here who trains together, but by one of the agents that they elect in an etcd."""
-        return self.fields.rendezvous.backend == "etcd"
+        """Whether a coordinator elected among the agents, in etcd, decides who trains together, and not the operator."""
+        return self.spec.rendezvous.backend == "etcd"
 
     @property
     def wanted(self) -> int:
-        """How many workers there are to be now: as many as are asked for, as far as their queue has admitted them."""
-        if self.seen.queue is not None:
-            return self.seen.queue.largest(self.asked, self.fields.workers.allowed())
-        if queues.unknown(self.seen.document, self.seen.found) and not self.using:
+        """The number of workers to run now: those asked for, as far as their queue has admitted them."""
+        if self.snapshot.queue is not None:
+            return self.snapshot.queue.largest(self.asked, self.spec.workers.allowed())
+        if queues.unknown(self.snapshot.document, self.snapshot.features) and not self.using:
             return 0
         return self.asked
 
     @property
     def asked(self) -> int:
-        """How many workers the user wants now."""
-        return 0 if self.fields.suspend else self.fields.workers.replicas
+        """The number of workers that the user asks for now."""
+        return 0 if self.spec.suspend else self.spec.workers.replicas
 
     @property
     def using(self) -> list[Mapping[str, Any]]:
-        """Pods that use anything, or are about to."""
+        """Pods that use resources, or are about to."""
         gone = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
-        gone |= self.ends.keys() | {pod.uid for pod in self.past if pod.succeeded}
-        there = (pod for pod in self.seen.pods if pod.uid not in gone)
+        gone |= self.ends.keys() | {pod.uid for pod in self.ended_pods if pod.succeeded}
+        there = (pod for pod in self.snapshot.pods if pod.uid not in gone)
         return [*(pod.document for pod in there), *self.creates]
 
     @property
     def alive(self) -> list[Pod]:
-        """Pods that train, or will, as far as this plan does not end them."""
+        """Pods that train or will train, without those that this plan deletes."""
         return [pod for pod in self._living if pod.uid not in self.deletes]
 
     @property
     def members(self) -> frozenset[int]:
-        """Ids of those in the newest world."""
-        newest = self.memory.world
+        """Ids of the members of the newest world."""
+        newest = self.status.world
         if self._members[0] is not newest:
             self._members = newest, frozenset(newest.members if newest else ())
         return self._members[1]
 
     @functools.cached_property
-    def unheard(self) -> list[Told]:
-        """Most of the workers, if they fell silent together while their nodes are well: it is longer than any renewal takes that
-        they were heard. Then the path to the API server is taken for broken, and nobody for dead. They come back one after
-        another, as each of them tries again: until all have, those that are still missed are no more dead than before."""
-        should = [told for pod in self._living if (told := self.seen.told.get(pod.index)) and pod.node_lost is None]
-        should = [told for told in should if told.member.standing is not Standing.DONE]
-        late = [told for told in should if self.until(self.heard(told), self.lease_s(told) / 2) is None]
-        state = self.memory.state
-        held = state is not None and job_status.why(self.memory.conditions, state) == UNHEARD
+    def unheard(self) -> list[MemberReport]:
+        """The late workers, when most of them fell silent together though their nodes are ready: none has renewed its Lease for
+        longer than any renewal takes. Then the path to the API server is presumed broken, and no worker dead. They come back one
+        after another, as each retries; until all have, the remaining ones are presumed alive too."""
+        should = [report for pod in self._living if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost is None]
+        should = [report for report in should if report.member.standing is not Standing.DONE]
+        late = [report for report in should if self.until(self.last_heard(report), self.lease_s(report) / 2) is None]
+        state = self.status.state
+        held = state is not None and job_status.why(self.status.conditions, state) == UNHEARD
         return late if held or 2 * len(late) > len(should) else []
 
     @property
     def patience(self) -> world.Patience:
-        return dataclasses.replace(world.Patience(), leave=self.fields.interruption.grace.total_seconds())
+        return dataclasses.replace(world.Patience(), leave=self.spec.interruption.grace.total_seconds())
 
     @property
     def policy(self) -> restarts.Policy:
-        return restarts.Policy(self.fields.restarts.limit, self.fields.restarts.window)
+        return restarts.Policy(self.spec.restarts.limit, self.spec.restarts.window)
 
     @property
     def committed(self) -> int:
-        """The newest committed step that anybody knows of."""
-        return max([self.memory.progress.committed, *(told.committed for told in self.seen.told.values())])
+        """The newest committed step that is known."""
+        return max([self.status.progress.committed, *(report.committed for report in self.snapshot.reports.values())])
 
     @property
     def step(self) -> int:
-        """The newest step that anybody has done in the world that is there."""
-        known = self.memory.world
-        inside = [told for id, told in self.seen.told.items() if id in self.members]
-        now = [told for told in inside if known and told.generation in (None, known.generation)]
-        return max((told.step for told in now if told.step is not None), default=self.memory.progress.step)
+        """The newest step done in the current world."""
+        known = self.status.world
+        inside = [report for id, report in self.snapshot.reports.items() if id in self.members]
+        now = [report for report in inside if known and report.generation in (None, known.generation)]
+        return max((report.step for report in now if report.step is not None), default=self.status.progress.step)
 
     def until(self, at: float, wait_s: float) -> float | None:
-        """When a wait that began at this time is over; None when it is. See `world.until` for clocks that jump."""
+        """The end of a wait that began at this time; None once it is over. See `world.until` for clocks that jump."""
         return world.until(at, wait_s, self.now)
 
-    def know(self, **fields: Any) -> None:
-        """Remember."""
-        self.memory = dataclasses.replace(self.memory, **fields)
+    def update(self, **fields: Any) -> None:
+        """Change fields of the status."""
+        self.status = dataclasses.replace(self.status, **fields)
 
-    def say(self, state: State, reason: str, what: str, *, note: bool = False, warning: bool = False) -> None:
-        """What people read: only the first counts. `what` is the condition's reason; `note` makes an Event even if the state
-        stays as it was."""
-        if self.said:
+    def set_state(self, state: State, reason: str, what: str, *, event: bool = False, warning: bool = False) -> None:
+        """Set state, sentence and condition; only the first call of a pass counts. `what` is the condition's reason; `event`
+        writes an Event even if the state stays the same."""
+        if self.state_set:
             return
-        self.said = True
-        before = self.seen.memory
+        self.state_set = True
+        before = self.snapshot.status
         created = ("Created", "JobCreated", "the operator has taken it up")
-        conditions = self.memory.conditions or job_status.conditioned((), *created, self.seen.generation, self.now)
+        conditions = self.status.conditions or job_status.conditioned((), *created, self.snapshot.generation, self.now)
         now_true = created if state is State.PENDING else (str(state), what, reason)
-        conditions = job_status.conditioned(conditions, *now_true, self.seen.generation, self.now)
-        self.know(state=state, reason=reason, conditions=conditions)
-        if note or before.state is not state:
-            self.notes.append(Note("Warning" if warning or state is State.FAILED else "Normal", what, reason))
+        conditions = job_status.conditioned(conditions, *now_true, self.snapshot.generation, self.now)
+        self.update(state=state, reason=reason, conditions=conditions)
+        if event or before.state is not state:
+            self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", what, reason))
 
     def lived_until(self, when: float) -> None:
-        """Keep the wall time since the start, which is set anew."""
-        lived = max(0.0, when - (self.memory.started or when))
-        self.know(account=dataclasses.replace(self.memory.account, lived_s=self.memory.account.lived_s + lived))
+        """Add the wall time since the start to the account, as the start is about to be reset."""
+        lived = max(0.0, when - (self.status.started or when))
+        self.update(account=dataclasses.replace(self.status.account, lived_s=self.status.account.lived_s + lived))
 
     @functools.cached_property
     def by_index(self) -> dict[int, Pod]:
-        """The job's pods by the index of their worker."""
-        return {pod.index: pod for pod in reversed(self.seen.pods)}
+        """The job's pods by index."""
+        return {pod.index: pod for pod in reversed(self.snapshot.pods)}
 
     def pod(self, index: int) -> Pod | None:
-        """The pod of a worker, as far as there is one."""
+        """The pod of a worker, if there is one."""
         return self.by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
-        """Delete a pod, unless that was asked for already: finalizers of others keep it, or what is beside its worker."""
+        """Delete a pod, unless its deletion was already requested with this grace period: finalizers or sidecars may keep it."""
         asked_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
-        if pod.leaves and (grace_s is None or (asked_s is not None and asked_s <= grace_s)):
+        if pod.terminating and (grace_s is None or (asked_s is not None and asked_s <= grace_s)):
             return
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
-    def again(self, when: float | None) -> None:
-        """Look again at this time."""
+    def requeue_at(self, when: float | None) -> None:
+        """Reconcile again at this time."""
         if when not in (None, math.inf):
             self._times.append(when)
 
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
-        """The job has come to its end."""
+        """The job has ended."""
         self.trained_until_now()
-        self.know(finished=self.now, closed=(reason, code))
-        self.said = False  # nothing is more important
-        self.say(state, reason, str(end), note=True)
-        self.over = True
+        self.update(finished=self.now, closed=(reason, code))
+        self.state_set = False  # the end takes precedence
+        self.set_state(state, reason, str(end), event=True)
+        self.done = True
 
     def trained_until_now(self) -> None:
-        """Close the account of the world that trains."""
-        account = self.memory.account
+        """Add the current world's training time and steps to the account."""
+        account = self.status.account
         if account.since is not None:
-            progress = self.memory.progress
+            progress = self.status.progress
             seconds, steps = job_status.training(account, self.step, self.now, progress.rate)
-            self.know(account=Account(account.trained_s + seconds, account.executed + steps))
-            self.know(progress=dataclasses.replace(progress, rate=None, mark=None))
+            self.update(account=Account(account.trained_s + seconds, account.executed + steps))
+            self.update(progress=dataclasses.replace(progress, rate=None, mark=None))
 
     def plan(self) -> Plan:
-        """What has come together; the status only if it differs, or if it is time to tell how far training is."""
-        if self.expected.keys() != set(self.memory.judged_pods):  # those that are gone are forgotten with the next change
-            there = {pod.uid for pod in self.seen.pods}
-            self.know(judged_pods=tuple(uid for uid in self.expected if uid in there))
-        status = self.status()
-        changed = status != (self.seen.document.get("status") or {})
+        """The plan of this pass; with a status only if that changes."""
+        if self.handled.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
+            there = {pod.uid for pod in self.snapshot.pods}
+            self.update(handled_pods=tuple(uid for uid in self.handled if uid in there))
+        status = self._status_document()
+        changed = status != (self.snapshot.document.get("status") or {})
         self._times = [when for when in self._times if when > self.now]
         return Plan(
-            setup=self.setup,
+            prerequisites=self.prerequisites,
             apply=self.apply,
             status=status if changed else None,
             deletes=tuple(self.deletes.values()),
             statuses=self.statuses,
             creates=tuple(self.creates),
             remove=self.remove,
-            notes=tuple(self.notes) if changed else (),
-            look_again=min(self._times, default=None),
+            events=tuple(self.events) if changed else (),
+            requeue_at=min(self._times, default=None),
         )
 
     def _pods(self) -> int:
-        """How many workers there are, with those that this plan makes, unless such were refused: then they are counted when they
-        are there."""
-        return len(self.alive) + (0 if self.seen.refused else len(self.creates))
+        """The number of workers, with those that this plan creates, unless the API server rejected some on the last attempt: then
+        they count once they exist."""
+        return len(self.alive) + (0 if self.snapshot.refused else len(self.creates))
 
-    def status(self) -> Document:
-        if self.seen.job is None:
+    def _status_document(self) -> Document:
+        if self.snapshot.job is None:
             sizes, grace, where = (0, 0), 0.0, ""
         else:
-            workers = self.fields.workers
+            workers = self.spec.workers
             sizes, grace = (workers.min, workers.max), self.patience.leave
-            where = desired.checkpoints(self.seen.job)
-        members = self.memory.world.members if self.memory.world and self.memory.called is None else ()
+            where = desired.checkpoints(self.snapshot.job)
+        members = self.status.world.members if self.status.world and self.status.called is None else ()
         there = {pod.index for pod in self.alive}
         inside = [id for id in members if id in there]
         return job_status.write(
-            self.memory,
-            job=self.seen.name,
-            # Workers of a job that is over end one after another: that is no news, and would be a write for each.
-            pods=self._pods() if self.memory.finished is None else 0,
-            inside=len(inside) if self.memory.closed is None else 0,
+            self.status,
+            job=self.snapshot.name,
+            # 0 once the job has ended: its workers end one after another, and each would be a write.
+            pods=self._pods() if self.status.finished is None else 0,
+            inside=len(inside) if self.status.closed is None else 0,
             sizes=sizes,
             checkpoint=where,
             now=self.now,
             leave_s=grace,
         )
 
-    def inside(self, pod: Pod) -> bool:
-        """Whether a pod is, or was, in the newest world; one that was made after it only has an index that is."""
-        known = self.memory.world
-        return known is not None and pod.index in self.members and pod.made_for <= known.generation
+    def in_world(self, pod: Pod) -> bool:
+        """Whether a pod is, or was, a member of the newest world; a later pod may have the same index."""
+        known = self.status.world
+        return known is not None and pod.index in self.members and pod.first_generation <= known.generation
 
     def generation_of(self, pod: Pod) -> int:
-        """Of the world that a pod is in; 0 for none."""
-        return self.memory.world.generation if self.memory.world and self.inside(pod) else 0
+        """The generation of the world that a pod is in; 0 for none."""
+        return self.status.world.generation if self.status.world and self.in_world(pod) else 0
 
-    def silent_at(self, told: Told) -> float | None:
-        """When a member is dead if nothing more is heard of it; None when it is."""
-        pod, lasts = self.pod(told.member.id), self.lease_s(told)
+    def silent_at(self, report: MemberReport) -> float | None:
+        """When a member will be dead unless it is heard; None when it is dead."""
+        pod, lasts = self.pod(report.member.id), self.lease_s(report)
         held = self.unheard and pod is not None and pod.node_lost is None
-        return self.until(self.heard(told), max(lasts, self.seen.limits.held_s) if held else lasts)
+        return self.until(self.last_heard(report), max(lasts, self.snapshot.limits.held_s) if held else lasts)
 
-    def lease_s(self, told: Told) -> float:
-        """For how long a member may say nothing: it says so itself, as members of large worlds renew their Leases less often."""
-        return max(self.seen.limits.silence_s, told.lasts)
+    def lease_s(self, report: MemberReport) -> float:
+        """How long a member may be silent: the duration on its Lease, as members of large worlds renew less often."""
+        return max(self.snapshot.limits.silence_s, report.lasts)
 
-    def missed(self) -> bool:
-        """Whether most workers are missed, and one of them for so long that it would be taken for dead if it were alone."""
-        return any(self.until(self.heard(each), self.lease_s(each)) is None for each in self.unheard)
+    def most_are_silent(self) -> bool:
+        """Whether most workers are silent, and one of them for so long that, alone, it would be presumed dead."""
+        return any(self.until(self.last_heard(each), self.lease_s(each)) is None for each in self.unheard)
 
-    def heard(self, told: Told | None) -> float:
+    def last_heard(self, report: MemberReport | None) -> float:
         """When a member was last heard, or could have been. A time in the future, after our clock went back, does not count."""
-        late = told is None or told.beat > self.now + self.lease_s(told)
-        return self.seen.since if late or told is None else max(told.beat, self.seen.since)
+        late = report is None or report.renewed > self.now + self.lease_s(report)
+        return self.snapshot.since if late or report is None else max(report.renewed, self.snapshot.since)

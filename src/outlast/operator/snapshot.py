@@ -1,10 +1,10 @@
-"""One look at a job: what the documents of the API server say, as values that `decide` asks about. Pure."""
+"""A snapshot of a job: the objects in the cache, read into the values that `decide` asks for. Pure."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +14,13 @@ from pydantic_core import from_json
 from outlast import contract, spec
 from outlast.contract import LEASE_S, Annotation, Label
 from outlast.errors import InvalidJob
+from outlast.kube import ownership, wire
 from outlast.kube import pods as podwords
-from outlast.kube import wire
-from outlast.kube.ownership import owned_by
 from outlast.manifests import gang, kueue
-from outlast.operator import job_status as memory
-from outlast.operator import queues
-from outlast.operator.job_status import Memory
-from outlast.operator.queues import Found
+from outlast.operator import job_status, queues
+from outlast.operator.cache import CachedJob
+from outlast.operator.job_status import Status
+from outlast.operator.queues import ClusterFeatures
 from outlast.rendezvous import failures
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
@@ -40,31 +39,29 @@ LEAVING = (
     "ToBeDeletedByClusterAutoscaler",
     "node.kubernetes.io/out-of-service",
 )
-"""Taints of nodes that will soon be gone."""
+"""Taints of nodes that are about to be terminated."""
 
 
 HEARD = "heard"
-"""Key under which a cache says when, by its own clock, it heard that a Lease was renewed last, or that a node answers no more:
-other machines have other clocks."""
-
-
+"""Key of the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or that a node is unready: clocks of
+other machines are not compared with ours."""
 LONGEST_S = 600.0
-"""No Lease is good for longer, whatever its worker says."""
+"""Upper bound of a Lease's duration, whatever its worker wrote."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long the operator waits for what cannot be known, in seconds."""
+    """Timeouts of the operator, in seconds."""
 
     silence_s: float = LEASE_S
-    """A member whose Lease was renewed no more for so long is dead."""
+    """A member whose Lease has not been renewed for this long is dead."""
     held_s: float = 300.0
-    """When most workers fall silent at once though their nodes are well, none is dead before: see decision 17. As long as
-    Kubernetes itself tolerates a node that it cannot reach, and several times what a kubelet takes to end an agent that hangs."""
+    """Timeout when most workers fall silent at once though their nodes are ready: see decision 17. As long as Kubernetes
+    tolerates an unreachable node, and several times what a kubelet takes to kill an agent that hangs."""
     progress_s: float = 30.0
-    """How often steps are written while nothing else is, but for the first step of a world."""
+    """Interval between writes of the step while nothing else is written, except for the first step of a world."""
     lost_s: float = 30.0
-    """A pod whose node has not answered for so long is lost, and deleted whatever its node says."""
+    """A pod whose node has not answered for this long is lost and force-deleted."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,9 @@ class Pod:
     index: int
     node: str
     node_lost: float | None
-    """Since when its node does not answer; of a node that is not there, since when the pod is on it."""
+    """Since when its node has not answered; of a node that does not exist, since when the pod has been bound to it."""
     node_leaves: str
-    """The taint by which its node says that it will soon be gone; empty when it does not."""
+    """The taint of a node that is about to be terminated; else empty."""
 
     @property
     def name(self) -> str:
@@ -88,24 +85,24 @@ class Pod:
         return str(self.document["metadata"]["uid"])
 
     @property
-    def born(self) -> float:
-        """When it was made."""
+    def created(self) -> float:
+        """Its creation time."""
         return podwords.born(self.document)
 
     @property
-    def made_for(self) -> int:
-        """The first world that it may be in."""
-        said = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
-        return int(said) if said.isdecimal() else 0
+    def first_generation(self) -> int:
+        """The first generation that it may be part of."""
+        label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
+        return int(label) if label.isdecimal() else 0
 
     @property
-    def leaves(self) -> bool:
+    def terminating(self) -> bool:
         """Whether it is being deleted."""
         return podwords.leaves(self.document)
 
     @property
-    def lingers(self) -> bool:
-        """Whether its worker has ended, and other containers of it run on: those that a template or a webhook has added."""
+    def lingering(self) -> bool:
+        """Whether its worker has ended while sidecars, which a template or a webhook has added, still run."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = podwords.container_status(self.document)
@@ -114,98 +111,98 @@ class Pod:
 
     @property
     def over(self) -> bool:
-        """Whether its worker will never run again."""
-        return podwords.over(self.document) or self.lingers
+        """Whether its worker has ended for good."""
+        return podwords.over(self.document) or self.lingering
 
     @property
-    def ended(self) -> podwords.End | None:
-        """How its worker ended, if it will never run again."""
+    def end(self) -> podwords.End | None:
+        """How its worker ended, once it has ended for good."""
         return podwords.end(self.document) if self.over else None
 
     @property
     def succeeded(self) -> bool:
-        ended = self.ended if self.lingers else None
+        ended = self.end if self.lingering else None
         return podwords.phase(self.document) == "Succeeded" or (ended is not None and ended.code == 0)
 
     @property
-    def waits(self) -> str:
-        """Why it has not begun."""
+    def waiting(self) -> str:
+        """Why it has not started."""
         return podwords.waits(self.document)
 
     @property
     def stuck(self) -> str:
-        """What keeps it from beginning, if people should know of it."""
+        """Why it cannot start, when people should know."""
         return podwords.stuck(self.document)
 
     @property
     def kept(self) -> str:
-        """What keeps it although it has gone: finalizers, which others are to remove; empty when nothing does."""
+        """The finalizers of others that keep a terminated pod; else empty."""
         meta = self.document["metadata"]
-        gone = self.leaves and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
+        gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and podwords.over(self.document)
         found = ", ".join(meta.get("finalizers") or ()) if gone else ""
         return f"has gone, and its name is kept by the finalizers {found}; have them removed" if found else ""
 
     @property
     def alive(self) -> bool:
-        """Whether it trains, or will."""
-        return not self.leaves and not self.over
+        """Whether it trains or will train."""
+        return not self.terminating and not self.over
 
     @property
-    def last_words(self) -> str:
-        """The last lines of its log, of a pod that failed."""
+    def log_tail(self) -> str:
+        """The last lines of the log of a pod that failed."""
         state = podwords.container_status(self.document).get("state") or {}
         return str((state.get("terminated") or {}).get("message") or "")
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a member says on its Lease."""
+class MemberReport:
+    """A member's report on its Lease."""
 
     member: Member
-    beat: float
-    """When it was renewed last."""
+    renewed: float
+    """When the Lease was last renewed."""
     failure: Failure | None
     """What failed in its generation, see `rendezvous.transports.sockets.Report`."""
     echo: bool = False
-    """Whether that only echoes the failure of another."""
+    """Whether that failure is secondary: caused by another member's."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
     generation: int | None = None
-    """In which generation that step was; None when it is not told."""
+    """The generation of that step, if reported."""
     time: float = 0.0
-    """When, by the member's clock; 0 when it is not told."""
+    """Time of that step by the member's clock; 0 when not reported."""
     decided: tuple[int, schema.Said] | None = None
-    """What it has heard last of those who decide by an etcd, and the revision of that."""
+    """The newest state that an elected coordinator has published in etcd, and its revision."""
     lasts: float = LEASE_S
-    """For how many seconds its Lease says that it is good; at most LONGEST_S."""
+    """Duration of the Lease in seconds, at most LONGEST_S."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What there is to be seen of a job."""
+class JobSnapshot:
+    """A job and everything that belongs to it, at one time."""
 
     document: Document
     job: spec.Job | None
-    """None when it cannot be read; `problem` says why."""
+    """None when it cannot be parsed; `problem` says why."""
     problem: str
-    memory: Memory
+    status: Status
     run: str
     pods: tuple[Pod, ...]
     """By index."""
     others: tuple[Pod, ...]
-    """Pods that have the name of one of ours and are not: left over from a job of this name."""
-    told: Mapping[int, Told]
+    """Pods with the labels of this job that it does not own: left over from an earlier job of its name."""
+    reports: Mapping[int, MemberReport]
     now: float
     since: float
-    """Since when we have been listening without a break: silence before that is ours."""
-    found: Found = field(default_factory=Found)
-    """What else the cluster has."""
+    """Since when all watches have been connected: earlier silence is ours."""
+    features: ClusterFeatures = field(default_factory=ClusterFeatures)
+    """What the cluster offers beside Kubernetes."""
     queue: queues.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
     refused: str = ""
-    """Why its pods could not be made when that was tried last: a sentence."""
+    """Why its pods could not be created on the last attempt: a sentence."""
 
     @property
     def name(self) -> str:
@@ -217,74 +214,57 @@ class Seen:
 
     @property
     def gang(self) -> gang.Who:
-        """Who starts its pods all or none: decided when it is taken up, and the same for all pods that it will ever have."""
-        assert self.job is not None, "only of a job that can be read pods are made"
-        if self.memory.started is None or self.job.spec.scheduling.gang != "auto":
-            admitted = kueue.GROUP in self.found.groups and bool(kueue.queue(self.document))
-            return gang.choose(self.job.spec, self.found.groups, admitted=admitted)
-        return "volcano" if self.memory.gang == "volcano" else "coscheduling" if self.memory.gang == "coscheduling" else "none"
+        """The gang scheduler of its pods: chosen when the job is first reconciled, and kept for all its pods."""
+        assert self.job is not None, "pods are only made for jobs that can be parsed"
+        if self.status.started is None or self.job.spec.scheduling.gang != "auto":
+            admitted = kueue.GROUP in self.features.groups and bool(kueue.queue(self.document))
+            return gang.choose(self.job.spec, self.features.groups, admitted=admitted)
+        return "volcano" if self.status.gang == "volcano" else "coscheduling" if self.status.gang == "coscheduling" else "none"
 
     @property
     def generation(self) -> int:
-        """How often its specification has changed."""
+        """`metadata.generation`: grows with each change of the specification."""
         return int(self.document["metadata"].get("generation", 1))
 
     @property
     def owner(self) -> dict[str, Any]:
-        """The reference by which all that is made for it goes with it."""
-        return {
-            "apiVersion": self.document["apiVersion"],
-            "kind": self.document["kind"],
-            "name": self.name,
-            "uid": self.uid,
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
+        """The owner reference of what is made for it."""
+        return ownership.reference(self.document)
 
 
-def observe(
-    job: Document,
-    pods: Sequence[Document],
-    leases: Sequence[Document],
-    nodes: Mapping[str, Document],
-    now: float,
-    since: float,
-    found: Found | None = None,
-    limits: Limits | None = None,
-    refused: str = "",
-) -> Seen:
-    """One look: the job, the pods and Leases with its label, the nodes by name; `since` and `refused` as in `Seen`."""
-    uid = job["metadata"]["uid"]
+def take(cached: CachedJob, now: float, features: ClusterFeatures | None = None, limits: Limits | None = None) -> JobSnapshot:
+    """The snapshot of a job that exists."""
+    job, features = cached.job, features or ClusterFeatures()
+    assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(wire.UNREADABLE) or "")
     read, problem = (None, broken) if broken else _read(json.dumps(_document(job)))
-    known = memory.read(job.get("status") or {})
-    run = f"{job['metadata']['name']}-{uid[:8]}"
-    all_ = seen_pods(pods, nodes)
-    owned = {id(pod) for pod in all_ if owned_by(pod.document, job)}
-    ours = tuple(pod for pod in all_ if id(pod) in owned)
+    run = f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}"
+    pods = pods_of(cached)
+    owned = {id(pod) for pod in pods if ownership.owned_by(pod.document, job)}
+    ours = tuple(pod for pod in pods if id(pod) in owned)
     holders = {pod.index: pod.uid for pod in reversed(ours)}
     name = job["metadata"]["name"]
-    return Seen(
+    return JobSnapshot(
         document=job,
         job=read,
         problem=problem,
-        memory=known,
+        status=job_status.read(job.get("status") or {}),
         run=run,
         pods=ours,
-        others=tuple(pod for pod in all_ if id(pod) not in owned),
-        told={index: told for lease in leases for index, told in _told(lease, name, run, holders)},
+        others=tuple(pod for pod in pods if id(pod) not in owned),
+        reports={report.member.id: report for lease in cached.leases if (report := _report(lease, name, run, holders))},
         now=now,
-        since=since,
-        found=found or Found(),
-        queue=queues.of(job, found or Found()),
+        since=cached.since,
+        features=features,
+        queue=queues.of(job, features),
         limits=limits or Limits(),
-        nodes=nodes,
-        refused=refused,
+        nodes=cached.nodes,
+        refused=cached.refused,
     )
 
 
 def _document(job: Document) -> dict[str, Any]:
-    """The job as its author wrote it: without what others have added to its metadata."""
+    """The job as its author wrote it, without metadata that others have added."""
     meta = job["metadata"]
     kept = {key: meta[key] for key in ("name", "namespace") if key in meta}
     labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _ours(key)}
@@ -292,9 +272,9 @@ def _document(job: Document) -> dict[str, Any]:
     return {**head, "metadata": {**kept, **({"labels": labels} if labels else {})}, "spec": job["spec"]}
 
 
-@functools.lru_cache(maxsize=4096)  # the same text is the same job: each is looked at again and again
+@functools.lru_cache(maxsize=4096)  # the same job is reconciled again and again
 def _read(text: str) -> tuple[spec.Job | None, str]:
-    """The job, or why it cannot be read."""
+    """The parsed job, or why it cannot be parsed."""
     try:
         return spec.of(json.loads(text)), ""
     except InvalidJob as error:
@@ -306,9 +286,9 @@ def _ours(label: str) -> bool:
     return bool(slash) and prefix.endswith(("app.kubernetes.io", contract.GROUP, "kueue.x-k8s.io"))
 
 
-def seen_pods(pods: Sequence[Document], nodes: Mapping[str, Document]) -> list[Pod]:
-    """Pods by index, each with what is to be said of its node."""
-    return sorted((_pod(pod, nodes) for pod in pods), key=lambda pod: pod.index)
+def pods_of(cached: CachedJob) -> list[Pod]:
+    """The pods with the job's label, by index, each with the state of its node."""
+    return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
 
 
 def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
@@ -317,13 +297,13 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     taints = ((node or {}).get("spec") or {}).get("taints") or ()
     leaving = next((taint["key"] for taint in taints if taint["key"] in LEAVING), "")
     lost = None
-    if name and nodes:  # one that has just joined is in its pods before the watch of nodes tells of it
+    if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
         lost = podwords.bound(pod) if node is None else _silent_since(node)
     return Pod(pod, podwords.index(pod), name, lost, leaving)
 
 
 def _silent_since(node: Document) -> float | None:
-    """Since when a node does not answer, None for one that does."""
+    """Since when a node has not answered; None for one that answers."""
     for ready in podwords.conditions(node, "Ready"):
         if ready["status"] != "True":
             return node.get(HEARD) or podwords.seconds(ready.get("lastTransitionTime"))
@@ -331,13 +311,13 @@ def _silent_since(node: Document) -> float | None:
 
 
 def answers(node: Document) -> bool:
-    """Whether a node does."""
+    """Whether a node is ready."""
     return _silent_since(node) is None
 
 
-def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> list[tuple[int, Told]]:
-    """What a Lease says; nothing when it is of an earlier pod of this name, or of another run. Its labels its author may choose;
-    its name says whose it is."""
+def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
+    """The report on a Lease; None when it is of an earlier pod of this name, or of another run. A worker writes the labels of its
+    own Lease, so the name tells whose it is."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
@@ -345,37 +325,37 @@ def _told(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> li
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
         member = Member(index, report.address, Standing(report.standing), report.generation, float(report.since), report.failed)
-        beat = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
-        holder, said = fields.get("holderIdentity"), report.run
+        renewed = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
+        holder, its_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))
         time = float(progress["time"]) if is_number(progress.get("time")) else 0.0
         lasts = min(LONGEST_S, float(fields.get("leaseDurationSeconds") or LEASE_S))
         failed = report.failure or {}
         echo, failure = failures.reported(failed, index, member.generation, member.since) if failed else (False, None)
         decided = _decided(annotations.get(Annotation.DECIDED, ""))
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # of another version, or nobody's: it says nothing
-        return []
-    if said != run or meta["name"] != contract.worker_name(job, index):
-        return []
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):  # written by another version, or by others
+        return None
+    if its_run != run or meta["name"] != contract.worker_name(job, index):
+        return None
     if holders.get(index, holder) != holder:
-        return []
-    return [(index, Told(member, beat, failure, echo, step, steps, committed or 0, generation, time, decided, lasts))]
+        return None
+    return MemberReport(member, renewed, failure, echo, step, steps, committed or 0, generation, time, decided, lasts)
 
 
 def _count(value: object) -> int | None:
-    """A number of something that a member tells; None when it is none."""
+    """A reported count; None when it is not a count."""
     return value if is_count(value) and isinstance(value, int) else None
 
 
 def _decided(text: str) -> tuple[int, schema.Said] | None:
-    """What a member says that others have decided, and the revision of that."""
+    """The published state that a member has heard, and its revision."""
     heard = json.loads(text) if text else None
     said = _readable(schema.Said.loads(json.dumps(heard.get("said")))) if heard else None
     return (int(heard.get("revision") or 0), said) if heard and said else None
 
 
 def _readable(said: schema.Said | None) -> schema.Said | None:
-    """What was decided; without its last failure if that is of another version: it is counted all the same."""
+    """The published state; without its last failure if another version wrote that: it is counted all the same."""
     try:
         Failure.model_validate(said.failure if said else None)
     except ValidationError:

@@ -20,7 +20,7 @@ from outlast.manifests import kueue
 from outlast.operator import cache as caches
 from outlast.operator.cache import Cache, Document, Key
 from outlast.operator.metrics import Metrics
-from outlast.operator.queues import Found, Sight
+from outlast.operator.queues import ClusterFeatures, KueueObjects
 from outlast.operator.snapshot import HEARD, answers
 
 log = logging.getLogger(__name__)
@@ -88,16 +88,16 @@ class Watches:
         """Whether the cluster serves an API group of Kueue or of a gang scheduler."""
         return any(kind.group == group for kind in self._served)
 
-    def features(self, key: Key) -> Found:
+    def features(self, key: Key) -> ClusterFeatures:
         """What the cluster offers beside Kubernetes, and the Kueue objects of a job."""
         groups = frozenset(kind.group for kind in self._served)
         queues = next((kinds for kinds in kueue.VERSIONS if kinds[0] in self._served), ())
         if not queues or self._cache.unsynced((*queues, PRIORITY_CLASS)):
-            return Found(groups)
+            return ClusterFeatures(groups)
         workload, flavor, priority = queues
         flavors = {each["metadata"]["name"]: each for each in self._cache.documents(flavor)}
         classes = (*self._cache.documents(priority), *self._cache.documents(PRIORITY_CLASS))
-        return Found(groups, Sight(workload, self._cache.of_job(workload, key), flavors, classes))
+        return ClusterFeatures(groups, KueueObjects(workload, self._cache.of_job(workload, key), flavors, classes))
 
     def discover(self) -> None:
         """Find out which of Kueue and the gang schedulers the cluster serves, and watch Kueue's objects from then on."""

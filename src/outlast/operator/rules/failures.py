@@ -1,4 +1,4 @@
-"""Failures of workers and of their processes, judged once for each cause; what is remembered of them. Pure."""
+"""Failures of workers and of their processes, each cause counted once against the restart budget. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from outlast import contract
 from outlast.kube import pods
 from outlast.operator import desired
-from outlast.operator.job_status import Blame
-from outlast.operator.plan import Document, Note
-from outlast.operator.reconcile import Look
+from outlast.operator.job_status import CountedFailure
+from outlast.operator.plan import Document, Event
+from outlast.operator.reconcile import Reconcile
 from outlast.operator.snapshot import Pod
 from outlast.rendezvous import failures as judging
 from outlast.rendezvous import restarts, world
@@ -19,104 +19,105 @@ from outlast.rendezvous.world import Standing
 from outlast.status import Failure, FailureCause, State
 
 
-def reported(look: Look) -> list[Pending]:
-    """What members say has failed in the world that is there, each with whether it only echoes another; not yet judged."""
-    known = look.memory
+def reported(rec: Reconcile) -> list[Pending]:
+    """Failures that members report in the current world and that are not counted yet."""
+    known = rec.status
     if known.world is None or known.judged >= known.world.generation:
         return []
     found = []
-    for told in look.seen.told.values():
-        if told.member.failed and (failure := told.failure) and told.member.generation == known.world.generation:
-            if failure.time > look.now:  # its node's clock is ahead of ours: then it was when we heard of it
-                failure = failure.model_copy(update={"time": told.beat})
-            found.append(Pending(told.echo, failure))
+    for report in rec.snapshot.reports.values():
+        if report.member.failed and (failure := report.failure) and report.member.generation == known.world.generation:
+            if failure.time > rec.now:  # its node's clock is ahead of ours
+                failure = failure.model_copy(update={"time": report.renewed})
+            found.append(Pending(report.echo, failure))
     return found
 
 
-def explained(look: Look) -> bool:
-    """Whether a member of the world is gone, or is another by now: what the others say is its echo."""
-    known = look.memory.world
-    here = {pod.index for pod in look.alive}
-    members = {id for id, told in look.seen.told.items() if known and told.member.generation >= known.generation}
+def explained(rec: Reconcile) -> bool:
+    """Whether a member of the world is gone or replaced: the failures of the others are secondary to that."""
+    known = rec.status.world
+    here = {pod.index for pod in rec.alive}
+    members = {id for id, report in rec.snapshot.reports.items() if known and report.member.generation >= known.generation}
     return known is not None and not set(known.members) <= here & members
 
 
-def unanswered(look: Look) -> bool:
-    """Whether a member of the world still says that it trains when others have failed: it may be why, and be gone."""
-    known = look.memory.world
-    said = [told.member for id, told in look.seen.told.items() if id in look.members]
+def unanswered(rec: Reconcile) -> bool:
+    """Whether a member of the world still reports that it trains although others have failed: it may be the cause, and dead."""
+    known = rec.status.world
+    said = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
     return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
 
 
-def judge_processes(look: Look, pending: list[Pending], new: world.World | None = None) -> None:
-    """Judge the failures of one generation by the first that is no echo. A member that the new world lacks explains echoes."""
+def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:
+    """Count the failures of one generation as their cause. A member that the new world lacks explains secondary failures."""
     echo, failure = judging.cause(pending)
     generation = failure.generation
-    before = look.memory.world
+    before = rec.status.world
     without = new is not None and before is not None and not set(before.members) <= set(new.members)
-    if not (echo and (without or explained(look))):
-        pod = look.pod(failure.worker)
-        judge(look, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
-        stands_for_all(look, generation)
-    look.know(judged=max(look.memory.judged, generation))
+    if not (echo and (without or explained(rec))):
+        pod = rec.pod(failure.worker)
+        count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
+        cover_others(rec, generation)
+    rec.update(judged=max(rec.status.judged, generation))
 
 
-def of_pod(look: Look, pod: Pod, end: pods.End) -> Failure:
+def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
+    """The failure of a pod."""
     return Failure(
         worker=pod.index,
         code=end.code,
         reason=f"worker {pod.index} {end.sentence}",
         cause=FailureCause.OUT_OF_MEMORY if end.out_of_memory else FailureCause.UNKNOWN,
-        generation=look.memory.world.generation if look.memory.world else 0,
-        time=end.time or look.now,
+        generation=rec.status.world.generation if rec.status.world else 0,
+        time=end.time or rec.now,
     )
 
 
-def judge(look: Look, failure: Failure, *, raised: int | None, node: str, pending: Sequence[Pending] = ()) -> None:
-    """Count a failure, and end the job if that was one too many."""
-    known = look.memory
-    budget = judging.Budget(known.history, look.policy, look.committed)
+def count(rec: Reconcile, failure: Failure, *, raised: int | None, node: str, pending: Sequence[Pending] = ()) -> None:
+    """Count a failure, and end the job if the budget is exhausted."""
+    known = rec.status
+    budget = judging.Budget(known.history, rec.policy, rec.committed)
     members = known.world.members if known.world else ()
-    failure, verdict = judging.judge(failure, raised, budget, look.now, pending=pending, members=members)
-    look.know(failure=kept(look, failure, node))
+    failure, verdict = judging.judge(failure, raised, budget, rec.now, pending=pending, members=members)
+    rec.update(failure=kept(rec, failure, node))
     if isinstance(verdict, restarts.Stop):
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
-        return look.finish(State.FAILED, verdict.reason, code, verdict.kind)
-    nodes = {blame.record: blame.node for blame in known.blames}
-    blames = tuple(Blame(record, nodes.get(record, node)) for record in verdict.history.failures)
-    look.know(blames=blames, restarts=known.restarts + verdict.counted)
-    look.setup = desired.setup(look.seen)  # somebody may have deleted what workers need to be heard, or to find each other
-    look.say(State.RESTARTING, verdict.reason, "WorkerFailed", note=True, warning=True)
+        return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)
+    nodes = {counted.record: counted.node for counted in known.counted_failures}
+    counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history.failures)
+    rec.update(counted_failures=counted_failures, restarts=known.restarts + verdict.counted)
+    rec.prerequisites = desired.prerequisites(rec.snapshot)  # some may have been deleted, so that workers cannot report or meet
+    rec.set_state(State.RESTARTING, verdict.reason, "WorkerFailed", event=True, warning=True)
 
 
-def kept(look: Look, failure: Failure, node: str) -> Document:
-    """A failure as the status keeps it, with the last lines of its worker's log: as its agent says, else as its pod ended."""
-    pod = look.pod(failure.worker)
-    words = failure.log_tail or (pod.last_words if pod is not None else "")
+def kept(rec: Reconcile, failure: Failure, node: str) -> Document:
+    """A failure as stored in the status, with the tail of its worker's log: from its agent, else from its pod."""
+    pod = rec.pod(failure.worker)
+    words = failure.log_tail or (pod.log_tail if pod is not None else "")
     kept = failure.model_dump(exclude_none=True, exclude={"log_tail"} if failure.cause else {"log_tail", "cause"})
     return {**kept, "node": node, **({"logTail": words} if words else {})}
 
 
-def stands_for_all(look: Look, generation: int) -> None:
-    """A failure was counted: it stands for whatever else the workers of its world show. One outside of every world (0) stands for
-    all workers that are outside with it, until they are in one."""
-    silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in look.memory.silent)
-    look.know(judged=max(look.memory.judged, generation), silent=tuple(silent))
+def cover_others(rec: Reconcile, generation: int) -> None:
+    """A counted failure covers all further failures of its world. One outside any world (generation 0) covers all workers that
+    are outside too, until they join one."""
+    silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
+    rec.update(judged=max(rec.status.judged, generation), silent=tuple(silent))
     if not generation:
-        look.expected.update(dict.fromkeys(pod.uid for pod in look.seen.pods if not look.inside(pod)))
+        rec.handled.update(dict.fromkeys(pod.uid for pod in rec.snapshot.pods if not rec.in_world(pod)))
 
 
-def went(look: Look, pod: Pod) -> None:
-    """A worker has gone for no failure of its own; with it is explained what the others of its world say."""
-    look.expected[pod.uid] = None
-    known = look.memory
-    if known.world and look.inside(pod) and known.called is None:
-        look.know(judged=known.world.generation)
+def expect_others(rec: Reconcile, pod: Pod) -> None:
+    """A worker was interrupted: the failures of the others in its world are secondary to that."""
+    rec.handled[pod.uid] = None
+    known = rec.status
+    if known.world and rec.in_world(pod) and known.called is None:
+        rec.update(judged=known.world.generation)
 
 
-def interrupted(look: Look, pod: Pod, what: str, sentence: str) -> None:
-    """Count and tell, once, that a worker that was well has to go."""
-    if pod.uid not in look.expected:
-        look.notes.append(Note("Normal", what, sentence))
-        look.know(interruptions=look.memory.interruptions + 1)
-        look.expected[pod.uid] = None
+def interrupted(rec: Reconcile, pod: Pod, what: str, sentence: str) -> None:
+    """Count and report an interruption, once per pod."""
+    if pod.uid not in rec.handled:
+        rec.events.append(Event("Normal", what, sentence))
+        rec.update(interruptions=rec.status.interruptions + 1)
+        rec.handled[pod.uid] = None

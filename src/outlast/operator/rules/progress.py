@@ -1,54 +1,54 @@
-"""How far training is, as a job's status tells it. Pure."""
+"""Training progress in the status: step, rate, newest checkpoint. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from outlast.operator import job_status
-from outlast.operator.reconcile import Look
+from outlast.operator.reconcile import Reconcile
 
-TOLD_BYTES_PER_S = 5e6
-"""The most that the API server sends to the agents of one job to tell how far training is: each gets the whole status."""
+PROGRESS_BYTES_PER_S = 5e6
+"""Upper bound of what the API server sends to the agents of one job for progress: each watches the whole status."""
 BYTES_PER_WORKER = 15
-"""How much longer a status is by each."""
+"""Bytes of the status per worker."""
 MEASURE_S = 5.0
-"""A rate is that of at least so long."""
+"""Shortest time over which a rate is measured."""
 
 
-def tell(look: Look) -> None:
-    """How far training is: with everything else that is written, at the first step of a world, else now and then. That steps are
-    heard of is no reason to look, so there is a look when they are due."""
-    known, mark = look.memory.progress, _mark(look)
-    pause_s = max(look.seen.limits.progress_s, len(look.seen.pods) ** 2 * BYTES_PER_WORKER / TOLD_BYTES_PER_S)
-    due = look.until(known.time, pause_s)
+def written(rec: Reconcile) -> None:
+    """Write progress with any other change, at the first step of a world, and at an interval. New steps alone trigger no
+    reconcile pass, so one is requested for when the interval ends."""
+    known, mark = rec.status.progress, _mark(rec)
+    interval_s = max(rec.snapshot.limits.progress_s, len(rec.snapshot.pods) ** 2 * BYTES_PER_WORKER / PROGRESS_BYTES_PER_S)
+    due = rec.until(known.time, interval_s)
     if mark is not None:
-        look.again(due or look.now + pause_s)
-    step, committed = look.step, look.committed
-    steps = next((told.steps for told in look.seen.told.values() if told.steps is not None), known.steps)
+        rec.requeue_at(due or rec.now + interval_s)
+    step, committed = rec.step, rec.committed
+    steps = next((report.steps for report in rec.snapshot.reports.values() if report.steps is not None), known.steps)
     if (step, steps, committed) == (known.step, known.steps, known.committed):
         return
     first = mark is not None and known.mark is None
-    anew = dataclasses.replace(look.memory, progress=look.seen.memory.progress) != look.seen.memory
+    anew = dataclasses.replace(rec.status, progress=rec.snapshot.status.progress) != rec.snapshot.status
     if due is not None and not first and not anew:
         return
-    committed_at = look.now if committed > known.committed else known.committed_at
+    committed_at = rec.now if committed > known.committed else known.committed_at
     rate, mark = _rate(known, mark)
-    look.know(progress=job_status.Progress(step, steps, committed, committed_at, rate, float(int(look.now)), mark))
+    rec.update(progress=job_status.Progress(step, steps, committed, committed_at, rate, float(int(rec.now)), mark))
 
 
-def _mark(look: Look) -> tuple[int, float] | None:
-    """The newest step of rank 0 in the world that trains, and when it was. Always the same one: clocks of nodes differ."""
-    known = look.memory.world
-    if known is None or look.memory.called is not None or look.memory.closed is not None:
+def _mark(rec: Reconcile) -> tuple[int, float] | None:
+    """The newest step of rank 0 in the current world, and its time. Always rank 0, as the clocks of nodes differ."""
+    known = rec.status.world
+    if known is None or rec.status.called is not None or rec.status.closed is not None:
         return None
-    told = look.seen.told.get(known.members[0])
-    if told is None or told.step is None or not told.time or told.generation not in (None, known.generation):
+    report = rec.snapshot.reports.get(known.members[0])
+    if report is None or report.step is None or not report.time or report.generation not in (None, known.generation):
         return None
-    return told.step, round(told.time, 3)
+    return report.step, round(report.time, 3)
 
 
 def _rate(known: job_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
-    """Steps per second since the mark that is known, and the mark to go on from. None before there are two of one world."""
+    """Steps per second since the last mark, and the mark to measure from next. None before there are two in one world."""
     if mark is None or known.mark is None:
         return None, mark
     seconds = mark[1] - known.mark[1]

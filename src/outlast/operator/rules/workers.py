@@ -8,8 +8,8 @@ from outlast import backoff, contract
 from outlast.kube import ownership
 from outlast.operator import desired, reconcile
 from outlast.operator.job_status import Silent
-from outlast.operator.plan import Note
-from outlast.operator.reconcile import Look
+from outlast.operator.plan import Event
+from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import failures
 from outlast.operator.rules.kueue import RECHECK_S as QUEUE_RECHECK_S
 from outlast.operator.snapshot import Pod
@@ -17,68 +17,68 @@ from outlast.rendezvous.world import Standing
 from outlast.status import End, Failure, FailureCause, State
 
 FAST_LOSS_S = 10.0
-"""A pause after a pod that was lost as soon as it was made: its node would refuse the next one as well."""
+"""Lifetime below which the loss of a pod is followed by a pause: its node would reject the next one as well."""
 UNHEARD_RECHECK_S = 10.0
-"""While most are unheard: how often it is looked whether they are heard again, which is no change."""
+"""Poll interval while most workers are silent: that they are heard again triggers no reconcile pass."""
 AVOID = 2
-"""On a node with so many counted failures within the window pods of this job are put only if there is no other."""
+"""Counted failures within the window from which on pods of this job avoid a node."""
 _LONGEST_PAUSE_S = 60.0
 
 
-def ended_workers(look: Look) -> None:
-    """Pods that have failed go, and are made anew; what is to be learned from them is learned once."""
-    silent = look.memory.silent_uids
-    for pod in look.past:
-        end = look.ends.get(pod.uid)
+def ended_workers(rec: Reconcile) -> None:
+    """Delete failed pods, so that they are replaced, and count each failure once."""
+    silent = rec.status.silent_uids
+    for pod in rec.ended_pods:
+        end = rec.ends.get(pod.uid)
         if end is None or pod.succeeded:
             continue
-        counted = end.counted and not (pod.leaves and contract.killed(end.code))  # killed, because somebody has deleted it
-        if pod.uid not in look.expected and pod.uid not in silent:
-            if end.code == contract.Exit.GIVEN_UP:  # who counts processes has counted enough of them
-                look.know(failure=failures.kept(look, failures.of_pod(look, pod, end), pod.node))
+        counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
+        if pod.uid not in rec.handled and pod.uid not in silent:
+            if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
+                rec.update(failure=failures.kept(rec, failures.of_pod(rec, pod, end), pod.node))
                 reason = f"worker {pod.index} says that the run is given up"
-                return look.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
+                return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
-                failure, generation = failures.of_pod(look, pod, end), look.generation_of(pod)
-                if generation and look.memory.judged >= generation:
-                    look.know(failure=failures.kept(look, failure, pod.node))
+                failure, generation = failures.of_pod(rec, pod, end), rec.generation_of(pod)
+                if generation and rec.status.judged >= generation:
+                    rec.update(failure=failures.kept(rec, failure, pod.node))
                 else:
-                    failures.judge(look, failure, raised=None, node=pod.node)
-                    if look.over:
+                    failures.count(rec, failure, raised=None, node=pod.node)
+                    if rec.done:
                         return
-                    failures.stands_for_all(look, generation)
-                look.expected[pod.uid] = None
+                    failures.cover_others(rec, generation)
+                rec.handled[pod.uid] = None
             else:
-                if look.wanted:
-                    look.know(interruptions=look.memory.interruptions + 1)
+                if rec.wanted:
+                    rec.update(interruptions=rec.status.interruptions + 1)
                     sentence = f"worker {pod.index} {end.sentence}; it is made anew"
-                    look.notes.append(Note("Normal", "WorkerInterrupted", sentence))
-                failures.went(look, pod)
-        if not counted and look.wanted and (rest := look.until(_lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
-            look.again(rest)  # its name is taken until then, so that the next one waits
+                    rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
+                failures.expect_others(rec, pod)
+        if not counted and rec.wanted and (rest := rec.until(_lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
+            rec.requeue_at(rest)  # keeps the name, so that the next pod waits
             continue
-        look.delete(pod, f"it has ended: {end.sentence}", grace_s=None if pod.lingers else 0)
+        rec.delete(pod, f"it has ended: {end.sentence}", grace_s=None if pod.lingering else 0)
 
 
 def _lost_fast_at(pod: Pod, ended: float) -> float:
-    """From when on there is a pause for a pod that has ended; none for one that lived for a while."""
-    return ended if ended - pod.born < FAST_LOSS_S else float("-inf")
+    """Start of the pause after a pod that ended soon after its creation; for others long ago."""
+    return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
 
-def silent_workers(look: Look) -> None:
-    """A worker that says nothing any more is told to go, and what becomes of it tells why: a node that is well ends it, so it was
-    stopped or hung, which counts; one that does not answer has lost it, see `lost_workers`. Those that fell silent in one world
-    did so for one cause."""
-    there = {pod.uid for pod in look.seen.pods}
-    gone = [each for each in look.memory.silent if each.uid not in there]
+def silent_workers(rec: Reconcile) -> None:
+    """Delete a worker whose Lease has expired, and count the failure once it is gone: a ready node kills it, so it had hung or
+    was stopped; a node that does not answer has lost it, see `lost_workers`. Silence in one world has one cause and counts
+    once."""
+    there = {pod.uid for pod in rec.snapshot.pods}
+    gone = [each for each in rec.status.silent if each.uid not in there]
     if gone:
-        look.know(silent=tuple(each for each in look.memory.silent if each.uid in there))
+        rec.update(silent=tuple(each for each in rec.status.silent if each.uid in there))
     counted = set()
     for each in gone:
         if each.echo or each.generation in counted:
             continue
         counted.add(each.generation)
-        reason = f"worker {each.worker} has said nothing for {look.seen.limits.silence_s:g} s"
+        reason = f"worker {each.worker} has said nothing for {rec.snapshot.limits.silence_s:g} s"
         failure = Failure(
             worker=each.worker,
             code=137,
@@ -87,103 +87,104 @@ def silent_workers(look: Look) -> None:
             generation=each.generation,
             time=each.since,
         )
-        failures.judge(look, failure, raised=None, node=each.node)
-        if look.over:
+        failures.count(rec, failure, raised=None, node=each.node)
+        if rec.done:
             return
-        failures.stands_for_all(look, each.generation)
+        failures.cover_others(rec, each.generation)
     new = []
-    for pod in look.alive:
-        told = look.seen.told.get(pod.index)
-        if told is None or told.member.standing is Standing.DONE:
+    for pod in rec.alive:
+        report = rec.snapshot.reports.get(pod.index)
+        if report is None or report.member.standing is Standing.DONE:
             continue
-        if (end := look.silent_at(told)) is not None:
-            look.again(min(end, look.now + UNHEARD_RECHECK_S) if look.unheard else end)  # to hear them again is no change
+        if (end := rec.silent_at(report)) is not None:
+            rec.requeue_at(min(end, rec.now + UNHEARD_RECHECK_S) if rec.unheard else end)  # to hear them again is no change
             continue
-        generation = look.generation_of(pod)
-        if pod.uid not in look.expected and not (generation and look.memory.judged >= generation):
-            new.append(Silent(pod.uid, pod.index, pod.node, look.now, generation))
-        look.delete(pod, f"worker {pod.index} has said nothing for {look.lease_s(told):g} s", grace_s=5)
+        generation = rec.generation_of(pod)
+        if pod.uid not in rec.handled and not (generation and rec.status.judged >= generation):
+            new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation))
+        rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
     if new:
-        look.know(silent=(*look.memory.silent, *new))
+        rec.update(silent=(*rec.status.silent, *new))
 
 
-def unheard_workers(look: Look) -> None:
-    """Nobody hears most of the workers, whose nodes are well: they train on, and their kubelets end whoever does not answer."""
-    if look.missed() and look.memory.state is not None:
-        silence_s, held_s = look.seen.limits.silence_s, look.seen.limits.held_s
+def unheard_workers(rec: Reconcile) -> None:
+    """Most workers are silent though their nodes are ready: they train on, and kubelets kill those that hang."""
+    if rec.most_are_silent() and rec.status.state is not None:
+        silence_s, held_s = rec.snapshot.limits.silence_s, rec.snapshot.limits.held_s
+        count = len(rec.snapshot.reports)
         reason = (
-            f"most of the {len(look.seen.told)} workers have said nothing for {silence_s:g} s though their nodes are well: the "
+            f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
             f"path from them to the API server is taken for broken, and nobody for dead before {held_s:g} s are over"
         )
-        look.say(look.memory.state, reason, reconcile.UNHEARD, note=True, warning=True)
+        rec.set_state(rec.status.state, reason, reconcile.UNHEARD, event=True, warning=True)
 
 
-def surplus_workers(look: Look) -> None:
-    """Pods beyond what is wanted go as soon as no world needs them."""
-    known = look.memory
+def surplus_workers(rec: Reconcile) -> None:
+    """Delete pods beyond the wanted number, once they are in no world."""
+    known = rec.status
     leaving = frozenset(known.called.leaving if known.called is not None and known.world is not None else ())
-    for pod in _by_worth(look)[look.wanted :]:
-        if pod.index in look.members and known.closed is None:
-            continue  # the world is called together without it first
+    for pod in _by_worth(rec)[rec.wanted :]:
+        if pod.index in rec.members and known.closed is None:
+            continue  # a world without it is formed first
         if pod.index in leaving:
             continue
-        look.expected[pod.uid] = None
-        look.delete(pod, f"{look.wanted} workers are wanted, and worker {pod.index} is in no world")
+        rec.handled[pod.uid] = None
+        rec.delete(pod, f"{rec.wanted} workers are wanted, and worker {pod.index} is in no world")
 
 
-def missing_workers(look: Look) -> None:
-    """Pods are made for indices that have none, the smallest first; those that still go keep their name until they have."""
-    alive = look.alive
-    lacking = look.wanted - len(alive) - sum(pod.succeeded for pod in look.past)
-    if lacking <= 0 or look.memory.closed is not None:
+def missing_workers(rec: Reconcile) -> None:
+    """Create pods for free indices, the smallest first; a terminating pod keeps its name until it is gone."""
+    alive = rec.alive
+    lacking = rec.wanted - len(alive) - sum(pod.succeeded for pod in rec.ended_pods)
+    if lacking <= 0 or rec.status.closed is not None:
         return
-    if (pause := backoff_until(look)) is not None:
-        return look.again(pause)
-    gone = {uid for uid, deletion in look.deletes.items() if deletion.grace_s == 0}
-    taken = {contract.worker_name(look.seen.name, pod.index) for pod in look.seen.pods if pod.uid not in gone}
-    taken |= {pod.name for pod in look.seen.others if _goes(look, pod)}  # of one that stays it is told when its name is asked for
-    free = [index for index in range(look.wanted) if contract.worker_name(look.seen.name, index) not in taken][:lacking]
-    generation = look.memory.generation + (look.memory.called is None)
-    queue = look.seen.queue if look.seen.queue is not None and look.seen.queue.name else None
-    room = queue.room(look.using) if queue is not None else {}
-    for pod in desired.workers(look.seen, free, generation, _avoided(look)):
+    if (pause := backoff_until(rec)) is not None:
+        return rec.requeue_at(pause)
+    gone = {uid for uid, deletion in rec.deletes.items() if deletion.grace_s == 0}
+    taken = {contract.worker_name(rec.snapshot.name, pod.index) for pod in rec.snapshot.pods if pod.uid not in gone}
+    taken |= {pod.name for pod in rec.snapshot.others if _goes(rec, pod)}  # one that stays is reported when its name is used
+    free = [index for index in range(rec.wanted) if contract.worker_name(rec.snapshot.name, index) not in taken][:lacking]
+    generation = rec.status.generation + (rec.status.called is None)
+    queue = rec.snapshot.queue if rec.snapshot.queue is not None and rec.snapshot.queue.name else None
+    room = queue.room(rec.using) if queue is not None else {}
+    for pod in desired.workers(rec.snapshot, free, generation, _avoided(rec)):
         placed = queue.place(pod, room) if queue is not None else pod
         if placed is None:
-            return look.again(look.now + QUEUE_RECHECK_S)
-        look.creates.append(placed)
+            return rec.requeue_at(rec.now + QUEUE_RECHECK_S)
+        rec.creates.append(placed)
 
 
-def _by_worth(look: Look) -> list[Pod]:
-    """The pods that are alive, first those that are to be kept: in the order of the world, then by index."""
-    order = {id: rank for rank, id in enumerate(look.memory.world.members)} if look.memory.world else {}
-    return sorted(look.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
+def _by_worth(rec: Reconcile) -> list[Pod]:
+    """The live pods in the order in which they are kept: by rank in the world, then by index."""
+    order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
+    return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
 
-def desired_indices(look: Look) -> Iterable[int]:
-    """Indices that are to be members: of pods that are kept, or will be made."""
-    kept = dict.fromkeys([pod.index for pod in _by_worth(look)][: look.wanted])
-    return [*kept, *[index for index in range(look.wanted) if index not in kept][: look.wanted - len(kept)]]
+def desired_indices(rec: Reconcile) -> Iterable[int]:
+    """The indices of the members to be: of pods that are kept or will be created."""
+    kept = dict.fromkeys([pod.index for pod in _by_worth(rec)][: rec.wanted])
+    return [*kept, *[index for index in range(rec.wanted) if index not in kept][: rec.wanted - len(kept)]]
 
 
-def backoff_until(look: Look) -> float | None:
-    """When the next pod may be made: at once (None) after the first failure, ever later while failures follow each other."""
-    recent = [blame.record.time for blame in look.memory.blames if blame.record.committed_step >= look.committed]
+def backoff_until(rec: Reconcile) -> float | None:
+    """When the next pod may be created: at once (None) after one failure, with exponential backoff while failures repeat."""
+    recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
     if len(recent) < 2:
         return None
-    return look.until(max(recent), backoff.exponential(len(recent) - 1, 1.0, _LONGEST_PAUSE_S))
+    return rec.until(max(recent), backoff.exponential(len(recent) - 1, 1.0, _LONGEST_PAUSE_S))
 
 
-def _avoided(look: Look) -> tuple[str, ...]:
-    """Nodes on which failures keep happening, and those that will be gone."""
-    window = look.policy.window.total_seconds()
+def _avoided(rec: Reconcile) -> tuple[str, ...]:
+    """Nodes with repeated failures, and nodes about to be terminated."""
+    window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
-    for blame in look.memory.blames:
-        if blame.node and look.now - blame.record.time < window:
-            counts[blame.node] = counts.get(blame.node, 0) + 1
-    leaving = {pod.node for pod in look.seen.pods if pod.node_leaves}
+    for counted in rec.status.counted_failures:
+        if counted.node and rec.now - counted.record.time < window:
+            counts[counted.node] = counts.get(counted.node, 0) + 1
+    leaving = {pod.node for pod in rec.snapshot.pods if pod.node_leaves}
     return tuple(sorted({*leaving, *(node for node, count in counts.items() if count >= AVOID)}))
 
 
-def _goes(look: Look, pod: Pod) -> bool:
+def _goes(rec: Reconcile, pod: Pod) -> bool:
     """Whether a pod that is not of this job will go by itself: it terminates, or belongs to an earlier job of this name."""
-    return pod.leaves or ownership.owned_by_predecessor(pod.document, look.seen.document)
+    return pod.terminating or ownership.owned_by_predecessor(pod.document, rec.snapshot.document)

@@ -6,7 +6,7 @@ import dataclasses
 
 from outlast import contract
 from outlast.operator import desired, job_status, reconcile
-from outlast.operator.reconcile import Look
+from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import failures
 from outlast.operator.rules.workers import desired_indices
 from outlast.rendezvous import failures as judging
@@ -16,204 +16,204 @@ from outlast.rendezvous.world import Call, Cause, Standing
 from outlast.status import End, Failure, State
 
 ARRIVE_S = 2.0
-"""Workers come one after another: who is still waited for is written when nobody has come for so long."""
+"""Debounce: report who is missing only after no worker has joined for this long."""
 _HELD = (State.SUSPENDED, State.QUEUED)
 
 
-def world_learned(look: Look) -> None:
-    """Agents decide who trains together, by an etcd: what they have heard of it is taken up, with what it has cost."""
-    pods = {pod.index: pod for pod in look.seen.pods}
-    told = [told for id, told in look.seen.told.items() if id in pods]
+def world_learned(rec: Reconcile) -> None:
+    """Take over what an elected coordinator has published: its world, its result and the failures that it has counted."""
+    pods = {pod.index: pod for pod in rec.snapshot.pods}
+    report = [report for id, report in rec.snapshot.reports.items() if id in pods]
     heard = [
-        each.decided for each in told if each.decided and (each.decided[1].closed or pods[each.member.id].uid not in look.ends)
+        each.decided for each in report if each.decided and (each.decided[1].closed or pods[each.member.id].uid not in rec.ends)
     ]
-    if not look.elected or not heard or look.memory.closed is not None:
+    if not rec.elected or not heard or rec.status.closed is not None:
         return
     _, said = max(heard, key=lambda each: (each[1].generation, each[0]))
-    if said.born != look.memory.born:  # they have begun anew, and count from the beginning
-        look.know(born=said.born, judged=0, elected=0, world=None, called=None)
-    _failures_learned(look, said)
-    new, before = said.world, look.memory.world
-    busy = [each.member.generation for each in told if each.member.standing is not Standing.WAITING or each.member.failed]
+    if said.born != rec.status.born:  # a new incarnation, which counts from 0
+        rec.update(born=said.born, judged=0, elected=0, world=None, called=None)
+    _failures_learned(rec, said)
+    new, before = said.world, rec.status.world
+    busy = [each.member.generation for each in report if each.member.standing is not Standing.WAITING or each.member.failed]
     if new and new.generation > (before.generation if before else 0) and new.generation <= max(busy, default=0):
-        _formed(look, dataclasses.replace(new, at=look.now))
-    call, known, at = said.called, look.memory, look.now
+        _formed(rec, dataclasses.replace(new, at=rec.now))
+    call, known, at = said.called, rec.status, rec.now
     if (
         call
         and known.world
         and call.generation > known.world.generation
         and (known.called is None or dataclasses.replace(call, at=known.called.at) != known.called)
     ):
-        _called(look, dataclasses.replace(call, at=at))
+        _called(rec, dataclasses.replace(call, at=at))
     if said.closed is None:
         return
     reason, code = said.closed.reason, said.closed.code
     if code == contract.Exit.DONE:
-        return look.finish(State.SUCCEEDED, reason, code, End.SUCCEEDED)
+        return rec.finish(State.SUCCEEDED, reason, code, End.SUCCEEDED)
     untold = End.MISCONFIGURED if code == contract.Exit.MISCONFIGURED else End.LIMIT
-    look.finish(State.FAILED, reason, code, End(said.closed.end) or untold)
+    rec.finish(State.FAILED, reason, code, End(said.closed.end) or untold)
 
 
-def _failures_learned(look: Look, said: schema.Said) -> None:
-    """Processes that have failed are judged by who decides; the ends of pods, by nobody but us."""
-    known = look.memory
+def _failures_learned(rec: Reconcile, said: schema.Said) -> None:
+    """The coordinator counts failed processes; only we count ends of pods."""
+    known = rec.status
     more = max(0, said.restarts - known.elected)
-    look.know(elected=said.restarts)
+    rec.update(elected=said.restarts)
     failure = Failure.model_validate(said.failure) if said.failure else None
     if failure and failure.generation <= known.judged:
-        more -= bool(more)  # that world's end is counted, by the end of a pod
-    look.know(restarts=known.restarts + more)
+        more -= bool(more)  # that world's end was counted already, by the end of a pod
+    rec.update(restarts=known.restarts + more)
     if failure is None or failure.generation <= known.judged:
         return
-    pod = look.pod(failure.worker)
-    look.know(judged=failure.generation, failure=failures.kept(look, failure, pod.node if pod else ""))
-    look.say(State.RESTARTING, failure.reason, "WorkerFailed", note=True, warning=True)
+    pod = rec.pod(failure.worker)
+    rec.update(judged=failure.generation, failure=failures.kept(rec, failure, pod.node if pod else ""))
+    rec.set_state(State.RESTARTING, failure.reason, "WorkerFailed", event=True, warning=True)
 
 
-def world_decided(look: Look) -> None:
-    """Who trains together, and what agents are told of it."""
-    if look.elected:
-        return _world_wanted(look)
-    state = _state(look)
-    wanted = world.Wanted(look.wanted, look.fields.workers.allowed(), frozenset(desired_indices(look)))
-    pending = failures.reported(look)
-    since = min((each.failure.time for each in pending), default=look.now)
-    if not failures.explained(look) and (end := judging.held_until(pending, since, look.now, judging.OPERATOR)) is not None:
-        return look.again(end)
+def world_decided(rec: Reconcile) -> None:
+    """Decide who trains together, and publish it for the agents."""
+    if rec.elected:
+        return _world_wanted(rec)
+    state = _state(rec)
+    wanted = world.Wanted(rec.wanted, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
+    pending = failures.reported(rec)
+    since = min((each.failure.time for each in pending), default=rec.now)
+    if not failures.explained(rec) and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
+        return rec.requeue_at(end)
     for _ in range(4):
-        decision = world.decide(state, wanted, look.patience, look.now)
+        decision = world.decide(state, wanted, rec.patience, rec.now)
         if isinstance(decision, world.World) and pending:
-            failures.judge_processes(look, pending, decision)
-            if look.over:
+            failures.count_reported(rec, pending, decision)
+            if rec.done:
                 return
             pending = []
         state = state.after(decision)
         match decision:
             case world.Call():
-                _called(look, decision)
+                _called(rec, decision)
             case world.World():
-                _formed(look, decision)
+                _formed(rec, decision)
             case world.Closed(reason, True):
-                return look.finish(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED)
+                return rec.finish(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED)
             case world.Closed(reason):
-                return _suspended(look, reason)
+                return _suspended(rec, reason)
             case world.Wait() as wait:
-                _waits(look, state, wait.steady)
-                look.again(wait.look_again)
+                _waits(rec, state, wait.steady)
+                rec.requeue_at(wait.look_again)
                 break
     if pending:
-        settled = judging.settled_at(pending, since, look.now, judging.OPERATOR, unanswered=failures.unanswered(look))
+        settled = judging.settled_at(pending, since, rec.now, judging.OPERATOR, unanswered=failures.unanswered(rec))
         if settled is None:
-            failures.judge_processes(look, pending)
-        look.again(settled)
+            failures.count_reported(rec, pending)
+        rec.requeue_at(settled)
 
 
-def _world_wanted(look: Look) -> None:
-    """Agents decide, and are told what is wanted."""
-    before, known = look.memory.wanted, look.memory
-    sizes, expected = look.fields.workers.allowed(), tuple(sorted(desired_indices(look)))
-    wanted = schema.Wanted(before.number if before else 0, look.wanted, sizes, expected)
+def _world_wanted(rec: Reconcile) -> None:
+    """An elected coordinator decides: publish the number of workers that are wanted."""
+    before, known = rec.status.wanted, rec.status
+    sizes, expected = rec.spec.workers.allowed(), tuple(sorted(desired_indices(rec)))
+    wanted = schema.Wanted(before.number if before else 0, rec.wanted, sizes, expected)
     if wanted != before:
-        look.know(wanted=dataclasses.replace(wanted, number=wanted.number + 1))
-    if not look.wanted:
-        return _suspended(look, "suspended: no workers are wanted")
-    reasons = [told.decided[1].why for told in look.seen.told.values() if told.decided]
-    _waits(look, world.State({}, known.world, known.called), next(filter(None, reasons), "waiting for workers"))
+        rec.update(wanted=dataclasses.replace(wanted, number=wanted.number + 1))
+    if not rec.wanted:
+        return _suspended(rec, "suspended: no workers are wanted")
+    reasons = [report.decided[1].why for report in rec.snapshot.reports.values() if report.decided]
+    _waits(rec, world.State({}, known.world, known.called), next(filter(None, reasons), "waiting for workers"))
 
 
-def _state(look: Look) -> world.State:
-    """What `world.decide` goes by."""
-    known = look.memory
+def _state(rec: Reconcile) -> world.State:
+    """The input of `world.decide`."""
+    known = rec.status
     members = {}
-    for id, told in look.seen.told.items():
-        done = told.member.standing is Standing.DONE and known.world and told.member.generation >= known.world.generation
-        pod = look.pod(id)
-        cut = pod is not None and pod.uid in look.deletes and look.deletes[pod.uid].grace_s == 0
-        gone = pod is None or pod.uid in look.ends or cut or look.silent_at(told) is None
+    for id, report in rec.snapshot.reports.items():
+        done = report.member.standing is Standing.DONE and known.world and report.member.generation >= known.world.generation
+        pod = rec.pod(id)
+        cut = pod is not None and pod.uid in rec.deletes and rec.deletes[pod.uid].grace_s == 0
+        gone = pod is None or pod.uid in rec.ends or cut or rec.silent_at(report) is None
         if done or not gone:
-            members[id] = told.member
+            members[id] = report.member
     called = known.called
-    if called is not None:  # a watch that broke, or a clock that was set, takes nothing from the time to save
-        called = dataclasses.replace(called, at=min(max(called.at, look.seen.since), look.now))
+    if called is not None:  # a lost watch or a clock that was set must not shorten the time to save
+        called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.since), rec.now))
     return world.State(members, known.world, called)
 
 
-def _called(look: Look, call: Call) -> None:
-    look.trained_until_now()
-    look.know(called=call)
+def _called(rec: Reconcile, call: Call) -> None:
+    rec.trained_until_now()
+    rec.update(called=call)
     state = State.RESIZING if call.planned else State.RESTARTING
     what = "Resizing" if call.planned else "WorkerLost" if call.cause is Cause.LOST else "WorkerFailed"
-    look.say(state, call.reason, what, note=True, warning=not call.planned)
+    rec.set_state(state, call.reason, what, event=True, warning=not call.planned)
 
 
-def _formed(look: Look, new: world.World) -> None:
-    look.know(world=new, called=None, closed=None, formed=True, blocked=None)
-    for pod in look.alive:
-        if pod.index in look.members:
-            look.expected.pop(pod.uid, None)  # its end in this world is its own
-    look.know(account=dataclasses.replace(look.memory.account, since=look.now, first=look.committed))
-    look.said = False  # what has led to it is over
-    look.say(State.RUNNING, new.reason, "Training", note=True)
+def _formed(rec: Reconcile, new: world.World) -> None:
+    rec.update(world=new, called=None, closed=None, formed=True, blocked=None)
+    for pod in rec.alive:
+        if pod.index in rec.members:
+            rec.handled.pop(pod.uid, None)  # from now on its end counts again
+    rec.update(account=dataclasses.replace(rec.status.account, since=rec.now, first=rec.committed))
+    rec.state_set = False  # takes precedence over what led to it
+    rec.set_state(State.RUNNING, new.reason, "Training", event=True)
 
 
-def _waits(look: Look, state: world.State, reason: str) -> None:
-    """Nothing is to be decided; say how it stands, and what pods wait for if that is why."""
+def _waits(rec: Reconcile, state: world.State, reason: str) -> None:
+    """No decision: report the state, and why pods cannot start if that is the reason."""
     if state.world is not None and state.called is None:
-        heard_again = job_status.why(look.memory.conditions, State.RUNNING) == reconcile.UNHEARD and not look.missed()
-        if look.memory.state is not State.RUNNING or heard_again:
-            look.say(State.RUNNING, reason, "Training")
+        heard_again = job_status.why(rec.status.conditions, State.RUNNING) == reconcile.UNHEARD and not rec.most_are_silent()
+        if rec.status.state is not State.RUNNING or heard_again:
+            rec.set_state(State.RUNNING, reason, "Training")
         return
-    if look.wanted == 0:
-        return look.say(State.SUSPENDED, reason, "Suspending")
-    there = [(pod, look.ends[pod.uid]) for pod in look.past if pod.uid in look.ends and pod.uid not in look.deletes]
+    if rec.wanted == 0:
+        return rec.set_state(State.SUSPENDED, reason, "Suspending")
+    there = [(pod, rec.ends[pod.uid]) for pod in rec.ended_pods if pod.uid in rec.ends and pod.uid not in rec.deletes]
     ended = [(pod.index, f"worker {pod.index} {pod.kept or end.sentence}") for pod, end in there]
-    stuck = dict([*((pod.index, f"worker {pod.index} {pod.stuck}") for pod in look.alive if pod.stuck), *ended])
-    named = look.memory.blocked if look.memory.blocked in stuck else next(iter(stuck), None)  # stays the same: fewer writes
-    blocked = look.seen.refused if named is None else stuck[named]
-    before = look.memory.state
+    stuck = dict([*((pod.index, f"worker {pod.index} {pod.stuck}") for pod in rec.alive if pod.stuck), *ended])
+    named = rec.status.blocked if rec.status.blocked in stuck else next(iter(stuck), None)  # the same as before, for fewer writes
+    blocked = rec.snapshot.refused if named is None else stuck[named]
+    before = rec.status.state
     going = before in (State.RESIZING, State.RESTARTING)
     if going and not blocked:
-        return  # why it changes is said already
+        return  # the reason is in the status already
     state_now = before if going and before else State.PENDING
-    came = max((told.member.since for told in look.seen.told.values()), default=0.0)
-    if before is state_now and not blocked and (settled := look.until(came, ARRIVE_S)) is not None:
-        return look.again(settled)
-    if not look.said:
-        look.know(blocked=named)
-    look.say(state_now, f"{reason}; {blocked}" if blocked else reason, "WorkersPending" if blocked else "WaitingForWorkers")
+    came = max((report.member.since for report in rec.snapshot.reports.values()), default=0.0)
+    if before is state_now and not blocked and (settled := rec.until(came, ARRIVE_S)) is not None:
+        return rec.requeue_at(settled)
+    if not rec.state_set:
+        rec.update(blocked=named)
+    rec.set_state(state_now, f"{reason}; {blocked}" if blocked else reason, "WorkersPending" if blocked else "WaitingForWorkers")
 
 
-def _suspended(look: Look, reason: str) -> None:
-    """Nobody trains any more: the pods go, and whoever comes later begins a world after this one."""
-    for pod in look.alive:
-        look.expected[pod.uid] = None
-        look.delete(pod, reason)
-    look.trained_until_now()
-    if look.memory.closed is None:
-        look.know(closed=(reason, contract.Exit.INTERRUPTED.value))
-    if not look.seen.pods:
-        generation = look.memory.generation
-        if look.elected:
-            look.know(world=None, called=None)
-        elif look.memory.world is not None:
-            look.know(world=None, called=Call(generation + 1, "the run goes on", False, look.now, cause=Cause.RESUME))
-    look.say(State.SUSPENDED, reason if look.seen.pods else "suspended", "Suspended")
+def _suspended(rec: Reconcile, reason: str) -> None:
+    """No workers are wanted: delete the pods. A later world gets a later generation."""
+    for pod in rec.alive:
+        rec.handled[pod.uid] = None
+        rec.delete(pod, reason)
+    rec.trained_until_now()
+    if rec.status.closed is None:
+        rec.update(closed=(reason, contract.Exit.INTERRUPTED.value))
+    if not rec.snapshot.pods:
+        generation = rec.status.generation
+        if rec.elected:
+            rec.update(world=None, called=None)
+        elif rec.status.world is not None:
+            rec.update(world=None, called=Call(generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME))
+    rec.set_state(State.SUSPENDED, reason if rec.snapshot.pods else "suspended", "Suspended")
 
 
-def resumed(look: Look) -> None:
-    """It was suspended, and is wanted again: deadlines begin anew, and agents hear of no end."""
-    if look.wanted and look.memory.closed is not None:
-        if any(pod.uid not in look.ends for pod in look.seen.pods):  # they have been told that it is over
-            for pod in look.alive:
-                look.delete(pod, "it leaves, as the job was suspended")
-            look.over = True
-            held = look.memory.state if look.memory.state in _HELD else State.SUSPENDED
-            return look.say(held, "resumed; the workers that still leave are waited for", "Resuming")
-        look.lived_until(job_status.since(look.memory.conditions, _HELD) or look.now)
-        generation = look.memory.generation
-        call = look.memory.called
-        if look.memory.world:
-            call = Call(generation + 1, "the run goes on", False, look.now, cause=Cause.RESUME)
-        call = None if look.elected else call
-        look.know(closed=None, world=None, called=call, started=look.now, formed=False)
-        look.setup = desired.setup(look.seen)
+def resumed(rec: Reconcile) -> None:
+    """A suspended job is resumed: deadlines start again, and the published result is withdrawn."""
+    if rec.wanted and rec.status.closed is not None:
+        if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):  # they have read that the run has ended
+            for pod in rec.alive:
+                rec.delete(pod, "it leaves, as the job was suspended")
+            rec.done = True
+            held = rec.status.state if rec.status.state in _HELD else State.SUSPENDED
+            return rec.set_state(held, "resumed; the workers that still leave are waited for", "Resuming")
+        rec.lived_until(job_status.since(rec.status.conditions, _HELD) or rec.now)
+        generation = rec.status.generation
+        call = rec.status.called
+        if rec.status.world:
+            call = Call(generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME)
+        call = None if rec.elected else call
+        rec.update(closed=None, world=None, called=call, started=rec.now, formed=False)
+        rec.prerequisites = desired.prerequisites(rec.snapshot)
