@@ -134,7 +134,7 @@ def test_an_endpoint_of_another_kind_is_refused_with_a_sentence(tmp_path: Path):
         cwd=tmp_path,
     )
     assert run.returncode != 0
-    assert "--rdzv-endpoint='nowhere:1' is not one that outlast knows; expected unix:///path" in run.stderr
+    assert "the rendezvous endpoint 'nowhere:1' is unknown; expected unix:///path" in run.stderr
 
 
 class Offers:

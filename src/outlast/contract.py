@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import signal
+from typing import Literal
 
 API_VERSION = "outlast.dev/v1alpha1"
 KIND = "ElasticJob"
@@ -195,6 +196,14 @@ KUBERNETES = "kubernetes://"
 """What the endpoint of the rendezvous begins with where the operator decides; the name of the ElasticJob follows."""
 ETCD = ("etcd://", "etcds://")
 """What it begins with where agents elect one of them to decide, by an etcd: plain, and with TLS."""
+Backend = Literal["auto", "etcd", "c10d"]
+"""Values of `rendezvous.backend` in a job file."""
+SCHEMES = {
+    "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
+    "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
+}
+"""By backend, the schemes that `rendezvous.endpoint` may have, each with that of the endpoint in Env.RENDEZVOUS. The transport of
+that one is found in `rendezvous.transport`."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
 """What names in a cluster end with."""

@@ -31,13 +31,13 @@ from outlast import contract, probes
 from outlast.agent import coordination, init, lifecycle, ranks, reporter, upload_handle
 from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
-from outlast.agent.mode import Mode
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import rule
 from outlast.launch import bytecode, shim, titles
 from outlast.ledger import Ledger
 from outlast.prepare import prepare
+from outlast.rendezvous.transport import Mode
 from outlast.spec import references
 from outlast.workerfiles import notice
 from outlast.workerfiles.output import Output

@@ -1,6 +1,6 @@
 """What agents do for the run as a whole where no launcher does it: claim the run, coordinate its rendezvous, record its end.
 
-Every worker claims and records, since any of them may be gone. Which one coordinates follows from `agent.mode`.
+Every worker claims and records, since any of them may be gone. Which one coordinates follows from `rendezvous.transport.Mode`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast import contract
-from outlast.agent.mode import Mode
 from outlast.contract import Env
 from outlast.errors import OutlastError
 from outlast.ledger import Ledger
+from outlast.rendezvous import transport
+from outlast.rendezvous.transport import Mode
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -40,7 +41,7 @@ class Coordination:
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, lost: Callable[[str], None], broken: Callable[[str], None]
     ) -> None:
-        self.mode = Mode.of(environ[Env.RENDEZVOUS])
+        self.mode = transport.mode(environ[Env.RENDEZVOUS])
         self._job, self._environ = job, environ
         self._lost, self._broken = lost, broken
         self.index = int(environ[Env.WORKER])

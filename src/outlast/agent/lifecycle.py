@@ -4,8 +4,8 @@
                           (an interruption at any time: finish early, save if there is something to save, exit 75)
 
 What a worker does next is decided in this file, when its processes hang in `hangs.rule`, and who coordinates the run in
-`agent.mode`. `agent.agent` carries out the effects and reports the events. There is no clock, file or process here; times are
-those of the agent's own clock and arrive with the events.
+`rendezvous.transport`. `agent.agent` carries out the effects and reports the events. There is no clock, file or process here;
+times are those of the agent's own clock and arrive with the events.
 """
 
 from __future__ import annotations

@@ -14,11 +14,6 @@ from outlast.manifests.request import Request, wrong
 
 LOGIN = "outlast-etcd"
 """The Secret of a namespace with what its jobs need for the etcd of the same name, see `outlast.cluster.etcd_users`."""
-_SCHEMES = {
-    "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
-    "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
-}
-"""What an endpoint may begin with, by backend, and what the agent is told then."""
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
@@ -30,7 +25,7 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
     if wanted.endpoint is None:
         return f"c10d://{fqdn(pod0, service)}:{Pod.RENDEZVOUS_PORT}"
     scheme, _, address = wanted.endpoint.rpartition("://")
-    schemes = _SCHEMES[wanted.backend]
+    schemes = contract.SCHEMES[wanted.backend]
     if scheme not in schemes:
         known = " or ".join(f"{each}://" for each in schemes if each)
         raise wrong(request.job, f"rendezvous.endpoint ({wanted.endpoint}) begins with {scheme}://; write {address}, or {known}")

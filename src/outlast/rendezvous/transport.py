@@ -11,6 +11,7 @@ A new transport is a module in `transports` with a function `client(endpoint, me
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 from collections.abc import Mapping
@@ -24,13 +25,24 @@ from outlast.errors import OutlastError
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import World
 
+
+class Mode(enum.Enum):
+    """Who coordinates a run, and so what the agents of its workers have to do for the run as a whole."""
+
+    LAUNCHER = "the launcher on this machine"
+    """It owns the run, starts the workers and records the end; agents only train. In all other modes agents claim the run."""
+    OPERATOR = "the operator"
+    ELECTED = "an agent, elected in etcd"
+    WORKER_0 = "the agent of worker 0"
+
+
 TRANSPORTS = {
-    sockets.SCHEME: "sockets",
-    sockets.TCP: "sockets",
-    contract.KUBERNETES: "kubernetes",
-    **dict.fromkeys(contract.ETCD, "etcd"),
+    sockets.SCHEME: ("sockets", Mode.LAUNCHER),
+    sockets.TCP: ("sockets", Mode.WORKER_0),
+    contract.KUBERNETES: ("kubernetes", Mode.OPERATOR),
+    **dict.fromkeys(contract.ETCD, ("etcd", Mode.ELECTED)),
 }
-"""Module by what an endpoint begins with."""
+"""Module and coordinator by what an endpoint begins with."""
 
 
 class Client(Protocol):
@@ -86,11 +98,20 @@ class Transport(Protocol):
 
 def of(endpoint: str) -> Transport:
     """The transport of an endpoint. Raises OutlastError for one that is not known."""
-    for scheme, name in TRANSPORTS.items():
+    return cast(Transport, importlib.import_module(f"outlast.rendezvous.transports.{_known(endpoint)[0]}"))
+
+
+def mode(endpoint: str) -> Mode:
+    """Who coordinates the runs of an endpoint. Raises OutlastError for one that is not known."""
+    return _known(endpoint)[1]
+
+
+def _known(endpoint: str) -> tuple[str, Mode]:
+    for scheme, found in TRANSPORTS.items():
         if endpoint.startswith(scheme):
-            return cast(Transport, importlib.import_module(f"outlast.rendezvous.transports.{name}"))
+            return found
     raise OutlastError(
-        f"--rdzv-endpoint={endpoint!r} is not one that outlast knows; "
+        f"the rendezvous endpoint {endpoint!r} is unknown; "
         "expected unix:///path/to/launcher.sock, c10d://host:port, kubernetes://job or etcd://host:2379"
     )
 

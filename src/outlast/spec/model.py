@@ -148,7 +148,7 @@ class Resources(Checked):
 class Rendezvous(Checked):
     """How the workers find each other and agree on a world."""
 
-    backend: Literal["auto", "etcd", "c10d"] = "auto"
+    backend: contract.Backend = "auto"
     """What coordinates the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
     is no operator. `etcd`: a worker elected through an etcd v3, even where an operator creates the pods. `c10d`: worker 0."""
     endpoint: Endpoint | None = None
