@@ -142,7 +142,7 @@ def test_an_endpoint_that_is_none_is_said(
     endpoint: str, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OUTLAST_RENDEZVOUS", raising=False)
-    for verb in ("show", "watch"):
+    for verb in ("show",):
         found, out, err = outlast(capsys, "rdzv", verb, "--endpoint", endpoint)
         assert (found, out, said in err) == (code, "", True), err
 

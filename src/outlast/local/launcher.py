@@ -177,7 +177,8 @@ class Launcher(Coordinator):
         if generation:
             self.known = after(generation, self.clock())
         self.judged = memory["judged"]
-        self.pool.gpus = memory["gpus"]  # a worker that revives us shows us only its own
+        gpus = memory["gpus"]  # a worker that revives us shows us only its own
+        self.pool.gpus = gpus if isinstance(gpus, dict) else {"CUDA_VISIBLE_DEVICES": gpus}  # a list in version 0.1.0
         self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
