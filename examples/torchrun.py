@@ -51,10 +51,10 @@ while step < args.steps:
     dist.all_reduce(leave)  # all ranks save and leave after the same step, whichever was told first
     if rank == 0 and (leave or step % args.save_every == 0 or step == args.steps):
         torch.save({"model": net.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, "checkpoint.pt.tmp")
-        os.replace("checkpoint.pt.tmp", "checkpoint.pt")  # whoever dies here leaves the old file or the new one
+        os.replace("checkpoint.pt.tmp", "checkpoint.pt")  # a crash leaves the old file or the new one
         print(f"step {step}/{args.steps} loss {loss.item():.4f}", flush=True)
     if leave:
-        dist.barrier()  # nobody leaves before rank 0 has saved
+        dist.barrier()  # wait until rank 0 has saved
         sys.exit(75)  # "saved, start me again"; it never counts as a failure
 
 dist.destroy_process_group()
