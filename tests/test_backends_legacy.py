@@ -142,10 +142,10 @@ def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
 @pytest.mark.parametrize(
     ("status", "replicas", "said"),
     [
-        ({}, 2, "Nobody has taken the job up: no operator has written its status"),
+        ({}, 2, "No operator has taken up the job: its status is empty"),
         ({"conditions": [{"type": "Failed", "status": "True", "message": "worker 1 left"}]}, 2, "It has failed: worker 1 left"),
         ({"conditions": [{"type": "Succeeded", "status": "True", "reason": "x"}]}, 2, "It is finished, and all is well"),
-        ({"state": "Suspended"}, 0, "It is to have no workers\n  → go on with: outlast resume cifar"),
+        ({"state": "Suspended"}, 0, "Its number of workers is 0\n  → go on with: outlast resume cifar"),
     ],
     ids=["nobody", "failed", "succeeded", "suspended"],
 )

@@ -181,7 +181,9 @@ def test_a_refusal_says_what_refuses(team: Team) -> None:
     assert len(asked(api, "POST")) == 1, "it is not tried again and again"
     text = 'pods "train-1" is forbidden: User "ada" cannot create resource "pods/eviction" in API group "" in the namespace "n"'
     api.prescribe("POST .*/eviction", apiserver.status(403, "Forbidden", text))
-    with pytest.raises(Forbidden, match=r"ada may not create pods/eviction in namespace n; ask who runs the cluster for a role"):
+    with pytest.raises(
+        Forbidden, match=r"ada may not create pods/eviction in namespace n; ask the cluster's administrator for a role"
+    ):
         place.chaos("train", "evict", worker=1, rng=random.Random(0))
     with pytest.raises(NotFound, match="train has no worker 7; there are 0, 1"):
         place.chaos("train", "term", worker=7, rng=random.Random(0))

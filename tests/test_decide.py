@@ -818,7 +818,7 @@ def test_a_gang_that_nobody_could_start_is_said_and_begun_when_somebody_can() ->
     cluster.run(5)
     assert cluster.status["reason"] == (
         "no pods can be made: scheduling.gang is coscheduling, and the cluster has no PodGroups of scheduling.x-k8s.io; "
-        "ask who runs the cluster for the coscheduling plugin, or set scheduling.gang to none"
+        "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none"
     )
     assert cluster.pods == []
     cluster.found = frozenset([COSCHEDULING])

@@ -260,7 +260,7 @@ def test_who_may_not_make_elasticjobs_is_told_of_the_role_and_that_jobs_work_wit
     assert checks["ElasticJob"] == doctor.warned(
         "ElasticJob",
         "is defined; you may not create, list, patch or delete elasticjobs",
-        "the ClusterRole outlast-edit (of `outlast install`) adds that to the role `edit`: ask who runs the cluster for both; "
+        "the ClusterRole outlast-edit (of `outlast install`) adds that to `edit`; ask your administrator for both; "
         "`outlast submit --as indexed-job` works without",
     )
     assert found(Defined(a_deployment(2)))["ElasticJob"].outcome == "pass"

@@ -435,7 +435,7 @@ def test_install_that_waits_ends_as_soon_as_the_operator_runs(cluster: FakeClust
     [
         (
             ["--etcd-members", "1"],
-            "--etcd-members, --etcd-storage and --etcd-for say how etcd is to be; add --etcd, or leave them out",
+            "--etcd-members, --etcd-storage and --etcd-for configure etcd; add --etcd, or leave them out",
         ),
         (["--etcd", "--etcd-storage", "none"], "--etcd-storage none goes with --etcd-members 1 only: of 3, one that comes back"),
     ],

@@ -58,7 +58,7 @@ def test_a_job_whose_workers_are_all_ready_trains() -> None:
 
 
 def test_a_job_waits_for_its_first_pods() -> None:
-    assert said() == (State.PENDING, "its pods are not made yet; when it stays so, outlast why train says why")
+    assert said() == (State.PENDING, "its pods are not created yet; if it stays so, outlast why train says why")
     unscheduled = {
         "type": "PodScheduled",
         "status": "False",

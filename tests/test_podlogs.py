@@ -351,8 +351,8 @@ def test_what_is_waited_for_is_said_when_it_changes(connected: Connected, monkey
     thread.join()
     assert said == [
         "waiting for train: there is no such job in namespace n yet",
-        "waiting for pods: its pods are not made yet; when it stays so, outlast why train says why",
-        "waiting for pods: its pods cannot be made: exceeded quota",
+        "waiting for pods: its pods are not created yet; if it stays so, outlast why train says why",
+        "waiting for pods: its pods cannot be created: exceeded quota",
     ]
 
 

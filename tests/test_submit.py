@@ -90,7 +90,7 @@ def test_who_may_make_no_secret_is_told_what_that_means(api: apiserver.ApiServer
     api.prescribe("POST .*/secrets", apiserver.status(403, "Forbidden", text))
     code, out, err = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert (code, err) == (0, "")
-    assert "Secret train-rdzv may not be made by you: whoever knows the job file can speak to its workers" in out
+    assert "you may not create Secret train-rdzv: anyone who knows the job file can connect to its workers" in out
 
 
 def test_one_pod_and_an_operated_job_need_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -356,7 +356,7 @@ def test_a_namespace_that_does_not_exist_is_named(api: apiserver.ApiServer, outl
 def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiServer, outlast: Outlast) -> None:
     outlast("submit", "job.yaml", "--as", "statefulset")
     code, out, _ = outlast("status")
-    said = "its pods are not made yet; when it stays so, outlast why train says why"
+    said = "its pods are not created yet; if it stays so, outlast why train says why"
     assert (code, out.splitlines()[0]) == (0, f"train: Pending: {said}")
     code, out, _ = outlast("scale", "train", "1")
     assert (code, out) == (0, "train is to have 1 worker\n")
@@ -383,7 +383,7 @@ def test_watching_a_status_waits_for_an_api_server_that_is_away(
     api.prescribe("GET .*/statefulsets", lambda _: False, (503, "down"), (503, "down"), suspended)
     code, out, err = outlast("status", "train", "-w")
     assert code == 0
-    assert "its pods are not made yet" in out
+    assert "its pods are not created yet" in out
     assert "suspended" in out.splitlines()[-1]
     assert [line.rpartition("; ")[2] for line in err.splitlines()] == ["trying again", "outlast | the cluster answers again"]
     api.prescribe("GET .*/statefulsets", (503, "down"))

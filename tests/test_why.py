@@ -44,7 +44,7 @@ FIRST = {
     "gpu": ("unschedulable-gpu", "workers 0 and 1 find no node: none has any nvidia.com/gpu"),
     "cpu": ("unschedulable-cpu", "workers 0 and 1 find no node that is large enough: each asks for 64 cores"),
     "memory": ("unschedulable-memory", "workers 0 and 1 find no node that is large enough: each asks for 900 GiB memory"),
-    "node-selector": ("unschedulable-selector", "workers 0 and 1 find no node: none has the labels that it is to have"),
+    "node-selector": ("unschedulable-selector", "workers 0 and 1 find no node: none has the labels that it needs"),
     "claim-missing": ("claim-missing", "workers 0 and 1 wait for the claim datasets, which does not exist in namespace team"),
     "claim-no-class": (
         "claim-class",
@@ -183,7 +183,7 @@ def test_the_log_of_a_failing_script_is_shown_as_it_is() -> None:
 
 def test_a_paragraph_has_the_sentence_the_evidence_and_the_remedy() -> None:
     text = diagnosis.text([Cause("a", "it is late", ("the clock: 9:30",), "go"), Cause("b", "well")], unseen=["nodes"])
-    assert text == "It is late\n  the clock: 9:30\n  → go\n\nWell\n\nNot looked at, because you may not: nodes."
+    assert text == "It is late\n  the clock: 9:30\n  → go\n\nWell\n\nNot checked, because you may not read them: nodes."
 
 
 # Builders
@@ -435,7 +435,7 @@ REFUSALS = {
     'Internal error occurred: failed calling webhook "pods.istio.io": failed to call webhook: Post "https://x": '
     "context deadline exceeded": (
         "webhook",
-        "the webhook pods.istio.io, which is to look at all pods, does not answer: failed to call webhook: Post "
+        "the webhook pods.istio.io, which must admit all pods, does not answer: failed to call webhook: Post "
         '"https://x": context '
         "deadline exceeded",
     ),
@@ -445,7 +445,7 @@ REFUSALS = {
     ),
     'pods is forbidden: User "system:serviceaccount:a:b" cannot create resource "pods"': (
         "rights",
-        'who makes the pods may not: User "system:serviceaccount:a:b" cannot create resource "pods"',
+        'the controller that creates the pods lacks a right: User "system:serviceaccount:a:b" cannot create resource "pods"',
     ),
     'pods "a" is forbidden: unable to create new content in namespace team because it is being terminated': (
         "namespace-ends",
@@ -453,7 +453,7 @@ REFUSALS = {
     ),
     'Pod "a" is invalid: spec.containers[0].image: Required value': (
         "invalid",
-        "the API server takes the pods for invalid: spec.containers[0].image: Required value",
+        "the API server rejects the pods as invalid: spec.containers[0].image: Required value",
     ),
     'Pod "a" is invalid: resources.requests: Invalid value: "4": must be less than or equal to cpu limit of 1': (
         "cpu-limit",
@@ -524,7 +524,9 @@ def waiting_for(claim: Document, storage_class: Document, *events: tuple[str, st
 
 def test_a_claim_that_waits_for_its_pod_is_no_mistake_of_the_storage() -> None:
     cause = waiting_for(a_claim(storageClassName="ebs"), a_class("WaitForFirstConsumer"))
-    assert cause.what == "worker 0 waits for the claim data, which has no volume: it is made when a pod that uses it has a node"
+    assert (
+        cause.what == "worker 0 waits for the claim data, which has no volume: it is created when a pod that uses it has a node"
+    )
 
 
 def test_a_provisioner_that_fails_is_quoted() -> None:
@@ -593,7 +595,7 @@ def test_a_node_that_no_longer_exists_is_told() -> None:
     cause = next(nodes.lost(seen, NOW))
     assert (cause.what, cause.remedy) == (
         "worker 0 is on node node-b, which no longer exists",
-        "kubectl delete pod train-0 --force -n team: then others are made",
+        "kubectl delete pod train-0 --force -n team: then they are replaced",
     )
 
 
@@ -677,7 +679,7 @@ def test_a_job_that_waits_for_an_admission_check_names_it() -> None:
 def test_a_queue_without_kueue_is_told() -> None:
     seen = in_queue()
     (cause,) = causes(Snapshot(**{**vars(seen), "queued": ()}))
-    assert cause.what == "it is to wait in queue research, and Kueue has made no workload of it"
+    assert cause.what == "it waits in queue research, and Kueue has created no Workload for it"
 
 
 def a_group(api_version: str, phase: str) -> Document:
@@ -813,7 +815,11 @@ def test_a_job_here_that_starts_for_long_is_wrong() -> None:
     worker = WorkerStatus(index=0, state="fetching")
     status = a_status(State.PENDING, reason="starting", workers=[worker])
     (cause,) = local_job.causes(status, [{"t": NOW - 300, "kind": "launcher"}], NOW)
-    assert (cause.what, cause.wrong, cause.evidence) == ("it starts since 5m00s: starting", True, ("worker 0 is fetching",))
+    assert (cause.what, cause.wrong, cause.evidence) == (
+        "it has been starting for 5m00s: starting",
+        True,
+        ("worker 0 is fetching",),
+    )
     assert not local_job.causes(status, [{"t": NOW - 3, "kind": "launcher"}], NOW)[0].wrong
 
 
@@ -903,7 +909,7 @@ def test_a_store_that_cannot_be_pushed_to_is_told_before_that_all_trains() -> No
     there = StoreStatus(url="s3://b/runs/digits", since=NOW - 120, error="the store is not well (HTTP 503)", backlog=2**20)
     found = local_job.causes(a_status(State.RUNNING, world=[0, 1], store=there, warnings=["the disk is full"]), [], NOW)
     assert [cause.rule for cause in found] == ["store", "warning", "training"]
-    assert found[0].what == "its output cannot be pushed to s3://b/runs/digits since 2m00s, 1.0 MiB of checkpoints wait"
+    assert found[0].what == "its output cannot be uploaded to s3://b/runs/digits since 2m00s, 1.0 MiB of checkpoints wait"
     assert found[-1].what.startswith("2 of 2 workers train")
 
 
@@ -1029,5 +1035,5 @@ def test_why_tells_of_a_job_in_a_cluster(capsys: pytest.CaptureFixture[str], mon
     assert ended.value.code == 0
     out, err = capsys.readouterr()
     assert out.startswith("Workers 0 and 1 find no node: none has any nvidia.com/gpu\n  nodes offer: node-a 0 nvidia.com/gpu")
-    assert out.endswith("Not looked at, because you may not: persistentvolumeclaims.\n")
+    assert out.endswith("Not checked, because you may not read them: persistentvolumeclaims.\n")
     assert err == ""

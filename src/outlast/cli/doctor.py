@@ -88,7 +88,7 @@ def _asked(
     except NoCluster as error:
         if namespace or context or image:
             raise
-        yield "Cluster", [doctor.warned("access", f"not looked at: {error}", "nothing, when training is to be on this machine")]
+        yield "Cluster", [doctor.warned("access", f"not checked: {error}", "nothing, when training is to be on this machine")]
         return
     try:
         yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(asked.checks(cluster))
@@ -106,4 +106,4 @@ def _reached(checks: Iterator[Check]) -> Iterator[Check]:
     try:
         yield from checks
     except ClusterError as error:
-        yield doctor.failed("access", str(error), "mend that, and ask again")
+        yield doctor.failed("access", str(error), "fix that, and check again")

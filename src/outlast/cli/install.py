@@ -85,7 +85,7 @@ def install(
     installation.check_namespace(namespace)
     wished = install.Etcd(int(etcd_members), etcd_storage)
     if not etcd and (wished != install.Etcd() or etcd_for):
-        raise OutlastError("--etcd-members, --etcd-storage and --etcd-for say how etcd is to be; add --etcd, or leave them out")
+        raise OutlastError("--etcd-members, --etcd-storage and --etcd-for configure etcd; add --etcd, or leave them out")
     if wished.storage == "none" and wished.members > 1:
         raise OutlastError(
             f"--etcd-storage none goes with --etcd-members 1 only: of {wished.members}, one that comes back empty is not let in; "

@@ -210,10 +210,10 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
         index, pod = troubles[0]
         ended_ = pods.end(pod)
         sentence = pods.waits(pod) or (ended_.sentence if ended_ else "begins")
-        sentence = "leaves, and is made anew" if pods.leaves(pod) else sentence
+        sentence = "leaves, and is being replaced" if pods.leaves(pod) else sentence
         return (State.RESTARTING if began else State.PENDING), f"worker {index} {sentence}"
     if began:
-        return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are made anew"
+        return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are being replaced"
     return State.PENDING, _unmade(snapshot)
 
 
@@ -221,14 +221,14 @@ def _unmade(snapshot: Snapshot) -> str:
     """Why there are no pods."""
     for condition in (snapshot.workload.get("status") or {}).get("conditions") or ():
         if condition["type"] in ("FailedCreate", "ReplicaFailure") and condition["status"] == "True":
-            return f"its pods cannot be made: {condition.get('message')}"
+            return f"its pods cannot be created: {condition.get('message')}"
     if broken := snapshot.workload.get(wire.UNREADABLE):
         return f"it cannot be read: {broken}"
     if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
         if snapshot.now - pods.born(snapshot.workload) < TAKEN_S:
             return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
-    return f"its pods are not made yet; when it stays so, outlast why {snapshot.name} says why"
+    return f"its pods are not created yet; if it stays so, outlast why {snapshot.name} says why"
 
 
 def _done(pod: Document) -> bool:

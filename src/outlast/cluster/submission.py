@@ -42,7 +42,7 @@ def _released(url: str) -> str:
     from outlast.runs import alive
 
     owner = alive.release(store.open_(url))
-    return f"took the run in {url} from {owner}" if owner else f"nobody has an unfinished run in {url}"
+    return f"took the run in {url} from {owner}" if owner else f"no unfinished run in {url} has an owner"
 
 
 def new_run(job: Job) -> str:
@@ -122,8 +122,8 @@ class Submission:
                 return [old] if ours else [], f"{title} unchanged"
             return [self.cluster.create(secret)], f"{title} created"
         except Forbidden:
-            remedy = "let somebody make it, with any text as its key `key`, before the job"
-            return [], f"{title} may not be made by you: whoever knows the job file can speak to its workers; {remedy}"
+            remedy = "have it created before the job, with any text under the key `key`"
+            return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
         """The state in which a workload has ended; for a StatefulSet its agents are asked."""

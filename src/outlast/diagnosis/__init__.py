@@ -70,7 +70,7 @@ def _well(snapshot: Snapshot) -> Cause:
         )
     running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     if not running:
-        return Cause("starting", "no worker has a pod yet, and nobody says why", (), "look again in a few seconds", wrong=False)
+        return Cause("starting", "no worker has a pod yet, and no event says why", (), "look again in a few seconds", wrong=False)
     return Cause("training", f"nothing is wrong: {len(running)} of {snapshot.wanted()} workers run", wrong=False)
 
 
@@ -88,7 +88,7 @@ def text(causes: Iterable[Cause], *, unseen: Iterable[str] = ()) -> str:
             lines += _wrapped(cause.remedy, "  → ", "    ")
         paragraphs.append("\n".join(lines))
     if blind := joined(unseen):
-        paragraphs.append(f"Not looked at, because you may not: {blind}.")
+        paragraphs.append(f"Not checked, because you may not read them: {blind}.")
     return "\n\n".join(paragraphs)
 
 

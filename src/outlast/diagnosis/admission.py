@@ -50,20 +50,20 @@ RULES = (
     Rule(
         "webhook",
         r'failed calling webhook "(?P<webhook>[^"]+)": (?P<said>.*)',
-        "the webhook {webhook}, which is to look at all pods, does not answer: {said}",
+        "the webhook {webhook}, which must admit all pods, does not answer: {said}",
         "bring its service back, or have it removed (kubectl get validating,mutatingwebhookconfigurations)",
     ),
     Rule(
         "webhook",
         r'admission webhook "(?P<webhook>[^"]+)" denied the request: ?(?P<said>.*)',
         "the webhook {webhook} refuses the pods: {said}",
-        "change the job as it says, or ask who runs the cluster",
+        "change the job as it says, or ask the cluster's administrator",
     ),
     Rule(
         "policy",
         r"ValidatingAdmissionPolicy '(?P<policy>[^']+)'.*denied request: ?(?P<said>.*)",
         "the policy {policy} refuses the pods: {said}",
-        "change the job as it says, or ask who runs the cluster",
+        "change the job as it says, or ask the cluster's administrator",
     ),
     Rule(
         "account-missing",
@@ -86,7 +86,7 @@ RULES = (
     Rule(
         "rights",
         r"is forbidden: (?P<said>User .* cannot .*)",
-        "who makes the pods may not: {said}",
+        "the controller that creates the pods lacks a right: {said}",
         "give it the right, or install Outlast again (`outlast install`)",
     ),
     Rule(
@@ -104,7 +104,7 @@ RULES = (
     Rule(
         "invalid",
         r"is invalid: (?P<said>.*)",
-        "the API server takes the pods for invalid: {said}",
+        "the API server rejects the pods as invalid: {said}",
         "correct that in `template`",
     ),
 )
@@ -141,7 +141,9 @@ def refusal(snapshot: Snapshot, message: str) -> Cause:
             if "asked" in words:
                 words["each"] = _amounts(words["asked"], words["used"], words["limit"])
             return Cause(rule.name, rule.what.format(**words), (), rule.remedy.format(**words))
-    return Cause("refused", f"the API server refused: {message}", (), "change the job as it says, or ask who runs the cluster")
+    return Cause(
+        "refused", f"the API server refused: {message}", (), "change the job as it says, or ask the cluster's administrator"
+    )
 
 
 def _amounts(*texts: str) -> str:

@@ -267,7 +267,7 @@ def _failed(snapshot: Snapshot, over: _Over) -> _Found:
         reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
         what = f"{workers_text(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
         if number == contract.Exit.GIVEN_UP:
-            remedy = "mend what the workers failed of, or raise restarts.limit, and submit it again"
+            remedy = "fix why the workers failed, or raise restarts.limit, and submit it again"
         elif number == 137:
             remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
         elif number in (132, 134, 135, 136, 139):

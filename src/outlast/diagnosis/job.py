@@ -22,7 +22,7 @@ def absent(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         other = "" if snapshot.archived else ", `outlast submit --as indexed-job` needs none"
         yield Cause(
             "operator",
-            "nobody has taken the job up: no operator has written its status",
+            "no operator has taken up the job: its status is empty",
             (),
             f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}",
         )
@@ -82,7 +82,7 @@ def queues(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         and "workloads.kueue.x-k8s.io" not in snapshot.unseen
     ):
         remedy = "install Kueue with the framework of this kind enabled, or remove scheduling.queue from the job file"
-        yield Cause("queue", f"it is to wait in queue {queue}, and Kueue has made no workload of it", (), remedy)
+        yield Cause("queue", f"it waits in queue {queue}, and Kueue has created no Workload for it", (), remedy)
 
 
 def _told(condition: Document | None) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def others(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         )
     if running and not ready and len(running) < least:
         have = f"{len(running)} of at least {least} workers run"
-        missing = "mend what keeps the others; they meet as soon as all are there" if len(running) < wanted else ""
+        missing = "fix what keeps the others from starting; training begins when all are there" if len(running) < wanted else ""
         yield Cause("others", f"{workers_text(running)} {verb(running, 'waits', 'wait')} for the others: {have}", (), missing)
     elif running and not ready:
         remedy = f"wait while they start; `outlast logs {snapshot.name}` shows what they do"
@@ -183,9 +183,9 @@ def wishes(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     if spec.get("suspend") and not queued and not _failed(snapshot):
         yield Cause("suspended", "it is suspended", (), f"go on with: outlast resume {snapshot.name}", wrong=False)
     elif (snapshot.kind == "StatefulSet" and spec.get("replicas") == 0) or (snapshot.archived and snapshot.wanted() == 0):
-        yield Cause("suspended", "it is to have no workers", (), f"go on with: outlast resume {snapshot.name}", wrong=False)
+        yield Cause("suspended", "its number of workers is 0", (), f"go on with: outlast resume {snapshot.name}", wrong=False)
     elif snapshot.kind == "ElasticJob" and snapshot.wanted() == 0:
-        yield Cause("suspended", "it is to have no workers", (), f"go on with: outlast scale {snapshot.name} 1", wrong=False)
+        yield Cause("suspended", "its number of workers is 0", (), f"go on with: outlast scale {snapshot.name} 1", wrong=False)
     if deleted := snapshot.workload.get("metadata", {}).get("deletionTimestamp"):
         held = snapshot.workload["metadata"].get("finalizers", [])
         evidence = (f"since {deleted}", *((f"held by {joined(held)}",) if held else ()))
@@ -193,7 +193,7 @@ def wishes(snapshot: Snapshot, _: float) -> Iterator[Cause]:
             "deleted",
             "it is being deleted",
             evidence,
-            "wait; when it stays so, whoever set the finalizer does not run",
+            "wait; if it stays so, the controller that set the finalizer does not run",
             wrong=False,
         )
 
@@ -242,7 +242,7 @@ def given_up(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         reason = "DeadlineExceeded"
     what, remedy = _REASONS.get(reason, (f"it has failed: {failed.get('message') or reason}", ""))
     if remedy == "see below":
-        remedy = f"mend the cause, and submit it again; `outlast logs {snapshot.name}` shows what the workers said"
+        remedy = f"fix the cause, and submit it again; `outlast logs {snapshot.name}` shows what the workers said"
     rule = "deadline" if reason == "DeadlineExceeded" else "failed"
     limit = snapshot.workload["spec"].get("activeDeadlineSeconds")
     evidence = (*_told(failed), *((f"activeDeadlineSeconds: {limit}",) if rule == "deadline" and limit else ()))

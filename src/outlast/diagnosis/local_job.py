@@ -40,7 +40,7 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
         case State.RESTARTING:
             yield Cause(
                 "restarting",
-                f"it forms a world anew: {reason}",
+                f"it forms a new world: {reason}",
                 _said(status.failure, events),
                 f"wait; `outlast logs -f {name}` shows what the workers do",
             )
@@ -48,12 +48,12 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
             since = next((event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now)
             late = now - since > _SLOW_START_S
             doing = "; ".join(f"worker {each.index} is {each.state}" for each in status.workers)
-            what = f"it starts since {units.human_seconds(now - since)}: {reason}"
+            what = f"it has been starting for {units.human_seconds(now - since)}: {reason}"
             remedy = f"see what it does with: outlast logs -f {name}" if late else "wait"
             yield Cause("starting", what, (doing,) if doing else (), remedy, wrong=late)
         case _ if status.launcher is None:
             remedy = f"go on with: outlast resume {name}"
-            yield Cause("launcher", f"nobody drives it: its launcher is gone ({reason})", (), remedy)
+            yield Cause("launcher", f"its launcher is gone, so nothing drives it ({reason})", (), remedy)
         case _:
             at = f"at step {status.step}" + (f" of {status.steps}" if status.steps else "")
             restarts = f", after {status.restarts} failure{'s' * (status.restarts > 1)}" if status.restarts else ""
@@ -98,7 +98,7 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
             "killed",
             f"it has failed: {status.reason}",
             _said(failure, events),
-            "when nobody killed it the machine had no memory left (dmesg says so): lower the batch or processesPerWorker, "
+            "unless you killed it, the machine had no memory left (see dmesg): lower the batch or processesPerWorker, "
             f"and {again}",
         )
     if status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
@@ -135,8 +135,8 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Cause]
     there = status.store
     if there is not None and there.since is not None:
         held = f", {units.human_bytes(there.backlog)} of checkpoints wait" if there.backlog else ""
-        what = f"its output cannot be pushed to {there.url} since {units.human_seconds(now - there.since)}{held}"
-        yield Cause("store", what, (there.error,), "mend what the store says; training goes on, and pushing is tried again")
+        what = f"its output cannot be uploaded to {there.url} since {units.human_seconds(now - there.since)}{held}"
+        yield Cause("store", what, (there.error,), "fix what the store reports; training continues, and the upload is retried")
 
 
 def _warnings(status: JobStatus, _: Sequence[Event], __: float) -> Iterator[Cause]:

@@ -27,7 +27,7 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
             continue
         if node is None:
             names = " ".join(map(kube_pods.name, pods))
-            remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then others are made"
+            remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then they are replaced"
             yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
             continue
         ready: Document = next((each for each in node["status"].get("conditions", []) if each["type"] == "Ready"), {})
@@ -84,16 +84,16 @@ def _taken(reason: str, pods: list[Document], message: str) -> Cause:
     where = joined(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     evidence = (f"{reason}: {message}",)
     if reason in ("PreemptionByScheduler", "Preempting"):
-        remedy = "give the job a higher scheduling.priorityClassName, or wait: it goes on when there is room"
+        remedy = "give the job a higher scheduling.priorityClassName, or wait: it continues when there is room"
         return Cause("preempted", f"{whom} preempted by a pod of higher priority on {where}", evidence, remedy)
     if reason == "EvictionByEvictionAPI":
-        remedy = "nothing needs to be done when it goes on elsewhere; else uncordon the node or add another"
+        remedy = "nothing needs to be done if it continues elsewhere; else uncordon the node or add another"
         return Cause("drained", f"{whom} asked to leave {where}, by a drain or an autoscaler", evidence, remedy)
     if reason in ("DeletionByTaintManager", "NodeLost"):
         return Cause("node-lost", f"{whom} taken away because node {where} was lost", evidence, _back(pods))
     if reason == "DeletionByPodGC":
         return Cause(
-            "node-lost", f"{whom} taken away because node {where} no longer exists", evidence, "wait until another is made"
+            "node-lost", f"{whom} taken away because node {where} no longer exists", evidence, "wait until it is replaced"
         )
     if "ephemeral" in message or "emptyDir" in message or "disk" in message.lower():
         remedy = "write less to /tmp, /out and caches, raise the volume's sizeLimit in the template, or put them on a claim"
@@ -102,5 +102,7 @@ def _taken(reason: str, pods: list[Document], message: str) -> Cause:
         remedy = "set resources.memory to what the training needs, so that the node is not overfilled"
         return Cause("evicted", f"{whom} evicted from {where}, whose memory was used up", evidence, remedy)
     if "hutdown" in reason or "hutdown" in message:
-        return Cause("drained", f"{whom} ended because {where} was shut down", evidence, "it goes on when there is another node")
+        return Cause(
+            "drained", f"{whom} ended because {where} was shut down", evidence, "it continues when there is another node"
+        )
     return Cause("evicted", f"{whom} evicted from {where}", evidence, "see what the node says (kubectl describe node)")

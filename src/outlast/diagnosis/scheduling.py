@@ -55,7 +55,7 @@ def unschedulable(snapshot: Snapshot, _: float) -> Iterator[Cause]:
                     Cause(
                         "unschedulable",
                         f"{_whom(pods)} no node: {f'{count} ' if count else ''}{text}",
-                        remedy="see `kubectl describe pod` and `kubectl get nodes`, or ask who runs the cluster",
+                        remedy="see `kubectl describe pod` and `kubectl get nodes`, or ask the cluster's administrator",
                     )
                 )
         for cause in told:
@@ -100,7 +100,7 @@ def _resource(it: Blocked) -> Cause:
     asks = f"asks for {amount_text(resource, wanted)} {_noun(resource)}"
     had = (_offers(it.snapshot.nodes, resource),)
     if not it.snapshot.nodes:
-        remedy = f"{_smaller(resource)}, or ask who runs the cluster which nodes offer it (you may not see them)"
+        remedy = f"{_smaller(resource)}, or ask the cluster's administrator which nodes offer it (you may not see them)"
         return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room, or none at all: each {asks}", (), remedy)
     if most[0] == 0:
         return Cause(
@@ -165,7 +165,7 @@ def _selector(it: Blocked) -> Cause:
     where = "nodeSelector" if wanted and not required else "resources.instanceTypes or the template's affinity"
     return Cause(
         "unschedulable-selector",
-        f"{it.whom} no node: none has the labels that it is to have",
+        f"{it.whom} no node: none has the labels that it needs",
         tuple(lines) if "nodes" not in it.snapshot.unseen else tuple(f"{key}={value}" for key, value in wanted.items()),
         f"correct {where} to labels that nodes have (kubectl get nodes --show-labels), or label the nodes",
     )

@@ -48,7 +48,7 @@ def _absent(snapshot: Snapshot, name: str, whom: str) -> Cause:
         "claim-missing",
         f"{whom} for the claim {name}, which does not exist in namespace {snapshot.namespace}",
         (has,),
-        "correct `claim` under volumes, give it a `size` so that it is made, or make the PersistentVolumeClaim",
+        "correct `claim` under volumes, give it a `size` so that it is created, or create the PersistentVolumeClaim",
     )
 
 
@@ -85,10 +85,10 @@ def _unbound(snapshot: Snapshot, claim: Document, whom: str) -> Cause:
             f"see what {provisioner} says, or choose another class",
         )
     if chosen.get("volumeBindingMode") == "WaitForFirstConsumer":
-        remedy = "see why its pod finds no node; when nothing else is told here, look at the provisioner's pods"
-        return Cause("claim-waits", f"{what}: it is made when a pod that uses it has a node", tuple(events), remedy)
+        remedy = "see why its pod finds no node; if no other cause is given here, look at the provisioner's pods"
+        return Cause("claim-waits", f"{what}: it is created when a pod that uses it has a node", tuple(events), remedy)
     provisioner = chosen.get("provisioner", "a provisioner")
-    return Cause("claim-pending", f"{what} yet", tuple(events), f"wait; when it stays so, see whether {provisioner} runs")
+    return Cause("claim-pending", f"{what} yet", tuple(events), f"wait; if it stays so, see whether {provisioner} runs")
 
 
 def _is_default(storage_class: Document) -> bool:
@@ -173,7 +173,7 @@ def mounts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
             remedy = (
                 "wait until the other pod is gone, or use a class with ReadWriteMany"
                 if "Multi-Attach" in message
-                else "mend what the message names: the driver on that node, the server of the volume, or the rights"
+                else "fix what the message names: the driver on that node, the server of the volume, or the rights"
             )
             whom = f"{workers_text([pod])} {verb([pod], 'waits', 'wait')}"
             yield Cause("mount", f"{whom} on {pod['spec'].get('nodeName')}: {held}", (event_text(events[-1]),), remedy)

@@ -100,7 +100,7 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     yield devices(nodes)
     yield storage(_listed(cluster, kinds.STORAGE_CLASS))
     metrics = cluster.serves(kinds.POD_METRICS)
-    without = "ask who runs the cluster for metrics-server"
+    without = "ask the cluster's administrator for metrics-server"
     yield passed("metrics", "served") if metrics else warned("metrics", "not served: `outlast top` has no numbers", without)
     yield queues({name: cluster.serves(kind) for name, kind in _QUEUES.items()})
     if (quotas := _listed(cluster, kinds.QUOTA)) is not None:
@@ -115,7 +115,7 @@ def certificates(members: Document | str | None, login: Document | str | None, t
         if not (ends := annotations.get(install.ENDS)):
             continue
         left = (date.fromisoformat(ends) - today).days
-        renew = "who runs the cluster renews it: outlast install --etcd"
+        renew = "the cluster's administrator renews it: outlast install --etcd"
         if left < 0:
             yield failed(whose, f"its certificate has ended on {ends}", renew)
         elif left < RENEW_DAYS:
@@ -214,7 +214,7 @@ def namespace(found: Document | str | None, name: str) -> Check:
 
 def rights(absent: Sequence[Right]) -> Check:
     """Whether we may do what our verbs do."""
-    remedy = "ask who runs the cluster for the role `edit` in this namespace"
+    remedy = "ask the cluster's administrator for the role `edit` in this namespace"
     if hard := [right for right in absent if right.needed]:
         return failed("rights", f"you may not {joined(map(str, hard), 'or')}", remedy)
     if absent:
@@ -231,9 +231,7 @@ def definition(served: bool, absent: Sequence[Right] = ()) -> Check:
         return warned("ElasticJob", "is not defined here", "outlast install; `outlast submit --as indexed-job` works without")
     if absent:
         said = f"is defined; you may not {joined([right.verb for right in absent], 'or')} {kinds.ELASTIC_JOB.plural}"
-        remedy = (
-            "the ClusterRole outlast-edit (of `outlast install`) adds that to the role `edit`: ask who runs the cluster for both"
-        )
+        remedy = "the ClusterRole outlast-edit (of `outlast install`) adds that to `edit`; ask your administrator for both"
         return warned("ElasticJob", said, f"{remedy}; `outlast submit --as indexed-job` works without")
     return passed("ElasticJob", "is defined")
 
@@ -241,10 +239,10 @@ def definition(served: bool, absent: Sequence[Right] = ()) -> Check:
 def operator(found: Document | str | None, *, served: bool) -> Check:
     """Whether an operator runs that takes up ElasticJobs."""
     if isinstance(found, str):
-        return warned("operator", f"it may not be looked at ({OPERATOR_NAMESPACE})", "ask who runs the cluster whether it runs")
+        return warned("operator", f"you may not see it ({OPERATOR_NAMESPACE})", "ask the cluster's administrator whether it runs")
     if found is None:
         made = failed if served else warned
-        said = "there is none" + (": ElasticJobs are stored, and nobody does anything about them" if served else "")
+        said = "there is none" + (": ElasticJobs are stored, and no operator acts on them" if served else "")
         return made("operator", said, "outlast install --wait; `outlast submit --as indexed-job` needs none")
     status, replicas = found.get("status", {}), found["spec"].get("replicas", 1)
     ready, image = status.get("availableReplicas", 0), found["spec"]["template"]["spec"]["containers"][0].get("image")
@@ -321,8 +319,8 @@ def storage(classes: list[Document] | None) -> Check:
     if classes is None:
         return warned("storage", "you may not list storage classes", "name storageClass in the job file if a claim stays pending")
     if not classes:
-        said = "there are no storage classes: claims that are to be made stay pending"
-        return warned("storage", said, "keep the output in a store, or ask who runs the cluster for a provisioner")
+        said = "there are no storage classes: new claims stay pending"
+        return warned("storage", said, "keep the output in a store, or ask the cluster's administrator for a provisioner")
     key = "storageclass.kubernetes.io/is-default-class"
     default = [kube_pods.name(each) for each in classes if each["metadata"].get("annotations", {}).get(key) == "true"]
     names = joined(sorted(map(kube_pods.name, classes)))

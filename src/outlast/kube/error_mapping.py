@@ -105,7 +105,7 @@ def _forbidden(found: re.Match[str]) -> str:
     resource = f"{found['resource']}.{found['group']}" if found["group"] else found["resource"]
     where = f" in namespace {found['namespace']}" if found["namespace"] else " in the whole cluster" if found["scope"] else ""
     return (
-        f"{found['user']} may not {found['verb']} {resource}{where}; ask who runs the cluster for a role with that right,"
+        f"{found['user']} may not {found['verb']} {resource}{where}; ask the cluster's administrator for a role with that right,"
         " or choose another namespace (-n) or context (--context)"
     )
 

@@ -96,11 +96,11 @@ KINDS = tuple(value for value in list(globals().values()) if isinstance(value, K
 INSTALLED_BY = {
     contract.GROUP: "install it with: outlast install; outlast submit --as indexed-job needs none",
     "elastic.pytorch.org": "install it with: outlast install",
-    "batch.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
-    "scheduling.volcano.sh": "ask who runs the cluster for Volcano (https://volcano.sh)",
-    "scheduling.x-k8s.io": "ask who runs the cluster for the coscheduling plugin, or set scheduling.gang to none",
-    "kueue.x-k8s.io": "ask who runs the cluster for Kueue (https://kueue.sigs.k8s.io)",
-    "metrics.k8s.io": "ask who runs the cluster for metrics-server",
+    "batch.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
+    "scheduling.volcano.sh": "ask the cluster's administrator for Volcano (https://volcano.sh)",
+    "scheduling.x-k8s.io": "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none",
+    "kueue.x-k8s.io": "ask the cluster's administrator for Kueue (https://kueue.sigs.k8s.io)",
+    "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
 }
 """How the kinds of a group are installed in a cluster."""
 
