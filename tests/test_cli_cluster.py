@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(store, "open_", lambda place, **how: opened(place.replace("s3://bucket", tmp_path.as_uri()), **how))
     place = opened(f"{tmp_path.as_uri()}/runs/train")
     runs.claim(place, runs.Run("run-1", "train", 100.0, state="Succeeded"), replace=True)
-    place.put("ledger/decider-0.jsonl", "".join(f"{json.dumps(event)}\n" for event in EVENTS).encode())
+    ledger = "".join(f"{json.dumps(event)}\n" for event in EVENTS).encode()
+    place.put(f"ledger/decider-0.parts/00000000-0-{zlib.crc32(ledger):08x}.jsonl", ledger)
     return "s3://bucket/runs"
 
 

@@ -182,17 +182,6 @@ def test_a_log_that_lost_its_end_takes_nothing_from_the_store(tmp_path: Path):
     assert list(growing.tail(place, LOG, 2)) == [b"3", b"after it"]
 
 
-def test_the_layout_of_earlier_versions_is_read_and_gone_on_with(tmp_path: Path):
-    place = a_place()
-    append(tmp_path / LOG, b"old line\n" * 10_000)
-    place.put(LOG, (tmp_path / LOG).read_bytes())
-    append(tmp_path / LOG, b"new line\n")
-    assert growing.Sender(place, tmp_path).push([LOG], GO) == len(b"new line\n")
-    assert text(place, LOG) == (tmp_path / LOG).read_bytes()
-    assert [line.text for line in stored.logs(place.url, tail=2)] == ["old line", "new line"]
-    assert len(list(stored.logs(place.url, worker=0))) == 10_001
-
-
 def test_a_fetch_that_is_killed_leaves_the_store_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The truncated copy of an interrupted start must not become the run's history."""
     place, whole = a_place(), b"".join(b'{"step": %d}\n' % step for step in range(10_000))

@@ -28,9 +28,8 @@ import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from outlast import contract, locks
+from outlast import contract, files, locks
 from outlast.checkpoints.retention import Retention
 from outlast.errors import Superseded
 
@@ -249,7 +248,8 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
             raise Superseded(
                 f"generation {generation} of this run has been replaced by generation {last}; this process must stop"
             )
-        _write(directory / _FENCE, {"run": run, "generation": generation, "first": was if first is None else first})
+        fence = {"run": run, "generation": generation, "first": was if first is None else first}
+        files.replace(directory / _FENCE, json.dumps(fence), durable=True)
     return generation
 
 
@@ -262,7 +262,7 @@ def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[st
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
-    _write(written / contract.COMMIT, dataclasses.asdict(Commit(*stamp, files)))
+    _write_commit(written, Commit(*stamp, files))
     with _locked(directory):
         run, generation, _ = _fence(directory)
         if (run, generation) != (checkpoint.run, checkpoint.generation):
@@ -285,7 +285,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
         aside = (checkpoint.path.with_name(f"{checkpoint.path.name}.replaced-{i}") for i in range(1 << 30))
         checkpoint.path.rename(next(path for path in aside if not path.exists()))
     written.rename(checkpoint.path)
-    _sync(directory)
+    files.sync(directory)
     return None
 
 
@@ -320,7 +320,7 @@ def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
     directory = fetched.parent
     path = directory / contract.checkpoint_name(said.step)
     new = Checkpoint(said.step, path, said.run, said.generation, said.world_size, said.time, said.size)
-    _write(fetched / contract.COMMIT, dataclasses.asdict(said))
+    _write_commit(fetched, said)
     with _locked(directory):
         return _put(fetched, new, instead=instead) or new
 
@@ -388,21 +388,5 @@ def _fence(directory: Path) -> tuple[str, int, bool]:
     return said["run"], said["generation"], said.get("first", True)
 
 
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a small JSON file, durably: either the old one or the whole new one is there."""
-    draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("w") as file:
-        json.dump(document, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _write_commit(directory: Path, commit: Commit) -> None:
+    files.replace(directory / contract.COMMIT, commit.text(), durable=True)

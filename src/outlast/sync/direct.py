@@ -1,7 +1,7 @@
 """Downloads objects through presigned URLs: from the socket into a file through one small buffer.
 
 obstore collects a response in fresh memory, piece by piece, passed from thread to thread. For files that costs up to 1.6 times
-the CPU, over TLS as well (docs/decisions/0024-own-code-or-a-library.md). Here the kernel fills the buffer and wakes us when it is
+the CPU, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes us when it is
 full. Only the plainest of answers is understood (RFC 9112: HTTP/1.1, a Content-Length, no encoding). For anything else (a proxy,
 an error, a broken connection) `fetch` returns None, and the store's client does the request, with its retries and its errors.
 """

@@ -7,7 +7,7 @@
 So what is sent is what was written, and nothing in the store is ever replaced. Where a file was cut back (`metrics.jsonl`, when a
 run goes on from an earlier step) the next part begins before the end of the last one: the file is what its parts make when they
 are written one after the other (`as_file`). Logs and ledgers are never cut: what a machine has lost of them the store still
-tells (`pieces`). Versions before this one wrote the whole file under its own name: that object counts as the first part.
+tells (`pieces`).
 
 The parts tell all there is to know, so nothing is remembered here; who finds the last part in the file goes on behind it. `push`
 sends, `ownership` and `stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
@@ -16,7 +16,6 @@ sends, `ownership` and `stored` fetch, the command line reads. Docs: docs/decisi
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import os
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from outlast import contract
-from outlast.errors import Denied, Missing, NoBucket, Stopped, StoreError, Unreachable
+from outlast.errors import Denied, NoBucket, Stopped, StoreError, Unreachable
 from outlast.store import Store
 from outlast.sync import tree
 
@@ -47,8 +46,6 @@ _HELD_READ = 8 << 20
 which there may be many."""
 _KNOWN = 16
 """Of a file's parts, how many the sender keeps in mind; should none of them be in the file, it lists them all."""
-_END = 64 << 10
-"""Bytes by which a whole file of an earlier version, whose checksum we do not know, is recognised."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
@@ -61,7 +58,6 @@ class Part(NamedTuple):
     """Where in the file they begin."""
     size: int
     crc32: int
-    """-1: not known."""
 
     @property
     def end(self) -> int:
@@ -91,13 +87,12 @@ def is_part(key: str) -> bool:
 
 
 def files(store: Store) -> list[str]:
-    """The growing files of which there is something in a store."""
+    """The growing files that have parts in a store."""
     found = set()
     for directory, ext in (("", os.path.splitext(contract.METRICS)[1]), (contract.LOGS, ".log"), (contract.LEDGER, ".jsonl")):
         for name in store.names(directory):
-            stem = name.removesuffix(".parts")
-            path = f"{directory}/" * bool(directory) + (name if stem == name else stem + ext)
-            if grows(path):
+            path = f"{directory}/" * bool(directory) + name.removesuffix(".parts") + ext
+            if name.endswith(".parts") and grows(path):
                 found.add(path)
     return sorted(found)
 
@@ -105,9 +100,6 @@ def files(store: Store) -> list[str]:
 def parts(store: Store, path: str) -> list[Part]:
     """The parts of a file, in the order in which they were written."""
     found = []
-    with contextlib.suppress(Missing):
-        whole = store.head(path)
-        found.append(Part(path, -1, 0, whole.size, -1))
     for entry in store.entries(place(path)):
         stem, ext = os.path.splitext(entry.key.rpartition("/")[2])
         if (said := _NAME.fullmatch(stem)) and ext == os.path.splitext(path)[1]:
@@ -141,7 +133,7 @@ class Sender:
         self._store, self._root = store, root
         self._known: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
-        """Parts whose downloaded is not certain: sent again as they were, they are there once."""
+        """Parts whose arrival is not certain. Sent again unchanged, they are stored once."""
         self.failed: list[tuple[str, str]] = []
         """Files that the last push could not read or send, and why."""
 
@@ -221,11 +213,8 @@ class Sender:
         return next((part.end for part in whole if self._same(file, part)), None)
 
     def _same(self, file: int, part: Part) -> bool:
-        if part.crc32 >= 0:
-            data = os.pread(file, part.size, part.start)
-            return len(data) == part.size and zlib.crc32(data) == part.crc32
-        start = max(0, part.size - _END)
-        return bytes(self._store.range(part.key, start, part.size)) == os.pread(file, part.size - start, start)
+        data = os.pread(file, part.size, part.start)
+        return len(data) == part.size and zlib.crc32(data) == part.crc32
 
 
 # Receiving
