@@ -29,7 +29,6 @@ LONG_MODULES = {
     "legacy/decide.py",
 }
 LONG_FUNCTIONS = {
-    "launch/warm.py:serve",
     *("legacy/pods.py:_replicas", "manifests/crd.py:_status"),
     "operator/job_status.py:write",
 }

@@ -180,7 +180,7 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, m
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(ranks, "DUMP_S", 1)
+    monkeypatch.setattr(ranks, "DUMP_TIMEOUT_S", 1)
     (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "py-spy").chmod(0o755)
     began = time.monotonic()

@@ -1,10 +1,8 @@
-"""The training processes of one worker as its agent sees them: which of them live, and for how long each has been silent.
+"""The training processes of one worker as its agent observes them: which are alive, and for how long each has been silent.
 
-A process is known by its pid *and* the time of its start, which it writes down itself: a number alone may be anybody's tomorrow,
-and whoever hangs is killed. Silence is judged by when the agent saw its progress or its pulse change (`workerfiles.progress`),
-by a
-clock that stands still when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a
-process silent.
+A process is identified by its pid *and* its start time, which it records itself: pids are reused, and a process that hangs is
+killed. It is silent since the agent last saw its progress or its heartbeat change (`workerfiles.progress`), by a clock that
+stops when the agent does (`clock.Awake`): neither a step of the wall clock nor a machine that slept makes a process silent.
 """
 
 from __future__ import annotations
@@ -25,29 +23,29 @@ from outlast.hangs.rule import Process
 from outlast.workerfiles import progress
 
 FROZEN_S = 10.0
-"""A process whose thread that looks has not done so for this long cannot run Python: native code holds its lock. It moves as long
-as it uses CPU time."""
-DUMP_S = 10.0
-"""How long py-spy may take; an agent that gives no sign of life for 20 s is taken for stuck."""
+"""Time without a heartbeat after which a process counts as unable to run Python, because native code holds its lock. It is not
+silent while it uses CPU time."""
+DUMP_TIMEOUT_S = 10.0
+"""Timeout of py-spy. An agent without a heartbeat for 20 s counts as stuck."""
 
 
 class Ranks:
-    """Reads what `count` processes write into `state`; asked ten times a second."""
+    """Reads the records that `count` processes write into `state`, ten times a second."""
 
     def __init__(self, state: Path, count: int, clock: Callable[[], float]) -> None:
         self._state, self._count = state, count
         self._seen = Seen(clock)
         self._condemned: set[tuple[int, int]] = set()
-        """Pid and start of the processes that we have killed: they may take a while to die."""
+        """Pid and start time of the processes that were killed: they may take a while to die."""
 
     def forget(self) -> None:
-        """Remove what processes of an earlier agent have written; in a new container their pids are given out anew."""
+        """Remove the records of an earlier agent's processes: a new container reuses their pids."""
         for local_rank in range(self._count):
             for name in (contract.PROGRESS, contract.PULSE):
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:
-        """Those that live, in the order of their local ranks. `written`: how much they have written to the log, all together."""
+        """The live processes by local rank. `written` is the number of bytes that all of them have written to the log."""
         found = []
         for local_rank in range(self._count):
             record = progress.read(self._state, local_rank)
@@ -56,10 +54,10 @@ class Ranks:
             state = _state(record)
             if state in ("", "Z", "X"):
                 continue
-            found.append(self._seen_now(local_rank, record, state in ("T", "t"), written))
+            found.append(self._observe(local_rank, record, state in ("T", "t"), written))
         return found
 
-    def _seen_now(self, local_rank: int, record: progress.Progress, stopped: bool, written: int) -> Process:
+    def _observe(self, local_rank: int, record: progress.Progress, stopped: bool, written: int) -> Process:
         process = record.pid, record.started
         pulse = progress.pulse(self._state, local_rank)
         if pulse is not None and (pulse.pid, pulse.started) != process:
@@ -78,7 +76,7 @@ class Ranks:
         )
 
     def kill(self, process: Process) -> None:
-        """End a process that hangs, if it is still the one that was seen."""
+        """Kill a process that hangs, if the pid is still its own."""
         record = process.progress
         self._condemned.add((record.pid, record.started))
         if _state(record):
@@ -87,16 +85,16 @@ class Ranks:
 
 
 def _state(record: progress.Progress) -> str:
-    """The state letter of proc(5) of the process that wrote a record; "" when that is no more."""
+    """The state letter (proc(5)) of the process that wrote a record; "" if it has ended."""
     state, started = progress.kernel(record.pid)
     return state if record.started in (0, started) else ""
 
 
 def dump_stacks(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path` with py-spy, of all at once: whoever asks gives no sign of life meanwhile. A
-    problem with that is written there instead."""
+    """Write the Python stacks of processes to `path` with py-spy, of all in parallel since the agent has no heartbeat meanwhile.
+    If py-spy fails, its error is written instead."""
     py_spy = Path(sys.executable).with_name("py-spy")
-    end = time.monotonic() + DUMP_S
+    end = time.monotonic() + DUMP_TIMEOUT_S
     with ThreadPoolExecutor(max(1, len(pids))) as crew:
         texts = list(crew.map(lambda pid: _stack(py_spy, pid, end - time.monotonic()), pids))
     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""A training process: runs the user's script or module as `__main__`, and says what it died of.
+"""A training process: runs the user's script or module as `__main__`, and records the error that ends it.
 
     python -m outlast.launch.rank SCRIPT.py [ARG ...]
     python -m outlast.launch.rank -m MODULE [ARG ...]
 
-The environment is torchrun's. The only additions: a first progress record, so that the agent knows the process, a thread that
-notices when ranks wait for each other for ever (`hangs.stall`), and on an exception a small file with its traceback, so that
-`outlast status` can show the first error of the first failing rank.
+The environment is torchrun's. Added are only a first progress record, so that the agent knows the process, a thread that detects
+deadlocks between ranks (`hangs.stall`), and on an exception a small file with its traceback, so that `outlast status` can show
+the first error of the first failing rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _began = time.monotonic()
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv` as Python would; returns at the end of the script, or raises SystemExit."""
+    """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
     global _began
     _began = time.monotonic()  # this module may have been imported long ago, in the process that forked this one
     state = os.environ.get(contract.Env.STATE)
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> None:
         print(error, file=sys.stderr, flush=True)
         sys.exit(code)
     except Exception as error:
-        if said := _hint(error):
-            error.add_note(said)
+        if hint := _hint(error):
+            error.add_note(hint)
         text = "".join(traceback.format_exception(error.with_traceback(_below_runpy(error))))
         _record(state, error, text, contract.Exit.FAILED)
         sys.stderr.write(text)
@@ -77,7 +77,7 @@ def _enter(state: Path) -> None:
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on; None when there is none: the script cannot be read or compiled."""
+    """The traceback from the user's first frame on; None if the script cannot be read or compiled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
@@ -85,7 +85,7 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """What to do about a file that is missed only because the job runs in a copy of its code; empty if that is not why."""
+    """The remedy for a file that is missing only because the job runs in a copy of its code; empty for other reasons."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
@@ -100,7 +100,7 @@ def _hint(error: BaseException) -> str:
 
 
 def missed(name: str, code: Path, origin: Path | None) -> str:
-    """The hint for a file that is not there. `code` is the copy, `origin` what was copied, if that is a directory here."""
+    """The hint for a missing file. `code` is the copy, `origin` what was copied, if that is a directory here."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)

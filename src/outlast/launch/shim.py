@@ -19,16 +19,16 @@ import sys
 import time
 from types import FrameType
 
-CONNECT_S = 5.0
-"""A listener that is stopped lets its queue fill up; nobody may wait for it for ever."""
-STOP_S = 5.0
-"""From SIGTERM to SIGKILL when nobody promised the training time to save."""
+CONNECT_TIMEOUT_S = 5.0
+"""For a listener that is stopped, whose queue is full."""
+KILL_DELAY_S = 5.0
+"""From SIGTERM to SIGKILL if training has not been given a grace period to save."""
 
 
 def connect(path: str) -> socket.socket:
     """A connection to the warm process listening on `path`, however long the path is (Linux allows 107 bytes in the address)."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(CONNECT_S)
+    sock.settimeout(CONNECT_TIMEOUT_S)
     try:
         if len(os.fsencode(path)) < 100:
             sock.connect(path)
@@ -53,7 +53,7 @@ def request(sock: socket.socket, kind: str, argv: list[str], env: dict[str, str]
 
 
 def main() -> None:
-    """Ask for the fork, wait for its end, end likewise."""
+    """Request the fork, wait for its end, and end in the same way."""
     path, grace_s, *argv = sys.argv[1:]
     with contextlib.suppress(OSError):  # what another process has left, perhaps in another container
         os.unlink(error_path())
@@ -67,7 +67,7 @@ def main() -> None:
         promised = os.path.exists(os.environ.get("OUTLAST_NOTICE", ""))
         with contextlib.suppress(OSError):
             sock.sendall(b"%d\n" % number)
-        signal.setitimer(signal.ITIMER_REAL, float(grace_s) if promised else STOP_S)
+        signal.setitimer(signal.ITIMER_REAL, float(grace_s) if promised else KILL_DELAY_S)
 
     def kill(_number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):
@@ -95,13 +95,13 @@ def main() -> None:
 
 
 def error_path() -> str:
-    """Where the training process says what it died of, see `contract.ERROR`."""
+    """Path of the training process's error record, see `contract.ERROR`."""
     return os.path.join(os.environ.get("OUTLAST_WORKER_STATE", "/nonexistent"), f"error-{os.environ.get('LOCAL_RANK', '0')}.json")
 
 
 def record_death(number: int, when: float) -> None:
-    """Leave word that a signal ended the training process. What it has said of its end itself stays: threads of torch may end a
-    process with SIGABRT that is on its way out by an exception."""
+    """Record that a signal ended the training process, unless it has recorded an error itself: threads of torch may end a process
+    with SIGABRT while it exits by an exception."""
     path = error_path()
     if os.path.exists(path):
         return

@@ -1,9 +1,9 @@
 """The warm process: imports torch once, then forks training processes that start in milliseconds.
 
-Importing torch costs 1-3 s of a core, and every restart of every rank would pay it again. So each worker keeps one process that
-has done it and nothing else: no threads of its own, no CUDA context, no process group. On request it forks a child, which takes
-over the caller's streams, environment and directory and becomes a training process (`launch.rank`) or the worker's elastic
-agent (`launch.elastic`).
+Importing torch takes 1-3 s of a core, for each restart of each rank. So each worker keeps one process that has imported it and
+holds nothing else: no threads, no CUDA context, no process group. On request it forks a child, which takes over the caller's
+streams, environment and directory and becomes a training process (`launch.rank`) or the worker's elastic agent
+(`launch.elastic`).
 
     python -m outlast.launch.warm SOCKET PARENT
 
@@ -49,7 +49,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent` (its parent) dies."""
+    """Have the kernel kill this process when its `parent` dies."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(contract.exit_code(-signal.SIGKILL))
@@ -57,7 +57,7 @@ def die_with(parent: int) -> None:
 
 @dataclasses.dataclass
 class Request:
-    """What a fork is to become."""
+    """What a fork becomes: an elastic agent or a training process."""
 
     kind: str
     argv: list[str]
@@ -92,19 +92,67 @@ def _receive(connection: socket.socket) -> Request:
     return Request(fields["kind"], fields["argv"], fields["env"], fields["cwd"], list(fds))
 
 
-def serve(listener: socket.socket) -> Request:
-    """Fork on request, for ever; returns only in the forked children, with what they are to become."""
-    wake_r, wake_w = os.pipe()
-    os.set_blocking(wake_r, False)
-    os.set_blocking(wake_w, False)
-    signal.signal(signal.SIGCHLD, lambda _n, _f: None)
-    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    selector.register(wake_r, selectors.EVENT_READ)
-    children: dict[int, _Child] = {}  # by connection's descriptor
+class _Server:
+    """Forks on request until this process is killed."""
 
-    def reap() -> None:
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        os.set_blocking(self._wake_w, False)
+        signal.signal(signal.SIGCHLD, lambda _n, _f: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_r, selectors.EVENT_READ)
+        self._children: dict[int, _Child] = {}
+        """By the descriptor of the caller's connection."""
+
+    def run(self) -> Request:
+        """Serve; returns only in forked children, with what they are to become."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    if request := self._accept():
+                        return request
+                elif key.fd == self._wake_r:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake_r, 4096)
+                    self._reap()
+                elif key.fd in self._children:
+                    _signal(self._children[key.fd])
+                    self._reap()
+
+    def _accept(self) -> Request | None:
+        """Fork for a caller. Returns its request in the child, None in this process."""
+        connection, _address = self._listener.accept()
+        try:
+            request = _receive(connection)
+        except (OSError, ValueError):  # a caller that was killed half-way
+            connection.close()
+            return None
+        parent, pid = os.getpid(), os.fork()
+        if pid == 0:
+            self._close_in_child(connection)
+            die_with(parent)
+            return request
+        for fd in request.fds:
+            os.close(fd)
+        self._children[connection.fileno()] = _Child(pid, connection)
+        self._selector.register(connection.fileno(), selectors.EVENT_READ)
+        return None
+
+    def _close_in_child(self, connection: socket.socket) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._selector.close()
+        for sock in (self._listener, connection, *(child.connection for child in self._children.values())):
+            sock.close()
+        os.close(self._wake_r)
+        os.close(self._wake_w)
+
+    def _reap(self) -> None:
+        """Tell callers how their children have ended."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -112,55 +160,17 @@ def serve(listener: socket.socket) -> Request:
                 return
             if pid == 0:
                 return
-            ended = {"status": os.waitstatus_to_exitcode(status), "time": time.time()}
-            for fd, child in list(children.items()):
+            end = {"status": os.waitstatus_to_exitcode(status), "time": time.time()}
+            for fd, child in list(self._children.items()):
                 if child.pid == pid:
                     with contextlib.suppress(OSError):
-                        child.connection.sendall(json.dumps(ended).encode() + b"\n")
-                    forget(fd)
-
-    def forget(fd: int) -> None:
-        selector.unregister(fd)
-        children.pop(fd).connection.close()
-
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is listener:
-                connection, _address = listener.accept()
-                try:
-                    request = _receive(connection)
-                except (OSError, ValueError):  # a caller that was killed half-way
-                    connection.close()
-                    continue
-                parent = os.getpid()
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    selector.close()
-                    listener.close()
-                    connection.close()
-                    for child in children.values():
-                        child.connection.close()
-                    os.close(wake_r)
-                    os.close(wake_w)
-                    die_with(parent)
-                    return request
-                for fd in request.fds:
-                    os.close(fd)
-                children[connection.fileno()] = _Child(pid, connection)
-                selector.register(connection.fileno(), selectors.EVENT_READ)
-            elif key.fd == wake_r:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(wake_r, 4096)
-                reap()
-            elif key.fd in children:
-                _obey(children[key.fd])
-                reap()
+                        child.connection.sendall(json.dumps(end).encode() + b"\n")
+                    self._selector.unregister(fd)
+                    self._children.pop(fd).connection.close()
 
 
-def _obey(child: _Child) -> None:
-    """Signal a child as its caller says; a caller that hung up wants it dead."""
+def _signal(child: _Child) -> None:
+    """Pass on a caller's signals to its child. A caller that has hung up wants it killed."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -172,7 +182,7 @@ def _obey(child: _Child) -> None:
 
 
 def become(request: Request) -> None:
-    """Turn this fresh fork into what was asked for; returns when it is done, raises SystemExit as it likes."""
+    """Run a request in this fresh fork. Returns at its end, or raises SystemExit."""
     os.setsid()
     for target, fd in enumerate(request.fds):
         os.dup2(fd, target)
@@ -199,7 +209,7 @@ def become(request: Request) -> None:
 
 
 def title(request: Request) -> str:
-    """What a fork is called."""
+    """The title of a fork's process."""
     if request.kind == "elastic":
         return f"elastic agent {request.env.get(contract.Env.WORKER, '')}"
     script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])
@@ -207,9 +217,9 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End a training process that leaves in the middle, with all that Python does at its end but the end of the interpreter:
-    threads of torch that are still about then end the process with SIGABRT now and then, which looks like a failure.
-    multiprocessing ends its forks like this, too."""
+    """End a training process that is interrupted: do all that Python does at its exit except finalizing the interpreter, where
+    threads of torch that still run may end the process with SIGABRT, which looks like a failure. multiprocessing ends its forks
+    in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
@@ -245,7 +255,7 @@ def main() -> None:
     listener = sockets.listening(Path(sys.argv[1]))
     preload()
     titles.entitle("warm process")
-    request = serve(listener)
+    request = _Server(listener).run()
     try:
         become(request)
     except SystemExit as end:
