@@ -1,11 +1,11 @@
-"""Whether a training process does anything: what its main thread shows from one look to the next.
+"""Whether a training process makes progress, from what its main thread shows in one sample and the next.
 
-It moves when it is in another place, has begun another call or collective, or uses CPU time, its own or that of the processes it
-has started. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a whole core and do
-nothing. There CPU time counts only if the main thread is in another place than before; memory that the GPU's allocator has handed
-out counts as well. A loop that polls shows the same few places again and again, at next to no CPU time: it does not move.
+It moves if it is at another place of the code, has begun another call or collective, or uses CPU time, its own or that of the
+processes it has started. Some waits spin: a process that waits for a GPU, and some backends inside a collective, use a whole core
+and do nothing. There CPU time counts only if the main thread is at another place than before; allocations on the GPU count as
+well. A polling loop shows the same few places again and again, with hardly any CPU time: it does not move.
 
-`stall.Watch` looks, `hangs.rule` judges. Docs: docs/decisions/0022-what-is-a-hang.md.
+`stall.Watch` samples, `hangs.rule` judges. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from outlast import accelerators
 from outlast.workerfiles import progress
 
 BUSY = 0.01
-"""Share of a core above which this process works. A training loop uses more, a loop that polls ten times a second less."""
+"""Share of a core above which this process counts as working. A training loop uses more, a loop that polls ten times a second
+less."""
 CHILDREN_BUSY = 0.2
-"""The same for the processes it has started. Higher: services that only record metrics run all the time."""
+"""The same for its child processes. Higher, since services that only record metrics run all the time."""
 
 
 @dataclasses.dataclass(frozen=True)

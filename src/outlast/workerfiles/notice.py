@@ -1,8 +1,8 @@
 """The notice: a file that asks the training of this worker to save at the next step boundary and leave (`contract.NOTICE`).
 
-The agent writes it when the worker is to go (`leave`), the rendezvous handler when the world is called together again (`call`,
-with the generation to come). Training only looks whether it is there. A file needs no signal handler in the training process,
-and it outlives whoever wrote it.
+The agent writes it when the worker is interrupted (`leave`), the rendezvous handler when a new rendezvous is requested (`call`,
+with the next generation). Training only checks whether it exists. A file needs no signal handler in the training process, and it
+outlives its writer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outlast import files
 
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
-    """Ask. `deadline` is in seconds since the epoch; after it the training is ended without asking."""
+    """Request it. `deadline` is in seconds since the epoch; training that has not left by then is killed."""
     files.replace(path, json.dumps({"kind": kind, "reason": reason, "generation": generation, "deadline": deadline}))
 
 

@@ -1,5 +1,5 @@
-"""A worker's output on its way to its log: through a pipe of the agent's, so that a full disk costs log lines and not the
-training. Whoever writes to the log itself dies of ENOSPC in the middle of a print.
+"""A worker's output goes to its log through a pipe of the agent, so that a full disk costs log lines and not the training:
+a process that writes to the log itself dies of ENOSPC in the middle of a print.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How far one training process is: a small file that it rewrites at every step and that its agent reads.
+"""The progress of one training process: a small file that it rewrites at each step and that its agent reads.
 
-It is the heartbeat from which hangs are seen, the step in `outlast status`, and the committed step that refunds restarts.
-One positioned write of a fixed size, so that a kill between two lines leaves either the old or the new record.
+Hangs are detected from it, `outlast status` shows its step, and its committed step refunds restarts. Each write is one positioned
+write of a fixed size, so a kill between two lines leaves either the old or the new record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PULSE_SIZE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One record: who, in which phase, at which step, when."""
+    """One record: which process, in which phase, at which step, when."""
 
     generation: int
     rank: int
@@ -33,12 +33,12 @@ class Progress:
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
     warning: str = ""
-    """Something wrong that training survives, e.g. a failed save."""
+    """A problem that training survives, e.g. a failed save."""
     pid: int = 0
     started: int = 0
-    """When the process was started, in clock ticks since the boot (proc(5)): a pid may be given out again. 0: not known."""
+    """Start time of the process in clock ticks since the boot (proc(5)), since pids are reused. 0: unknown."""
     time: float = 0.0
-    """When this was written, seconds since the epoch: for people. Another process's clock says nothing about silence."""
+    """Time of the write, seconds since the epoch. For people only; silence is measured by the agent's clock."""
 
 
 class Writer:
@@ -63,7 +63,7 @@ class Writer:
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """The newest record, or None when there is none yet (or it is being replaced this very moment)."""
+    """The newest record, or None if there is none yet, or it is being replaced at this moment."""
     try:
         text = (directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes()
         return Progress(**json.loads(text))
@@ -72,8 +72,7 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 
 def kernel(pid: int) -> tuple[str, int]:
-    """What the kernel says of a process (proc(5)): the letter of its state and when it started, in clock ticks since the boot;
-    `("", 0)` when there is none."""
+    """State letter and start time, in clock ticks since the boot, of a process (proc(5)); `("", 0)` if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[19])
@@ -82,7 +81,7 @@ def kernel(pid: int) -> tuple[str, int]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds that a process has used; 0 when there is none."""
+    """CPU seconds that a process has used; 0 if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -95,29 +94,29 @@ def cpu_s(pid: int) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Pulse:
-    """What a thread of a training process says of its main thread, about once a second."""
+    """The heartbeat of a training process: a thread reports on its main thread about once a second."""
 
     pid: int
     started: int
     fd: int
-    """Its descriptor for this file, which a program that the process becomes (execv) does not have."""
+    """Its descriptor for this file, which a program does not have that the process becomes (execv)."""
     looks: int
-    """How often it has looked. A number that stays says that the process cannot run Python."""
+    """Number of heartbeats. While it does not grow, the process cannot run Python."""
     moves: int
-    """In how many of them the main thread moved, or waited for a rank that does."""
+    """Heartbeats at which the main thread had moved, or waited for a rank that did."""
     where: str = ""
-    """Where it stood last, and all ranks if all stood still: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`."""
+    """Where it was last, or all ranks if none moved: `rank 0 is in run.save(20) (train.py:20), rank 1 is in ...`."""
 
 
 class Beat:
-    """Writes the pulse of this process."""
+    """Writes the heartbeat of this process."""
 
     def __init__(self, directory: Path, local_rank: int) -> None:
         self._fd = os.open(directory / contract.PULSE.format(local_rank=local_rank), os.O_RDWR | os.O_CREAT, 0o644)
         self._pulse = Pulse(*(os.getpid(), kernel(os.getpid())[1]), self._fd, 0, 0)
 
     def write(self, moves: bool, where: str) -> None:
-        """Count one more look."""
+        """Write one more heartbeat."""
         one = self._pulse
         self._pulse = dataclasses.replace(one, looks=one.looks + 1, moves=one.moves + moves, where=where)
         with contextlib.suppress(OSError):
@@ -125,7 +124,7 @@ class Beat:
 
 
 def pulse(directory: Path, local_rank: int) -> Pulse | None:
-    """The newest pulse of the process that still writes this file; None when there is none."""
+    """The newest heartbeat of the process that still writes this file; None if there is none."""
     try:
         path = directory / contract.PULSE.format(local_rank=local_rank)
         found = Pulse(**json.loads(path.read_bytes()))

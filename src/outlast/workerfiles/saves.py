@@ -1,6 +1,6 @@
-"""What a plain script saves and says: files that look like a checkpoint, and steps in the usual log lines.
+"""Checkpoints and steps of plain scripts, guessed from file names and from the usual log lines.
 
-All of it is a guess by name, so it is only ever shown as that: it refunds no restart, and nothing is removed because of it.
+Since they are guesses, they are only shown: they refund no restart, and nothing is removed because of them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _WORD = re.compile(
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
 """Directories in the output whose files are not the script's own."""
 _MOST = 20_000
-"""Entries that one search looks at."""
+"""Limit of entries in one search."""
 _DEPTH = 4
 
 
 def step_of(directory: str) -> int | None:
-    """The step that the name of a checkpoint's directory says: 140 of `checkpoint-140`, 500 of `global_step500`."""
+    """The step in the name of a checkpoint's directory: 140 of `checkpoint-140`, 500 of `global_step500`."""
     found = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
     return int(found[1]) if found else None
 
 
 def step_of_file(name: str) -> tuple[bool, int | None]:
-    """Whether a file's name looks like that of a checkpoint, and its step if it says one."""
+    """Whether a file's name looks like that of a checkpoint, and the step in it, if any."""
     named = _FILE.fullmatch(name)
     if not named:
         return False, None
@@ -43,7 +43,7 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
 
 
 class Said(Protocol):
-    """A `Save`, as it is or as a status tells it."""
+    """A `Save`, or what a status document has of one."""
 
     @property
     def name(self) -> str: ...
@@ -61,7 +61,7 @@ class Save:
     """Its path below the directory that was searched."""
     step: int | None
     time: float
-    """When it was written last, seconds since the epoch."""
+    """Time of the last write, seconds since the epoch."""
 
 
 def newest(directory: Path, since: float) -> Save | None:
@@ -98,7 +98,7 @@ def newest(directory: Path, since: float) -> Save | None:
 
 
 def sentence(saved: Said | None, now: float) -> str:
-    """What is known of a plain script's checkpoints: files are all that there is to see."""
+    """A sentence on a plain script's checkpoints, of which only files are known."""
     if saved is None:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
     step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
@@ -106,8 +106,8 @@ def sentence(saved: Said | None, now: float) -> str:
 
 
 def begun_anew(before: Said | None, step: int, steps: int | None, told: str) -> str:
-    """That a script which was started again is at a step before that of its checkpoint; empty if it is not, or might not be: the
-    lines of a log may count the steps of an epoch, or of an evaluation."""
+    """A warning that a restarted script is at a step before that of its checkpoint. Empty if it is not, or may not be: the lines
+    of a log may count the steps of an epoch, or of an evaluation."""
     if before is None or before.step is None or not 0 < step < before.step or (told == "log" and (steps or 0) < before.step):
         return ""
     remedy = "have it load its newest checkpoint when it starts (a Trainer: resume_from_checkpoint)"
@@ -128,11 +128,11 @@ _SAID = tuple(
 """`Step: 120/2000`; `step 120`, `iter 120:`, `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`."""
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
 _LINE = 400
-"""Characters of a line that are looked at: steps stand at its beginning."""
+"""Characters of a line that are searched; steps are near its beginning."""
 
 
 def step_in(line: str) -> tuple[int, int | None] | None:
-    """The step that a line of a log tells of, and of how many, if it says that."""
+    """The step in a line of a log, and the total if it is there."""
     plain = _COLOR.sub("", line[:_LINE])
     for pattern in _SAID:
         if found := pattern.search(plain):
@@ -143,8 +143,8 @@ def step_in(line: str) -> tuple[int, int | None] | None:
 
 
 def last_step(text: str, before: tuple[int, int | None] | None) -> tuple[int, int | None] | None:
-    """What the last line of a log that tells of a step says; `before` if none does. A bar with a smaller total than before is
-    another one, such as an evaluation's."""
+    """Step and total in the last line of a log that has a step; `before` if none has. A progress bar with a smaller total than
+    before is another one, such as an evaluation's."""
     for line in reversed(re.split(r"[\r\n]+", text)):
         said = step_in(line)
         if said and not (before and before[1] and said[1] and said[1] < before[1]):
