@@ -92,7 +92,7 @@ def _receive(connection: socket.socket) -> Request:
     return Request(fields["kind"], fields["argv"], fields["env"], fields["cwd"], list(fds))
 
 
-class _Server:
+class Server:
     """Forks on request until this process is killed."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -255,7 +255,7 @@ def main() -> None:
     listener = sockets.listening(Path(sys.argv[1]))
     preload()
     titles.entitle("warm process")
-    request = _Server(listener).run()
+    request = Server(listener).run()
     try:
         become(request)
     except SystemExit as end:
