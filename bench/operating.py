@@ -245,7 +245,7 @@ class Watched:
 
     def sample(self, name: str) -> Document:
         """A pod as the operator wrote it, to be POSTed again."""
-        return kube.said(self.kept[name])
+        return kube.without_server_fields(self.kept[name])
 
 
 def job(namespace: str, name: str) -> Document:

@@ -30,11 +30,10 @@ LONG_MODULES = {
 }
 LONG_FUNCTIONS = {
     *("legacy/pods.py:_replicas", "manifests/crd.py:_status"),
-    "operator/job_status.py:write",
 }
 WIDE_FUNCTIONS = {
     *("cli/submit.py:documents",),
-    *("operator/job_status.py:write", "operator/snapshot.py:observe", "rendezvous/etcd/member.py:__init__"),
+    "rendezvous/etcd/member.py:__init__",
     *("rendezvous/transports/etcd.py:__init__", "rendezvous/transports/kubernetes.py:__init__"),
     "training/stream.py:__init__",
 }

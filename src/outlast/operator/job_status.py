@@ -1,27 +1,29 @@
-"""What the operator knows of a job from one look to the next: all of it is in the job's `.status`.
+"""The operator's memory of a job is the job's `.status`: its fields, and how they are read and written.
 
-    memory.read(status)          -> Status
-    memory.write(memory, ...)    -> the status to be
+    job_status.read(status)      -> Status
+    job_status.write(Status, ...) -> the new status
 
-Readers (`outlast status`, kubectl) find the same fields as in `outlast.status.JobStatus`; `rendezvous` is what the agents of the
-job watch. Times in it are seconds since the epoch, elsewhere they are as Kubernetes writes them. Pure.
+Readers (`outlast status`, kubectl) find the same fields as in `outlast.status.JobStatus`; the job's agents watch `rendezvous`.
+Times in `rendezvous`, `failures` and `accounting` are seconds since the epoch, others are as Kubernetes writes them. Pure.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from outlast import units
 from outlast.kube import pods as podwords
 from outlast.manifests import labels
 from outlast.rendezvous.etcd.schema import Wanted
 from outlast.rendezvous.restarts import History, Record
-from outlast.rendezvous.world import Call, Cause, World
+from outlast.rendezvous.world import Call, World
 from outlast.report import goodput
 from outlast.status import State
 
@@ -31,103 +33,111 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CountedFailure:
-    """A counted failure that may still matter."""
+    """A failure that still counts against the budget of restarts."""
 
     record: Record
     node: str
-    """Where it happened; empty when that is not known."""
+    """Where it happened; empty when unknown."""
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A pod that was told to go since nothing was heard of it; why, its node will tell."""
+    """A pod that was deleted because it was silent; what becomes of it will show why."""
 
     uid: str
     worker: int
     node: str
     since: float
     generation: int = 0
-    """Of the world that it was missed in; 0 for none."""
+    """Of its world; 0 for none."""
     echo: bool = False
-    """Whether the failure that it shows is counted already."""
+    """Whether its failure is counted already."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training was when that was last written."""
+    """The training progress that was written last."""
 
     step: int = 0
     steps: int | None = None
     committed: int = 0
     committed_at: float = 0.0
-    """When that step was first heard of as committed."""
+    """When that commit was first reported."""
     rate: float | None = None
-    """Steps per second of the world that trains."""
+    """Steps per second of the current world."""
     time: float = 0.0
-    """Whole seconds, as it is read back."""
+    """In whole seconds, as it is read back."""
     mark: tuple[int, float] | None = None
-    """The step and the time, by its own clock, that rank 0 of the world that trains had reported when `rate` was computed."""
+    """Step and time, by its own clock, that rank 0 had reported when `rate` was measured."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What goodput is computed from."""
+    """The totals from which goodput is estimated."""
 
     trained_s: float = 0.0
-    """Seconds that worlds have trained, up to `since`."""
+    """Seconds that earlier worlds have trained."""
     executed: int = 0
-    """Steps that were done in them, those that were done again included."""
+    """Steps done in them, including repeated ones."""
     since: float | None = None
-    """When the world that trains now was formed."""
+    """When the current world was formed."""
     first: int = 0
-    """The step that it began from."""
+    """The step that it began at."""
     lived_s: float = 0.0
-    """Wall time before `started`, which is when the job was resumed; what lies between counts nowhere."""
+    """Wall time before `started`, for a job that was resumed; the time while it was held does not count."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the run ended, for the agents."""
+
+    reason: str
+    code: int
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known of a job. The first of everything is what a job begins with."""
+    """What the operator keeps of a job between two reconcile passes; the defaults are those of a new job."""
 
     state: State | None = None
     reason: str = ""
     blocked: int | None = None
-    """The worker that `reason` names since it cannot begin."""
+    """The worker that cannot start and that `reason` names."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
-    closed: tuple[str, int] | None = None
-    """Reason and exit code that agents are told, when there is no further world."""
-    judged: int = 0
-    """The newest generation whose failure has been judged."""
+    result: Result | None = None
+    """Set when there will be no further world."""
+    counted_generation: int = 0
+    """The newest generation whose failure is counted."""
     handled_pods: tuple[str, ...] = ()
-    """Uids of pods whose end has been judged, and which may still be there."""
+    """Uids of pods that may still exist and whose end is counted."""
     silent: tuple[Silent, ...] = ()
     counted_failures: tuple[CountedFailure, ...] = ()
     restarts: int = 0
     interruptions: int = 0
     born: str = ""
-    """Where others decide: their word for the run, see `rendezvous.etcd.schema.Said`."""
+    """Incarnation id of the run in etcd, see `rendezvous.etcd.schema`."""
     elected: int = 0
-    """Those of `restarts` that they have counted."""
+    """How many of `restarts` an elected coordinator has counted."""
     wanted: Wanted | None = None
-    """What they are told."""
+    """What an elected coordinator is asked for."""
     failure: Mapping[str, Any] | None = None
-    """The last failure, a `status.Failure` with the node and the tail of the log."""
+    """The last failure: a `status.Failure` with the node and the tail of the log."""
     started: float | None = None
-    """When it was first taken up, or resumed: deadlines begin there."""
+    """When the job was first reconciled, or resumed: deadlines count from there."""
     finished: float | None = None
     formed: bool = False
     """Whether there has been a world since `started`."""
     observed: int = 0
-    """The `metadata.generation` that was acted on last."""
+    """The `metadata.generation` that was last acted on."""
     queue: str = ""
     """The queue of Kueue that it waits in, or was admitted by."""
     gang: str = ""
-    """Who starts its pods all or none, from the first to the last: who is installed later takes over none. Empty: nobody."""
+    """The gang scheduler of all its pods, whatever is installed later; empty for none."""
     progress: Progress = Progress()
     account: Account = Account()
-    conditions: tuple[Mapping[str, Any], ...] = field(default=())
+    conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def generation(self) -> int:
@@ -143,29 +153,41 @@ class Status:
         return History(tuple(counted.record for counted in self.counted_failures))
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the status also shows, from the snapshot and the plan."""
+
+    job: str
+    pods: int
+    """Workers."""
+    inside: int
+    """Those of them in the current world."""
+    sizes: tuple[int, int]
+    """Smallest and largest number of workers."""
+    checkpoint: str
+    """URL above the checkpoints, if they are in a store."""
+    now: float
+    leave_s: float
+    """How long a planned re-rendezvous waits for training to save."""
+
+
 def read(status: Mapping[str, Any]) -> Status:
-    """The memory in a status, `{}` for a job that nobody has looked at yet. A part that makes no sense, as somebody else wrote
-    there or an operator of another version, is as if it had never been written."""
-    told = status.get("rendezvous") or {}
-    judged, written, account = status.get("judged") or {}, status.get("checkpoint") or {}, status.get("accounting") or {}
-    called = told.get("called")
+    """The fields of a status; `{}` for a new job. Invalid parts, written by others or by another version, are dropped."""
+    told, judged = status.get("rendezvous") or {}, status.get("judged") or {}
+    account = status.get("accounting") or {}
+    world = _valid(World, told.get("world"))
     return Status(
-        state=_sound(lambda: State(status["state"]), None) if status.get("state") else None,
+        state=_valid(State, status.get("state")),
         reason=status.get("reason", ""),
         blocked=status.get("blocked"),
         run=told.get("run", ""),
-        world=_sound(lambda: _world(told["world"]), None) if told.get("world") else None,
-        called=_sound(lambda: _call(called), None) if called else None,
-        closed=_sound(lambda: (told["closed"]["reason"], told["closed"]["code"]), None) if told.get("closed") else None,
-        judged=judged.get("generation", 0),
+        world=world if world and world.members else None,
+        called=_valid(Call, told.get("called")),
+        result=_valid(Result, told.get("closed")),
+        counted_generation=judged.get("generation", 0),
         handled_pods=tuple(judged.get("pods") or ()),
-        silent=_all(_silent, judged.get("silent")),
-        counted_failures=_all(
-            lambda each: CountedFailure(
-                Record(each["time"], each["committedStep"], each.get("failedStep")), each.get("node", "")
-            ),
-            status.get("failures"),
-        ),
+        silent=tuple(each for fields in judged.get("silent") or () if (each := _valid(Silent, fields))),
+        counted_failures=tuple(one.counted for fields in status.get("failures") or () if (one := _valid(_Failure, fields))),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
         born=told.get("born", ""),
@@ -178,15 +200,7 @@ def read(status: Mapping[str, Any]) -> Status:
         observed=status.get("observedGeneration", 0),
         queue=status.get("queue", ""),
         gang=status.get("gang", ""),
-        progress=Progress(
-            status.get("step", 0),
-            status.get("steps"),
-            written.get("step", 0),
-            written.get("time", 0.0),
-            status.get("rate"),
-            podwords.seconds(status.get("progressTime")),
-            _sound(lambda: (account["reported"]["step"], account["reported"]["time"]), None) if account.get("reported") else None,
-        ),
+        progress=_read_progress(status, account),
         account=Account(
             account.get("trainedSeconds", 0.0),
             account.get("executedSteps", 0),
@@ -198,95 +212,112 @@ def read(status: Mapping[str, Any]) -> Status:
     )
 
 
-def write(
-    memory: Status, *, job: str, pods: int, inside: int, sizes: tuple[int, int], checkpoint: str, now: float, leave_s: float
-) -> Document:
-    """The status that holds this memory.
+@dataclass(frozen=True)
+class _Failure:
+    """An entry of `failures`."""
 
-    `pods` is how many workers there are, `inside` how many of them are in the world; `sizes` are min and max; `checkpoint` is
-    the URL above the checkpoints, if they are in a store; `leave_s` is how long a planned call waits for training to save.
-    """
-    low, high = sizes
-    world, progress = memory.world, memory.progress
-    good = goodput_until(memory, now)
+    time: float
+    committedStep: int
+    failedStep: int | None = None
+    node: str = ""
+
+    @property
+    def counted(self) -> CountedFailure:
+        return CountedFailure(Record(self.time, self.committedStep, self.failedStep), self.node)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """`accounting.reported`."""
+
+    step: int
+    time: float
+
+
+def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Progress:
+    commit, mark = status.get("checkpoint") or {}, _valid(_Mark, account.get("reported"))
+    return Progress(
+        status.get("step", 0),
+        status.get("steps"),
+        commit.get("step", 0),
+        commit.get("time", 0.0),
+        status.get("rate"),
+        podwords.seconds(status.get("progressTime")),
+        (mark.step, mark.time) if mark else None,
+    )
+
+
+def _valid(type_: type[T], fields: object) -> T | None:
+    """A part of the status; None when it is missing or invalid."""
+    try:
+        return None if fields is None else cast(T, _adapter(cast(Any, type_)).validate_python(fields))
+    except ValidationError:
+        return None
+
+
+@functools.cache
+def _adapter(type_: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(type_)
+
+
+def write(status: Status, facts: Facts) -> Document:
+    """The new status."""
+    low, high = facts.sizes
+    world, progress = status.world, status.progress
+    good = goodput_until(status, facts.now)
+    trains = world is not None and status.called is None and status.result is None
     found: Document = {
-        "observedGeneration": memory.observed,
-        "state": str(memory.state) if memory.state else None,
-        "reason": memory.reason,
-        "blocked": memory.blocked,
-        "replicas": pods,
-        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(job).items()),
-        "workersText": f"{inside}/{low}-{high}" if low != high else f"{inside}/{low}",
-        "run": memory.run,
+        "observedGeneration": status.observed,
+        "state": str(status.state) if status.state else None,
+        "reason": status.reason,
+        "blocked": status.blocked,
+        "replicas": facts.pods,
+        "selector": ",".join(f"{key}={value}" for key, value in labels.selector(facts.job).items()),
+        "workersText": f"{facts.inside}/{low}-{high}" if low != high else f"{facts.inside}/{low}",
+        "run": status.run,
         "generation": world.generation if world else 0,
-        "world": list(world.members) if world and memory.called is None and memory.closed is None else [],
+        "world": list(world.members) if world and trains else [],
         "step": progress.step,
         "steps": progress.steps,
         "progress": f"{100 * progress.step / progress.steps:.0f} %" if progress.steps else None,
         "rate": progress.rate,
         "progressTime": text(progress.time) if progress.time else None,
-        "restarts": memory.restarts,
-        "interruptions": memory.interruptions,
-        "checkpoint": {"step": progress.committed, "path": checkpoint, "time": _ms(progress.committed_at)}
-        if progress.committed
-        else None,
+        "restarts": status.restarts,
+        "interruptions": status.interruptions,
+        "checkpoint": _checkpoint(progress, facts.checkpoint) if progress.committed else None,
         "goodput": good,
         "goodputText": units.percent(good) if good is not None else None,
-        "lastFailure": {**memory.failure, "time": _ms(memory.failure.get("time"))} if memory.failure else None,
-        "startTime": text(memory.started) if memory.started is not None else None,
-        "completionTime": text(memory.finished) if memory.finished is not None else None,
-        "rendezvous": _rendezvous(memory, leave_s),
-        "judged": {
-            "generation": memory.judged,
-            "pods": list(memory.handled_pods),
-            "silent": [
-                {**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in memory.silent
-            ]
-            or None,
-            "elected": memory.elected or None,
-        },
-        "failures": [
-            {
-                "time": _ms(counted.record.time),
-                "committedStep": counted.record.committed_step,
-                "failedStep": counted.record.failed_step,
-                "node": counted.node,
-            }
-            for counted in memory.counted_failures
-        ],
-        "accounting": {
-            "trainedSeconds": round(memory.account.trained_s, 3),
-            "executedSteps": memory.account.executed,
-            "since": _ms(memory.account.since),
-            "first": memory.account.first,
-            "livedSeconds": round(memory.account.lived_s, 3) or None,
-            "reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None,
-        },
-        "queue": memory.queue or None,
-        "gang": memory.gang or None,
-        "conditions": list(memory.conditions),
+        "lastFailure": {**status.failure, "time": _ms(status.failure.get("time"))} if status.failure else None,
+        "startTime": text(status.started) if status.started is not None else None,
+        "completionTime": text(status.finished) if status.finished is not None else None,
+        "rendezvous": _rendezvous(status, facts.leave_s),
+        "judged": _judged(status),
+        "failures": [_failure(counted) for counted in status.counted_failures],
+        "accounting": _accounting(status.account, progress),
+        "queue": status.queue or None,
+        "gang": status.gang or None,
+        "conditions": list(status.conditions),
     }
-    return _without_nothing(found)
+    return dict(_without_none(found))
 
 
-def goodput_until(memory: Status, now: float) -> float | None:
-    """Share of the wall time in which steps were done that were kept; None before the first step. While a job is held, no time
-    passes.
+def goodput_until(status: Status, now: float) -> float | None:
+    """Share of the wall time spent on steps that were kept; None before the first step. Time on hold does not count.
 
-    What is not told by members, how long a step takes, is the mean over all that were done.
+    Members do not report how long a step takes: it is taken as the mean of all steps.
     """
-    account, kept = memory.account, memory.progress.step
-    if memory.started is None:
+    account, kept = status.account, status.progress.step
+    if status.started is None:
         return None
-    end = float(int(memory.finished or memory.progress.time or now))  # as they are read back
-    now_trained, now_executed = training(account, kept, end, memory.progress.rate)
+    end = float(int(status.finished or status.progress.time or now))  # as they are read back
+    now_trained, now_executed = training(account, kept, end, status.progress.rate)
     trained, executed = account.trained_s + now_trained, account.executed + now_executed
-    wall = account.lived_s + max(0.0, end - int(memory.started))
+    wall = account.lived_s + max(0.0, end - int(status.started))
     return goodput.estimated(trained, executed, kept, wall)
 
 
 def training(account: Account, step: int, until: float, rate: float | None) -> tuple[float, int]:
-    """Seconds and steps that the world of now has trained: what its steps took, if their rate is known; starting is none."""
+    """Seconds and steps that the current world has trained; its start does not count once the rate of its steps is known."""
     if account.since is None:
         return 0.0, 0
     whole, steps = max(0.0, until - account.since), max(0, step - account.first)
@@ -296,7 +327,7 @@ def training(account: Account, step: int, until: float, rate: float | None) -> t
 def conditioned(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """The conditions when this one has become true: the others, but `Created`, are false; those that never were are absent."""
+    """The conditions once this one is true: all others but `Created` become false; those that never were true stay absent."""
     known = {each["type"]: dict(each) for each in conditions}
     if type_ not in known:
         known[type_] = {"type": type_, "status": "False", "lastTransitionTime": text(now), "reason": reason, "message": message}
@@ -312,7 +343,7 @@ def conditioned(
 
 
 def since(conditions: Sequence[Mapping[str, Any]], types: Collection[str]) -> float | None:
-    """Since when one of these conditions is true."""
+    """Since when one of these conditions has been true."""
     begun = [
         podwords.seconds(each["lastTransitionTime"]) for each in conditions if each["type"] in types and each["status"] == "True"
     ]
@@ -325,71 +356,65 @@ def why(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
 
 
 def text(when: float) -> str:
-    """A time as Kubernetes writes it, whole seconds."""
+    """A time as Kubernetes writes it, in whole seconds."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _rendezvous(memory: Status, leave_s: float) -> Document:
-    found: Document = {"run": memory.run}
-    if memory.world is not None:
-        formed = dataclasses.asdict(memory.world)
-        found["world"] = {**formed, "members": list(memory.world.members), "at": _ms(memory.world.at)}
-    if memory.called is not None:
-        call = dataclasses.asdict(memory.called)
-        at = memory.called.at
-        found["called"] = {**call, "leaving": list(memory.called.leaving), "at": _ms(at), "deadline": _ms(at + leave_s)}
-    if memory.closed is not None:
-        found["closed"] = {"reason": memory.closed[0], "code": memory.closed[1]}
-    if memory.formed:
-        found["formed"] = True
-    if memory.born:
-        found["born"] = memory.born
-    if memory.wanted is not None:
-        found["wanted"] = dataclasses.asdict(memory.wanted)
-    return found
+def _checkpoint(progress: Progress, path: str) -> Document:
+    return {"step": progress.committed, "path": path, "time": _ms(progress.committed_at)}
+
+
+def _judged(status: Status) -> Document:
+    silent = [{**dataclasses.asdict(each), "since": _ms(each.since), "echo": each.echo or None} for each in status.silent]
+    return {
+        "generation": status.counted_generation,
+        "pods": list(status.handled_pods),
+        "silent": silent or None,
+        "elected": status.elected or None,
+    }
+
+
+def _failure(counted: CountedFailure) -> Document:
+    record = counted.record
+    steps = {"committedStep": record.committed_step, "failedStep": record.failed_step}
+    return {"time": _ms(record.time), **steps, "node": counted.node}
+
+
+def _accounting(account: Account, progress: Progress) -> Document:
+    return {
+        "trainedSeconds": round(account.trained_s, 3),
+        "executedSteps": account.executed,
+        "since": _ms(account.since),
+        "first": account.first,
+        "livedSeconds": round(account.lived_s, 3) or None,
+        "reported": {"step": progress.mark[0], "time": _ms(progress.mark[1])} if progress.mark else None,
+    }
+
+
+def _rendezvous(status: Status, leave_s: float) -> Document:
+    world, call = status.world, status.called
+    called = None
+    if call is not None:
+        times = {"at": _ms(call.at), "deadline": _ms(call.at + leave_s)}
+        called = {**dataclasses.asdict(call), "leaving": list(call.leaving), **times}
+    return {
+        "run": status.run,
+        "world": {**dataclasses.asdict(world), "members": list(world.members), "at": _ms(world.at)} if world else None,
+        "called": called,
+        "closed": dataclasses.asdict(status.result) if status.result else None,
+        "formed": status.formed or None,
+        "born": status.born or None,
+        "wanted": dataclasses.asdict(status.wanted) if status.wanted else None,
+    }
 
 
 def _ms(when: float | None) -> float | None:
-    """A time as it is written: to the millisecond, which reads back as itself."""
+    """A time to the millisecond, which is read back as it was written."""
     return None if when is None else round(when, 3)
 
 
-def _world(fields: Mapping[str, Any]) -> World:
-    if not fields["members"]:
-        raise ValueError("a world has members")
-    return World(fields["generation"], tuple(fields["members"]), fields["address"], fields["reason"], fields["at"])
-
-
-def _call(fields: Mapping[str, Any]) -> Call:
-    leaving, cause = tuple(fields.get("leaving") or ()), Cause(fields.get("cause") or "")
-    return Call(fields["generation"], fields["reason"], fields["planned"], fields["at"], leaving, cause)
-
-
-def _silent(fields: Mapping[str, Any]) -> Silent:
-    generation, echo = int(fields.get("generation", 0)), bool(fields.get("echo"))
-    return Silent(fields["uid"], fields["worker"], fields["node"], fields["since"], generation, echo)
-
-
-def _sound(read: Callable[[], T], otherwise: T) -> T:
-    """What is read, if it makes sense."""
-    try:
-        return read()
-    except (KeyError, TypeError, ValueError):
-        return otherwise
-
-
-def _all(read: Callable[[Mapping[str, Any]], T], given: Sequence[Mapping[str, Any]] | None) -> tuple[T, ...]:
-    """Those that make sense."""
-    found = [_sound(functools.partial(read, each), None) for each in given or ()]
-    return tuple(each for each in found if each is not None)
-
-
-def _without_nothing(found: Document) -> Document:
-    """Without what is None, at any depth: API servers leave that out, and what is read back is to be what was written."""
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: cleaned(each) for key, each in value.items() if each is not None}
-        return [cleaned(each) for each in value] if isinstance(value, list | tuple) else value
-
-    return dict(cleaned(found))
+def _without_none(value: Any) -> Any:
+    """Without values that are None, at any depth: API servers drop them, and a status must be read back as it was written."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

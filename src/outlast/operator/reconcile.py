@@ -178,7 +178,7 @@ class Reconcile:
     def finish(self, state: State, reason: str, code: int, end: End) -> None:
         """The job has ended."""
         self.trained_until_now()
-        self.update(finished=self.now, closed=(reason, code))
+        self.update(finished=self.now, result=job_status.Result(reason, code))
         self.state_set = False  # the end takes precedence
         self.set_state(state, reason, str(end), event=True)
         self.done = True
@@ -227,17 +227,17 @@ class Reconcile:
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         there = {pod.index for pod in self.alive}
         inside = [id for id in members if id in there]
-        return job_status.write(
-            self.status,
+        facts = job_status.Facts(
             job=self.snapshot.name,
             # 0 once the job has ended: its workers end one after another, and each would be a write.
             pods=self._pods() if self.status.finished is None else 0,
-            inside=len(inside) if self.status.closed is None else 0,
+            inside=len(inside) if self.status.result is None else 0,
             sizes=sizes,
             checkpoint=where,
             now=self.now,
             leave_s=grace,
         )
+        return job_status.write(self.status, facts)
 
     def in_world(self, pod: Pod) -> bool:
         """Whether a pod is, or was, a member of the newest world; a later pod may have the same index."""

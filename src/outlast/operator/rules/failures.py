@@ -22,7 +22,7 @@ from outlast.status import Failure, FailureCause, State
 def reported(rec: Reconcile) -> list[Pending]:
     """Failures that members report in the current world and that are not counted yet."""
     known = rec.status
-    if known.world is None or known.judged >= known.world.generation:
+    if known.world is None or known.counted_generation >= known.world.generation:
         return []
     found = []
     for report in rec.snapshot.reports.values():
@@ -58,7 +58,7 @@ def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | No
         pod = rec.pod(failure.worker)
         count(rec, failure, raised=None if echo else failure.step, node=pod.node if pod else "", pending=pending)
         cover_others(rec, generation)
-    rec.update(judged=max(rec.status.judged, generation))
+    rec.update(counted_generation=max(rec.status.counted_generation, generation))
 
 
 def of_pod(rec: Reconcile, pod: Pod, end: pods.End) -> Failure:
@@ -102,7 +102,7 @@ def cover_others(rec: Reconcile, generation: int) -> None:
     """A counted failure covers all further failures of its world. One outside any world (generation 0) covers all workers that
     are outside too, until they join one."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
-    rec.update(judged=max(rec.status.judged, generation), silent=tuple(silent))
+    rec.update(counted_generation=max(rec.status.counted_generation, generation), silent=tuple(silent))
     if not generation:
         rec.handled.update(dict.fromkeys(pod.uid for pod in rec.snapshot.pods if not rec.in_world(pod)))
 
@@ -112,7 +112,7 @@ def expect_others(rec: Reconcile, pod: Pod) -> None:
     rec.handled[pod.uid] = None
     known = rec.status
     if known.world and rec.in_world(pod) and known.called is None:
-        rec.update(judged=known.world.generation)
+        rec.update(counted_generation=known.world.generation)
 
 
 def interrupted(rec: Reconcile, pod: Pod, what: str, sentence: str) -> None:

@@ -20,7 +20,7 @@ def queued(rec: Reconcile) -> None:
         if rec.asked and not rec.wanted:
             rec.set_state(State.QUEUED, "it is not known yet what Kueue says", "Queued")
         return rec.update(queue="")
-    sizes, trains = rec.spec.workers.allowed(), kept.world is not None and kept.called is None and kept.closed is None
+    sizes, trains = rec.spec.workers.allowed(), kept.world is not None and kept.called is None and kept.result is None
 
     def make(name: str, count: int, least: int, priority: Priority) -> Document:
         return desired.workload(rec.snapshot, queue.sight.kind, name, count, least, priority)

@@ -39,7 +39,7 @@ def written(rec: Reconcile) -> None:
 def _mark(rec: Reconcile) -> tuple[int, float] | None:
     """The newest step of rank 0 in the current world, and its time. Always rank 0, as the clocks of nodes differ."""
     known = rec.status.world
-    if known is None or rec.status.called is not None or rec.status.closed is not None:
+    if known is None or rec.status.called is not None or rec.status.result is not None:
         return None
     report = rec.snapshot.reports.get(known.members[0])
     if report is None or report.step is None or not report.time or report.generation not in (None, known.generation):

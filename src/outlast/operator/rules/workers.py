@@ -40,7 +40,7 @@ def ended_workers(rec: Reconcile) -> None:
                 return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
                 failure, generation = failures.of_pod(rec, pod, end), rec.generation_of(pod)
-                if generation and rec.status.judged >= generation:
+                if generation and rec.status.counted_generation >= generation:
                     rec.update(failure=failures.kept(rec, failure, pod.node))
                 else:
                     failures.count(rec, failure, raised=None, node=pod.node)
@@ -100,7 +100,7 @@ def silent_workers(rec: Reconcile) -> None:
             rec.requeue_at(min(end, rec.now + UNHEARD_RECHECK_S) if rec.unheard else end)  # to hear them again is no change
             continue
         generation = rec.generation_of(pod)
-        if pod.uid not in rec.handled and not (generation and rec.status.judged >= generation):
+        if pod.uid not in rec.handled and not (generation and rec.status.counted_generation >= generation):
             new.append(Silent(pod.uid, pod.index, pod.node, rec.now, generation))
         rec.delete(pod, f"worker {pod.index} has said nothing for {rec.lease_s(report):g} s", grace_s=5)
     if new:
@@ -124,7 +124,7 @@ def surplus_workers(rec: Reconcile) -> None:
     known = rec.status
     leaving = frozenset(known.called.leaving if known.called is not None and known.world is not None else ())
     for pod in _by_worth(rec)[rec.wanted :]:
-        if pod.index in rec.members and known.closed is None:
+        if pod.index in rec.members and known.result is None:
             continue  # a world without it is formed first
         if pod.index in leaving:
             continue
@@ -136,7 +136,7 @@ def missing_workers(rec: Reconcile) -> None:
     """Create pods for free indices, the smallest first; a terminating pod keeps its name until it is gone."""
     alive = rec.alive
     lacking = rec.wanted - len(alive) - sum(pod.succeeded for pod in rec.ended_pods)
-    if lacking <= 0 or rec.status.closed is not None:
+    if lacking <= 0 or rec.status.result is not None:
         return
     if (pause := backoff_until(rec)) is not None:
         return rec.requeue_at(pause)

@@ -27,11 +27,11 @@ def world_learned(rec: Reconcile) -> None:
     heard = [
         each.decided for each in report if each.decided and (each.decided[1].closed or pods[each.member.id].uid not in rec.ends)
     ]
-    if not rec.elected or not heard or rec.status.closed is not None:
+    if not rec.elected or not heard or rec.status.result is not None:
         return
     _, said = max(heard, key=lambda each: (each[1].generation, each[0]))
     if said.born != rec.status.born:  # a new incarnation, which counts from 0
-        rec.update(born=said.born, judged=0, elected=0, world=None, called=None)
+        rec.update(born=said.born, counted_generation=0, elected=0, world=None, called=None)
     _failures_learned(rec, said)
     new, before = said.world, rec.status.world
     busy = [each.member.generation for each in report if each.member.standing is not Standing.WAITING or each.member.failed]
@@ -60,13 +60,13 @@ def _failures_learned(rec: Reconcile, said: schema.Said) -> None:
     more = max(0, said.restarts - known.elected)
     rec.update(elected=said.restarts)
     failure = Failure.model_validate(said.failure) if said.failure else None
-    if failure and failure.generation <= known.judged:
+    if failure and failure.generation <= known.counted_generation:
         more -= bool(more)  # that world's end was counted already, by the end of a pod
     rec.update(restarts=known.restarts + more)
-    if failure is None or failure.generation <= known.judged:
+    if failure is None or failure.generation <= known.counted_generation:
         return
     pod = rec.pod(failure.worker)
-    rec.update(judged=failure.generation, failure=failures.kept(rec, failure, pod.node if pod else ""))
+    rec.update(counted_generation=failure.generation, failure=failures.kept(rec, failure, pod.node if pod else ""))
     rec.set_state(State.RESTARTING, failure.reason, "WorkerFailed", event=True, warning=True)
 
 
@@ -147,7 +147,7 @@ def _called(rec: Reconcile, call: Call) -> None:
 
 
 def _formed(rec: Reconcile, new: world.World) -> None:
-    rec.update(world=new, called=None, closed=None, formed=True, blocked=None)
+    rec.update(world=new, called=None, result=None, formed=True, blocked=None)
     for pod in rec.alive:
         if pod.index in rec.members:
             rec.handled.pop(pod.uid, None)  # from now on its end counts again
@@ -189,8 +189,8 @@ def _suspended(rec: Reconcile, reason: str) -> None:
         rec.handled[pod.uid] = None
         rec.delete(pod, reason)
     rec.trained_until_now()
-    if rec.status.closed is None:
-        rec.update(closed=(reason, contract.Exit.INTERRUPTED.value))
+    if rec.status.result is None:
+        rec.update(result=job_status.Result(reason, contract.Exit.INTERRUPTED.value))
     if not rec.snapshot.pods:
         generation = rec.status.generation
         if rec.elected:
@@ -202,7 +202,7 @@ def _suspended(rec: Reconcile, reason: str) -> None:
 
 def resumed(rec: Reconcile) -> None:
     """A suspended job is resumed: deadlines start again, and the published result is withdrawn."""
-    if rec.wanted and rec.status.closed is not None:
+    if rec.wanted and rec.status.result is not None:
         if any(pod.uid not in rec.ends for pod in rec.snapshot.pods):  # they have read that the run has ended
             for pod in rec.alive:
                 rec.delete(pod, "it leaves, as the job was suspended")
@@ -215,5 +215,5 @@ def resumed(rec: Reconcile) -> None:
         if rec.status.world:
             call = Call(generation + 1, "the run goes on", False, rec.now, cause=Cause.RESUME)
         call = None if rec.elected else call
-        rec.update(closed=None, world=None, called=call, started=rec.now, formed=False)
+        rec.update(result=None, world=None, called=call, started=rec.now, formed=False)
         rec.prerequisites = desired.prerequisites(rec.snapshot)
