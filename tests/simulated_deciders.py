@@ -13,7 +13,7 @@ from outlast import spec
 from outlast.errors import EtcdError
 from outlast.rendezvous import coordinator
 from outlast.rendezvous.etcd import election, schema
-from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.etcd.operated import for_operator
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing, World
@@ -37,12 +37,12 @@ class Node:
         fields = spec.Spec.model_validate(job)
         rng, clock = random.Random(uid), lambda: etcd.now
         link = Link(etcd, rng)
-        self.member = Membership(link, OF, run="run", id=index, token=uid, ttl=TTL, floor=floor, clock=clock)
-        office = election.Office(
-            link, OF, uid, coordinator.Settings.of(fields), Voice(), replicas=fields.workers.replicas, operated=True, ttl=TTL,
-            clock=clock, chance=rng.random, word=lambda: f"born-{rng.random()}",
+        self.member = Membership(link, OF, Identity("run", index, uid, TTL, generation=floor), clock=clock)
+        config = election.ElectionConfig(
+            coordinator.Settings.of(fields), Voice(), uid, replicas=fields.workers.replicas, operated=True, ttl=TTL,
+            clock=clock, random=rng.random, nonce=lambda: f"born-{rng.random()}",
         )  # fmt: skip
-        self.candidate = election.Candidate(office, id=lambda: index)
+        self.candidate = election.Candidate(link, OF, config, id=lambda: index)
         self._store = link
         self._told = ""
 

@@ -33,8 +33,6 @@ LONG_FUNCTIONS = {
 }
 WIDE_FUNCTIONS = {
     *("cli/submit.py:documents",),
-    "rendezvous/etcd/member.py:__init__",
-    *("rendezvous/transports/etcd.py:__init__", "rendezvous/transports/kubernetes.py:__init__"),
     "training/stream.py:__init__",
 }
 CIRCLES = (

@@ -17,7 +17,7 @@ from outlast.errors import EtcdAway, Superseded
 from outlast.etcd import Outcome
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import election, schema
-from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.transports import etcd, sockets
 from outlast.rendezvous.world import Standing
 from outlast.status import State
@@ -54,9 +54,9 @@ class Bench:
         return f"word-{self.words}"
 
     def member(self, token: str, id: int | None = None, *, skew: float = 0.0, **fields: Any) -> Membership:
-        how: dict[str, Any] = {"run": "r", "token": token, "ttl": 5, "most": 3, "choose": min, **fields}
-        how = {"clock": lambda: self.etcd.now + skew, **how}
-        member = Membership(Link(self.etcd, random.Random(0)), OF, id=id, **how)
+        how = {"clock": lambda: self.etcd.now + skew, **{name: fields.pop(name) for name in ("clock", "wall") if name in fields}}
+        who = Identity("r", id, token, most=3, **fields)
+        member = Membership(Link(self.etcd, random.Random(0)), OF, who, choose=min, **how)
         self.hear(member)
         member.report = dataclasses.replace(member.report, address=f"{token}:1")
         member.tell()
@@ -70,9 +70,8 @@ class Bench:
         terms = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
-        how = {"clock": lambda: self.etcd.now + skew, "chance": lambda: 0.0, "word": self.word, **fields}
-        office = election.Office(link, OF, token, terms, voice, **how)
-        candidate = election.Candidate(office)
+        how = {"clock": lambda: self.etcd.now + skew, "random": lambda: 0.0, "nonce": self.word, **fields}
+        candidate = election.Candidate(link, OF, election.ElectionConfig(terms, voice, token, **how))
         self.turn(candidate, seconds=0.0)
         return candidate, voice
 
@@ -80,7 +79,7 @@ class Bench:
         """Time passes, in which these decide, and those members renew their leases."""
         for _ in range(max(1, round(seconds / 0.25))):
             for candidate in candidates:
-                candidate.listed(candidate._office.store.range(candidate.prefix, prefix=True))
+                candidate.listed(candidate._store.range(candidate.prefix, prefix=True))
                 candidate.turn()
             for member in keep:
                 self.hear(member)
@@ -174,9 +173,9 @@ def test_what_is_nested_without_end_is_nothing() -> None:
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
     terms = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Patience())
-    running = etcd.Running(servers.address("etcd://a"), name="r", terms=terms, voice=Voice())
-    client = etcd.Client(servers.address("etcd://a"), run="r", id=0)
-    assert isinstance(running._candidate._office.clock, Clock)
+    running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(terms, Voice()))
+    client = etcd.Client(servers.address("etcd://a"), Identity("r", 0))
+    assert isinstance(running._candidate._config.clock, Clock)
     assert isinstance(client._membership._clock, Clock)
 
 
@@ -230,7 +229,7 @@ def test_a_decider_that_was_deposed_writes_and_says_nothing(bench: Bench) -> Non
     fails(member)
     term, said = old.term, len(old_voice.said)
     assert term is not None
-    term.listed(old._office.store.range(f"{OF.root}/", prefix=True))
+    term.listed(old._store.range(f"{OF.root}/", prefix=True))
     with pytest.raises(election.Deposed):
         term.turn()
     assert bench.said().by == "new"
@@ -245,15 +244,15 @@ def test_a_listing_that_was_asked_for_before_the_election_says_nothing_of_member
     trains(bench, a, b)
     bench.turn(candidate, seconds=0.0)
     assert candidate.term
-    candidate.listed(candidate._office.store.range(before, prefix=True), before)
+    candidate.listed(candidate._store.range(before, prefix=True), before)
     assert candidate.term.reports.keys() == {0, 1}
 
 
 @pytest.mark.parametrize("cut_off", [False, True])
 def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_without_it(bench: Bench, cut_off: bool) -> None:
-    members = [bench.member(token, terms="1:3") for token in "abc"]
+    members = [bench.member(token, nnodes="1:3") for token in "abc"]
     *others, lost = members
-    candidate, voice = bench.candidate("d", asked="1:3")
+    candidate, voice = bench.candidate("d", nnodes="1:3")
     bench.turn(candidate, keep=tuple(members))
     trains(bench, *members)
     if cut_off:
@@ -273,11 +272,11 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_job_of_other_sizes_is_another_unless_it_was_killed_just_now(bench: Bench, killed: bool) -> None:
-    old = bench.member("a", terms="1:1")
-    candidate, _ = bench.candidate("d", asked="1:1")
+    old = bench.member("a", nnodes="1:1")
+    candidate, _ = bench.candidate("d", nnodes="1:1")
     bench.turn(candidate, keep=(old,))
     trains(bench, old)
-    new = bench.member("b", terms="2:2")
+    new = bench.member("b", nnodes="2:2")
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=3.0)
     assert new.closed is None
     bench.turn(*() if killed else (candidate,), keep=(new,) if killed else (old, new), seconds=5.0)
@@ -293,7 +292,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     bench.turn(candidate, seconds=0.0)
     member.report = dataclasses.replace(member.report, standing=Standing.DONE)
     member.tell()
-    link = candidate._office.store
+    link = candidate._store
     assert isinstance(link, Link)
     txn = link.txn
 

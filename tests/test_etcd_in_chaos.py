@@ -19,7 +19,7 @@ from outlast.errors import EtcdError, Superseded
 from outlast.etcd import KeyValue
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import election, schema
-from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.world import Standing
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd, Watch
@@ -48,27 +48,16 @@ class Node:
         sizes = simulation.sizes
         terms = f"{sizes[0]}:{sizes[1]}"
         token = f"process-{number}"
-        self.member = Membership(
-            self.link,
-            OF,
-            run="run",
-            id=None,
-            token=token,
-            ttl=TTL,
-            terms=terms,
-            most=sizes[1],
-            clock=self.clock,
-            choose=rng.choice,
-        )
+        who = Identity("run", None, token, TTL, terms, sizes[1])
+        self.member = Membership(self.link, OF, who, clock=self.clock, choose=rng.choice)
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
         what = coordinator.Settings(
             tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Patience(start=5.0)
         )
-        office = election.Office(
-            self.link, OF, token, what, Voice(), asked=terms, ttl=TTL, clock=self.clock, chance=rng.random,
-            word=lambda: f"born-{rng.random()}",
-        )  # fmt: skip
-        self.candidate = election.Candidate(office)
+        config = election.ElectionConfig(
+            what, Voice(), token, nnodes=terms, ttl=TTL, clock=self.clock, random=rng.random, nonce=lambda: f"born-{rng.random()}"
+        )
+        self.candidate = election.Candidate(self.link, OF, config)
         self.watches = [
             Watch(self.link, lambda: OF.decided, self.member.listed, self.member.happened),
             Watch(self.link, lambda: self.candidate.prefix, self.candidate.listed, self.candidate.happened),

@@ -22,6 +22,7 @@ from outlast import contract, etcd, spec
 from outlast.errors import EtcdAway, EtcdRefused, OutlastError
 from outlast.rendezvous import coordinator, torchrun, transport
 from outlast.rendezvous.etcd import schema
+from outlast.rendezvous.etcd.election import ElectionConfig
 from outlast.rendezvous.transports import etcd as rendezvous
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing
@@ -399,13 +400,13 @@ def test_workers_of_pods_have_their_index_and_an_agent_decides(pod: str, tmp_pat
     )
     terms = coordinator.Settings.of(spec.load(file).spec)
 
-    class Voice(torchrun.Voice):
+    class Voice(torchrun.Printer):
         def finished(self, state: Any, reason: str, code: int) -> None:
             ended.append((str(state), reason, code))
 
     where = etcd.address(pod, environ={})
     name = schema.run_name(run, {contract.Env.NAMESPACE: "team-a", contract.Env.JOB: "train"})
-    agents = [rendezvous.Running(where, name=name, terms=terms, voice=Voice(), replicas=2) for _ in range(2)]
+    agents = [rendezvous.Running(where, name, ElectionConfig(terms, Voice(), replicas=2)) for _ in range(2)]
     monkeypatch.setenv(contract.Env.GENERATION, "6")  # what their output has seen
     members = [transport.client(pod, transport.Member(run, id, tmp_path, 1)) for id in (1, 0)]
     for agent in agents:

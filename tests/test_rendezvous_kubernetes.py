@@ -556,6 +556,7 @@ def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
 def test_members_of_a_large_world_renew_less_often_and_say_how_long_that_lasts(
     tmp_path: Path, workers: int, every_s: float, lasts_s: int
 ) -> None:
-    member = kubernetes.Client("train", run="r", id=0, member="uid", namespace="team", state=tmp_path, processes=0)
+    environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
+    member = kubernetes.Client("train", transport.Member("r", 0, tmp_path, 0, environ))
     member._hear({"metadata": {"name": "train", "uid": "u"}, "spec": {"workers": {"replicas": workers}}})
     assert (member._every_s(), member._lease()["spec"]["leaseDurationSeconds"]) == (every_s, lasts_s)

@@ -125,18 +125,18 @@ class Coordination:
         from outlast import etcd as servers
         from outlast.rendezvous import coordinator
         from outlast.rendezvous.etcd import schema
+        from outlast.rendezvous.etcd.election import ElectionConfig
         from outlast.rendezvous.transports import etcd
 
         environ = self._environ
-        candidate = etcd.Running(
-            servers.address(environ[Env.RENDEZVOUS], environ=environ),
-            name=schema.run_name(environ[Env.RUN], environ),
-            terms=coordinator.Settings.of(self._job.spec),
-            voice=_Events(self),
+        config = ElectionConfig(
+            coordinator.Settings.of(self._job.spec),
+            _Events(self),
             replicas=self._job.spec.workers.replicas,
             operated=Env.MEMBER in environ,
-            id=lambda: self.index,
         )
+        where, name = servers.address(environ[Env.RENDEZVOUS], environ=environ), schema.run_name(environ[Env.RUN], environ)
+        candidate = etcd.Running(where, name, config, id=lambda: self.index)
         candidate.start()
         self._coordinator = candidate
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ipaddress
 import math
-import secrets
 import socket
 import sys
 import time
@@ -21,12 +20,13 @@ from typing import Any
 from outlast import etcd as servers
 from outlast.errors import EtcdAway, OutlastError
 from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.etcd.member import TTL_S, Identity
 from outlast.rendezvous.transports import etcd
 from outlast.rendezvous.transports.reconnect import pause
 from outlast.status import State
 
 DEFAULTS = {
-    "ttl": float(etcd.TTL_S),
+    "ttl": float(TTL_S),
     "join_timeout": 600.0,
     "last_call_timeout": 30.0,
     "recovery_timeout": world.Patience().recovery,
@@ -48,23 +48,21 @@ _FOREVER = restarts.Policy(limit=sys.maxsize, window=timedelta(days=1))
 class Client(etcd.Client):
     """A member that may be elected."""
 
-    def __init__(self, where: servers.Address, sizes: tuple[int, int], said: Mapping[str, float], **member: Any) -> None:
+    def __init__(
+        self, where: servers.Address, sizes: tuple[int, int], said: Mapping[str, float], *, run: str, id: int | None = None
+    ) -> None:
+        from outlast.rendezvous.etcd.election import ElectionConfig
+
         least, most = sizes
-        super().__init__(where, terms=f"{least}:{most}", most=most, ttl=int(said["ttl"]), token=secrets.token_hex(8), **member)
+        who = Identity(run, id, ttl=int(said["ttl"]), nnodes=f"{least}:{most}", most=most)
+        super().__init__(where, who)
+        self.token = who.token
         patience = world.Patience(
             start=said["last_call_timeout"], recovery=said["recovery_timeout"], growth=said["growth_timeout"]
         )
-        terms = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, patience)
-        self._running = etcd.Running(
-            where,
-            name=member["run"],
-            terms=terms,
-            voice=Voice(),
-            asked=f"{least}:{most}",
-            ttl=int(said["ttl"]),
-            token=self.token,
-            id=lambda: self.id if self.id >= 0 else None,
-        )
+        settings = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, patience)
+        config = ElectionConfig(settings, Printer(), token=who.token, nnodes=who.nnodes, ttl=who.ttl)
+        self._running = etcd.Running(where, run, config, id=lambda: self.id if self.id >= 0 else None)
         self._candidate_started = False
         self._standing = ""
         self.host = ""
@@ -101,8 +99,8 @@ class Client(etcd.Client):
             self._running.close(done=self._standing == world.Standing.DONE)
 
 
-class Voice:
-    """What a torchrun that decides prints. There is no ledger, and nobody else to be told of the end."""
+class Printer:
+    """Prints what a torchrun that coordinates decides. There is no ledger, and no store to record the end in."""
 
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)

@@ -22,7 +22,7 @@ from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous import coordinator, failures, restarts, world
 from outlast.rendezvous.etcd import schema
-from outlast.rendezvous.etcd.member import Store
+from outlast.rendezvous.etcd.member import TTL_S, Store
 from outlast.rendezvous.transports import sockets
 from outlast.status import End, Failure, State
 
@@ -45,7 +45,7 @@ class Deposed(Exception):
     """Another was elected, or may have been."""
 
 
-class Voice(Protocol):
+class EventSink(Protocol):
     """What becomes of a term besides what it writes. Called only for what etcd has taken."""
 
     def say(self, text: str) -> None: ...
@@ -54,38 +54,40 @@ class Voice(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Office:
+class ElectionConfig:
     """What does not change from term to term."""
 
-    store: Store
-    of: schema.Keys
-    token: str
-    terms: coordinator.Settings
-    voice: Voice
-    asked: str = ""
+    settings: coordinator.Settings
+    events: EventSink
+    token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    """Of the process."""
+    nnodes: str = ""
     """`min:max` under torchrun: its --max-restarts counts, anybody may come. Empty in pods."""
     replicas: int = 0
     """Workers that are expected, in pods."""
     operated: bool = False
     """Whether an operator looks after the pods: members pass on what it wants, and it judges what pods have come to."""
-    ttl: int = 5
+    ttl: int = TTL_S
+    """TTL of the leadership."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
-    """A steady one. While this machine sleeps it stands still: leases that end meanwhile are found ended, and made again."""
-    chance: Callable[[], float] = RANDOM.random
-    word: Callable[[], str] = lambda: secrets.token_hex(4)
+    """A steady one. It stops while this machine sleeps: leases that end meanwhile are found ended, and made again."""
+    random: Callable[[], float] = RANDOM.random
+    nonce: Callable[[], str] = lambda: secrets.token_hex(4)
 
 
 class Term(coordinator.Coordinator):
     """One decider's time, from its election on."""
 
-    def __init__(self, office: Office, leader: KeyValue, found: Outcome, born: str = "") -> None:
+    def __init__(
+        self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, found: Outcome, born: str = ""
+    ) -> None:
         """`leader` is the key by which it was elected; `found` is all that etcd has of the run; `born` is the run that the
         candidate was part of."""
-        super().__init__(office.terms, office.clock)
-        if office.operated:
+        super().__init__(config.settings, config.clock)
+        if config.operated:
             self.timeouts = replace(self.timeouts, answer=math.inf)  # the operator reports what becomes of their pods
-        self._office, self.leader = office, leader
-        self.gives_up = not office.asked  # torchrun knows no such code
+        self._store, self._keys, self._config, self.leader = store, keys, config, leader
+        self.gives_up = not config.nnodes  # torchrun knows no such code
         self._lease: int | None = None
         """Of what we say."""
         self._kept = 0.0
@@ -113,7 +115,7 @@ class Term(coordinator.Coordinator):
 
     def _begin(self, found: Outcome, born: str) -> None:
         """Take over: what was decided, and what members report."""
-        of, now = self._office.of, self.clock()
+        of, now = self._keys, self.clock()
         there = {kv.key: kv for kv in found.found}
         kv = there.get(of.said)
         said = schema.Said.loads(kv.value) if kv else None
@@ -122,13 +124,13 @@ class Term(coordinator.Coordinator):
         """What was written up to this revision is of a run that is over."""
         members = [kv for kv in found.found if kv.key.startswith(of.members)]
         if said and (said.closed or (said.world and set(said.world.members) <= set(said.done) and born != said.born)):
-            self._before, self._born, self._after, said = said.born, self._office.word(), self._said_at, None
+            self._before, self._born, self._after, said = said.born, self._config.nonce(), self._said_at, None
         elif said:
             self._before, self._born = said.before, said.born
         else:
             known = [record for kv in members if (record := schema.Record.loads(kv.value)) and record.born]
             newest = max(known, key=lambda record: record.world.generation if record.world else 0, default=None)
-            self._before, self._born = "", newest.born if newest else self._office.word()
+            self._before, self._born = "", newest.born if newest else self._config.nonce()
             self._listen_until = now + LISTEN_S
         if said:
             self.judged, self.restarts, self._failure = said.judged, said.restarts, said.failure
@@ -153,7 +155,7 @@ class Term(coordinator.Coordinator):
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
         """What has happened to keys of the run. Raises Deposed."""
-        of = self._office.of
+        of = self._keys
         for event in events:
             if event.key == of.leader and event != self.leader:
                 raise Deposed("somebody else was elected")
@@ -165,7 +167,7 @@ class Term(coordinator.Coordinator):
 
     def listed(self, found: Outcome) -> None:
         """All keys of the run as they are now: what has happened to them was perhaps not heard."""
-        members = {self._id(kv): kv for kv in found.found if kv.key.startswith(self._office.of.members)}
+        members = {self._id(kv): kv for kv in found.found if kv.key.startswith(self._keys.members)}
         for id in set(self._seen) - set(members):
             self._lost(id, found.revision)
         for kv in members.values():
@@ -176,7 +178,7 @@ class Term(coordinator.Coordinator):
         self.known = replace(self.known, since=self.clock())
 
     def _id(self, kv: KeyValue | Gone) -> int:
-        number = kv.key.removeprefix(self._office.of.members)
+        number = kv.key.removeprefix(self._keys.members)
         return int(number) if number.isdecimal() else -1
 
     def _hear(self, kv: KeyValue) -> None:
@@ -184,7 +186,7 @@ class Term(coordinator.Coordinator):
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
             return  # of another program, or known
-        if record.terms != self._office.asked or (record.born and record.born == self._before):
+        if record.terms != self._config.nnodes or (record.born and record.born == self._before):
             return  # of another job, or of a run that is over
         if token and token != record.token:
             self.gone(id)  # there is another now in its place
@@ -202,7 +204,7 @@ class Term(coordinator.Coordinator):
                 report = replace(report, generation=now.generation - 1)
         if report.failure:  # dated by when we hear of it: its clock is not ours
             report = replace(report, failure={**report.failure, "time": self.clock()})
-        given_up = self._office.asked and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
+        given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
         if given_up and report.failure and report.generation >= self.generation():  # not one that the others have gone on without
             self.over(State.FAILED, report.failure.get("reason", f"worker {id} gives up"), contract.Exit.FAILED, End.LIMIT)
         self.heard(report)
@@ -245,8 +247,8 @@ class Term(coordinator.Coordinator):
             expected, replicas = None, self.sizes[-1]
             if self._wanted:
                 expected, replicas = {*self._wanted.expected}, self._wanted.replicas
-            elif not self._office.asked:
-                expected = {*range(self._office.replicas), *self.reports}
+            elif not self._config.nnodes:
+                expected = {*range(self._config.replicas), *self.reports}
                 replicas = min(len(expected), replicas)
             decision = self.decide(replicas, expected)
             self.judge_when_settled()
@@ -276,10 +278,10 @@ class Term(coordinator.Coordinator):
         generation = known.world.generation if known.world else 0
         done = [m.id for m in known.members.values() if m.standing is world.Standing.DONE and m.generation >= generation]
         return schema.Said(
-            by=self._office.token,
+            by=self._config.token,
             born=self._born,
             before=self._before,
-            terms=self._office.asked,
+            terms=self._config.nnodes,
             world=known.world,
             tokens=self._tokens if known.world else (),
             called=known.called if known.called and known.called.generation > generation else None,
@@ -300,7 +302,7 @@ class Term(coordinator.Coordinator):
             said = written  # while many come one after the other, not each is worth a word to all
         if said != written:
             if self.known.world is None and said.why != (written.why if written else ""):
-                self._effects.append(lambda: self._office.voice.say(said.why))
+                self._effects.append(lambda: self._config.events.say(said.why))
             history = tuple((now - time_, committed, step) for time_, committed, step in self.history.failures)
             self._write(replace(said, failures=history).dumps())
             self._written, self._written_at = said, now
@@ -309,7 +311,7 @@ class Term(coordinator.Coordinator):
             effect()
 
     def _write(self, value: str) -> None:
-        of, store = self._office.of, self._office.store
+        of, store = self._keys, self._store
         for _ in range(3):
             if self._lease is None:
                 self._lease, self._kept = store.grant(LINGER_S), self.clock()
@@ -334,7 +336,7 @@ class Term(coordinator.Coordinator):
         if self._lease is None or 0 <= self.clock() - self._kept < LINGER_S / 4:
             return
         try:
-            self._office.store.keep(self._lease)
+            self._store.keep(self._lease)
         except LeaseGone:
             self._lease = self._written = None
         self._kept = self.clock()
@@ -345,7 +347,7 @@ class Term(coordinator.Coordinator):
         """As ever, but what only echoes the loss of a member is not judged: the operator sees why its pod was lost."""
         now, members = self.known.world, self.known.members
         lost = now and any(id not in members or members[id].generation < now.generation for id in now.members)
-        if self._office.operated and lost and failures.only_echoes(self.pending):
+        if self._config.operated and lost and failures.only_echoes(self.pending):
             self.judged = max(self.judged, *(each.failure.generation for each in self.pending))
             self.pending.clear()
         return super().judge()
@@ -353,10 +355,10 @@ class Term(coordinator.Coordinator):
     # As a coordinator: what is decided is written for all, and what follows from it happens once etcd has taken it
 
     def say(self, state: State, reason: str) -> None:
-        self._effects.append(lambda: self._office.voice.say(f"{state}: {reason}"))
+        self._effects.append(lambda: self._config.events.say(f"{state}: {reason}"))
 
     def event(self, kind: str, **facts: Any) -> None:
-        self._effects.append(lambda: self._office.voice.event(kind, **facts))
+        self._effects.append(lambda: self._config.events.event(kind, **facts))
 
     def formed(self, new: world.World) -> None:
         """All of its members have been heard: whose key goes from now on is lost."""
@@ -366,17 +368,25 @@ class Term(coordinator.Coordinator):
     def failed(self, failure: Failure) -> None:
         self._failure = failure.model_dump(exclude_none=True, exclude={"traceback"})
         if failure.traceback:
-            self._effects.append(lambda: self._office.voice.say(failure.traceback))
+            self._effects.append(lambda: self._config.events.say(failure.traceback))
 
     def finished(self, state: State, closed: sockets.Closed) -> None:
-        self._effects.append(lambda: self._office.voice.finished(state, closed.reason, closed.code))
+        self._effects.append(lambda: self._config.events.finished(state, closed.reason, closed.code))
 
 
 class Candidate:
     """One who may be elected. `turn` does what is to be done now; the rest is what it hears."""
 
-    def __init__(self, office: Office, *, host: str = "", id: Callable[[], int | None] = lambda: None) -> None:
-        self._office, self._host, self._id = office, host, id
+    def __init__(
+        self,
+        store: Store,
+        keys: schema.Keys,
+        config: ElectionConfig,
+        *,
+        host: str = "",
+        id: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._store, self._keys, self._config, self._host, self._id = store, keys, config, host, id
         self.term: Term | None = None
         self.ended = False
         """Whether the run is over."""
@@ -393,7 +403,7 @@ class Candidate:
     @property
     def prefix(self) -> str:
         """What has to be listened to."""
-        return f"{self._office.of.root}/" if self.term else self._office.of.decided
+        return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, found: Outcome, below: str = "") -> None:
         """All below `prefix`, as it is now; `below` is what that was when it was asked for."""
@@ -403,14 +413,14 @@ class Candidate:
         there = {kv.key: kv for kv in found.found}
         if self._began is None:
             self._began = found.revision
-        self._leader = there.get(self._office.of.leader)
-        if kv := there.get(self._office.of.said):
+        self._leader = there.get(self._keys.leader)
+        if kv := there.get(self._keys.said):
             self._hear(kv)
         if self.term:
             if self._leader != self.term.leader:
                 self._stand_down()
                 return
-            if not 0 <= self._office.clock() - self._kept < self._office.ttl / 2:
+            if not 0 <= self._config.clock() - self._kept < self._config.ttl / 2:
                 self.term.forgive()
             self.term.listed(found)
 
@@ -419,9 +429,9 @@ class Candidate:
         events = [event for event in events if event.modified > self._at]
         for event in events:
             self._at = event.modified
-            if event.key == self._office.of.leader:
+            if event.key == self._keys.leader:
                 self._leader = event if isinstance(event, KeyValue) else None
-            elif event.key == self._office.of.said and isinstance(event, KeyValue):
+            elif event.key == self._keys.said and isinstance(event, KeyValue):
                 self._hear(event)
         if self.term:
             try:
@@ -431,7 +441,7 @@ class Candidate:
 
     def _hear(self, kv: KeyValue) -> None:
         said = schema.Said.loads(kv.value)
-        if said is None or said.by == self._office.token:
+        if said is None or said.by == self._config.token:
             return
         if not said.closed:
             if schema.live(said, self._leader):
@@ -439,28 +449,28 @@ class Candidate:
         elif not self.ended and (self._born == said.born or (not self._born and kv.modified > (self._began or 0))):
             self.ended = True
             state = State.FAILED if said.closed.code else State.SUCCEEDED
-            self._office.voice.finished(state, said.closed.reason, said.closed.code)
+            self._config.events.finished(state, said.closed.reason, said.closed.code)
 
     def turn(self) -> float:
         """Do what is to be done; in how many seconds to look again if nothing happens. Raises EtcdError."""
-        office, now = self._office, self._office.clock()
+        config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
-            return float(office.ttl)
+            return float(config.ttl)
         term = self.term
         if term is None:
             mine = self._leader is not None and self._lease is not None and self._leader.lease == self._lease
             if self._leader is not None and not mine:
                 self._run_at = None
-                return float(office.ttl)
+                return float(config.ttl)
             if self._run_at is None or self._run_at > now + 2 * JITTER_S:
-                self._run_at = now + JITTER_S * (office.chance() + (not self._born))
+                self._run_at = now + JITTER_S * (config.random() + (not self._born))
             if now < self._run_at and not mine:
                 return self._run_at - now
             self._run()
             return 0.0
         try:
-            if not 0 <= now - self._kept < office.ttl / 3:
-                office.store.keep(self._lease or 0)
+            if not 0 <= now - self._kept < config.ttl / 3:
+                self._store.keep(self._lease or 0)
                 self._kept = now
             term.turn()
         except (Deposed, LeaseGone):
@@ -472,13 +482,13 @@ class Candidate:
         return TICK_S
 
     def _run(self) -> None:
-        office = self._office
+        config, store = self._config, self._store
         if self._lease is None:
-            self._lease, self._kept = office.store.grant(office.ttl), office.clock()
-        value = schema.Leader(office.token, self._host, self._id(), office.word()).dumps()
-        leader = office.of.leader
+            self._lease, self._kept = store.grant(config.ttl), config.clock()
+        value = schema.Leader(config.token, self._host, self._id(), config.nonce()).dumps()
+        leader = self._keys.leader
         try:
-            outcome = office.store.txn([created(leader, 0)], [put(leader, value, self._lease)], [range_(leader)])
+            outcome = store.txn([created(leader, 0)], [put(leader, value, self._lease)], [range_(leader)])
         except LeaseGone:
             self._lease = None
             return
@@ -486,14 +496,14 @@ class Candidate:
         if not outcome.succeeded and not any(kv.lease == self._lease for kv in outcome.found):
             lease, self._lease = self._lease, None
             self._leader = next(iter(outcome.found), None)
-            office.store.revoke(lease)
+            store.revoke(lease)
             return
-        found = office.store.range(f"{office.of.root}/", prefix=True)
+        found = store.range(f"{self._keys.root}/", prefix=True)
         self._leader = next((kv for kv in found.found if kv.key == leader), None)
         if self._leader is None or self._leader.lease != self._lease:
             self._lease = None
             return
-        self.term = Term(office, self._leader, found, self._born)
+        self.term = Term(store, self._keys, config, self._leader, found, self._born)
 
     def _stand_down(self) -> None:
         if self.term:
@@ -505,11 +515,11 @@ class Candidate:
         lease = self._lease
         self._stand_down()
         if lease is not None:
-            self._office.store.revoke(lease)
+            self._store.revoke(lease)
 
     def last(self) -> None:
         """Decide once more by what is there now, and resign. Raises EtcdError."""
         if self.term:
-            self.term.listed(self._office.store.range(f"{self._office.of.root}/", prefix=True))
+            self.term.listed(self._store.range(f"{self._keys.root}/", prefix=True))
             self.turn()
             self.resign()

@@ -6,9 +6,10 @@ All that comes from the etcd may come late, twice, or not at all.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from outlast import contract
@@ -36,37 +37,49 @@ class Store(Protocol):
     def revoke(self, lease: int) -> None: ...
 
 
-class Membership:
-    """One member. `id` is None where it is to be given a free one; `most` is how many there may be then.
+TTL_S = 5
+"""TTL of a member's lease: how long a silent one counts as alive."""
 
-    `floor` is the newest generation that the output knows of: the next one is to be beyond it. `clock` is steady, `wall` is the
-    time that other processes of this machine go by.
-    """
+
+@dataclass(frozen=True)
+class Identity:
+    """Which member of which run it is, and what it asks for."""
+
+    run: str
+    id: int | None = None
+    """None: any index that is free."""
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Of the process: by it a member knows its own key."""
+    ttl: int = TTL_S
+    nnodes: str = ""
+    """`min:max`, see `schema.Record.terms`."""
+    most: int = 1
+    """How many members there may be."""
+    generation: int = 0
+    """The newest that the output knows of: the next one is to be beyond it."""
+
+
+class Membership:
+    """One member. `clock` is steady, `wall` is the time that other processes of this machine go by."""
 
     def __init__(
         self,
         store: Store,
         of: schema.Keys,
+        who: Identity,
         *,
-        run: str,
-        id: int | None,
-        token: str,
-        ttl: int,
-        terms: str = "",
-        most: int = 1,
-        floor: int = 0,
         clock: Callable[[], float] | None = None,
         wall: Callable[[], float] = time.time,
         choose: Callable[[Sequence[int]], int] = RANDOM.choice,
     ) -> None:
-        self._store, self._keys, self._ttl = store, of, ttl
-        self._run, self._token, self._terms, self._most = run, token, terms, most
-        self._fixed = id is not None
-        self._floor = floor
+        self._store, self._keys, self._ttl = store, of, who.ttl
+        self._run, self._token, self._terms, self._most = who.run, who.token, who.nnodes, who.most
+        self._fixed = who.id is not None
+        self._floor = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
-        self.id = -1 if id is None else id
+        self.id = -1 if who.id is None else who.id
         """-1 until one is found."""
-        self.report = Report(run=run, id=self.id, standing=Standing.WAITING, since=wall())
+        self.report = Report(run=who.run, id=self.id, standing=Standing.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
         """The newest that we may be in."""

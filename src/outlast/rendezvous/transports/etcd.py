@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -24,18 +23,16 @@ from outlast import contract, etcd
 from outlast.contract import Env
 from outlast.errors import EtcdError, Superseded
 from outlast.rendezvous.etcd import schema
-from outlast.rendezvous.etcd.member import Membership
+from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.transports.reconnect import Line, pause
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
 from outlast.rendezvous.world import Call, World
 
 if TYPE_CHECKING:
-    from outlast.rendezvous import coordinator, transport
-    from outlast.rendezvous.etcd.election import Voice
+    from outlast.rendezvous import transport
+    from outlast.rendezvous.etcd.election import ElectionConfig
     from outlast.rendezvous.transport import Member
 
-TTL_S = 5
-"""How long a member that says nothing is taken for alive."""
 LEAST_TTL_S = 2
 """What an etcd grants at least, with its usual election timeout of 1 s."""
 LONGEST_PAUSE_S = 0.5
@@ -56,7 +53,7 @@ def _answer_s(ttl: int) -> float:
 def client(endpoint: str, member: Member) -> transport.Client:
     """A client for an endpoint, see `transport.Transport`; in an operator's pod one that tells the operator as well."""
     name = schema.run_name(member.run, member.environ)
-    by_etcd = Client(etcd.address(endpoint), run=member.run, id=member.id, name=name, floor=member.generation)
+    by_etcd = Client(etcd.address(endpoint), Identity(member.run, member.id, generation=member.generation), name=name)
     if Env.MEMBER not in member.environ:
         return by_etcd
     from outlast.rendezvous.etcd import operated
@@ -136,29 +133,14 @@ class Listener:
 
 
 class Client:
-    """A member's side. `id` is the worker's index, or None: any that is free among `most`. Nothing connects before `report`."""
+    """A member's side. Nothing connects before `report`."""
 
-    def __init__(
-        self,
-        where: etcd.Address,
-        *,
-        run: str,
-        id: int | None,
-        name: str = "",
-        terms: str = "",
-        most: int = 1,
-        ttl: int = TTL_S,
-        floor: int = 0,
-        token: str = "",
-    ) -> None:
-        """`name` is what the run is called in etcd, if that is not `run`."""
-        self.etcd = etcd.Etcd(where, answer_s=_answer_s(ttl))
-        of = schema.Keys.of(where.prefix, name or run)
-        self.token = token or secrets.token_hex(8)
-        self._membership = Membership(
-            self.etcd, of, run=run, id=id, token=self.token, ttl=ttl, terms=terms, most=most, floor=floor
-        )
-        self._of, self._ttl = of, ttl
+    def __init__(self, where: etcd.Address, who: Identity, *, name: str = "") -> None:
+        """`name` is what the run is called in etcd, if that is not `who.run`."""
+        self.etcd = etcd.Etcd(where, answer_s=_answer_s(who.ttl))
+        of = schema.Keys.of(where.prefix, name or who.run)
+        self._membership = Membership(self.etcd, of, who)
+        self._of, self._ttl = of, who.ttl
         self._changed = threading.Condition()
         self._asked, self._taken = 0, 0
         """How many times the report has changed, and which of these etcd has."""
@@ -293,37 +275,16 @@ class Client:
 
 
 class Running:
-    """A candidate with its threads: whoever may decide for a run has one."""
+    """A candidate with its threads: each process that may coordinate a run has one. `id` is its member's, once it has one."""
 
     def __init__(
-        self,
-        where: etcd.Address,
-        *,
-        name: str,
-        terms: coordinator.Settings,
-        voice: Voice,
-        asked: str = "",
-        replicas: int = 0,
-        operated: bool = False,
-        ttl: int = TTL_S,
-        token: str = "",
-        id: Callable[[], int | None] = lambda: None,
+        self, where: etcd.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
     ) -> None:
         from outlast.rendezvous.etcd import election
 
-        self.etcd = etcd.Etcd(where, answer_s=_answer_s(ttl))
-        office = election.Office(
-            self.etcd,
-            schema.Keys.of(where.prefix, name),
-            token or secrets.token_hex(8),
-            terms,
-            voice,
-            asked=asked,
-            replicas=replicas,
-            operated=operated,
-            ttl=ttl,
-        )
-        self._candidate = election.Candidate(office, host=socket.gethostname(), id=id)
+        self.etcd = etcd.Etcd(where, answer_s=_answer_s(config.ttl))
+        keys = schema.Keys.of(where.prefix, name)
+        self._candidate = election.Candidate(self.etcd, keys, config, host=socket.gethostname(), id=id)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listener = Listener(self.etcd, lambda: self._candidate.prefix, self._listed, self._happened)
         self._close_by: float | None = None

@@ -21,7 +21,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outlast import contract, files, kube
@@ -47,19 +46,9 @@ LAST_S = 1.0
 
 def client(endpoint: str, member: Member) -> Client:
     """A client for an endpoint, see `transport.Transport`."""
-    environ, uid = member.environ, member.environ.get(Env.MEMBER)
-    if not uid:
+    if not member.environ.get(Env.MEMBER):
         raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
-    return Client(
-        endpoint.removeprefix(contract.KUBERNETES),
-        run=environ.get(Env.OWNER, member.run),  # the operator knows the run by the name that it gave its pods
-        id=member.id,
-        member=uid,
-        namespace=environ.get(Env.NAMESPACE, ""),
-        state=member.state,
-        processes=member.processes,
-        generation=member.generation,
-    )
+    return Client(endpoint.removeprefix(contract.KUBERNETES), member)
 
 
 def preload() -> None:
@@ -71,18 +60,18 @@ def preload() -> None:
 class Client:
     """A member's side: keeps its Lease, and remembers the operator's newest words.
 
-    `state` is where the training processes write their progress, and where the end of the run is noted (`contract.END`) for the
-    agent to record. `generation` is the newest that the run's output knows of: the next one is to be beyond it.
+    In the worker's directory the training processes write their progress, and the end of the run is noted (`contract.END`) for
+    the agent to record.
     """
 
-    def __init__(
-        self, job: str, *, run: str, id: int, member: str, namespace: str, state: Path, processes: int, generation: int = 0
-    ) -> None:
-        self._job, self._of, self.id = job, run, id
-        self._member, self._namespace = member, namespace
-        self._state, self._processes = state, processes
-        self._floor = generation
-        self._report = Report(run=run, id=id, standing="waiting", since=time.time())
+    def __init__(self, job: str, member: Member) -> None:
+        environ = member.environ
+        run = environ.get(Env.OWNER, member.run)  # the operator knows the run by the name that it gave its pods
+        self._job, self._of, self.id = job, run, member.id
+        self._member, self._namespace = environ[Env.MEMBER], environ.get(Env.NAMESPACE, "")
+        self._state, self._processes = member.state, member.processes
+        self._floor = member.generation
+        self._report = Report(run=run, id=member.id, standing="waiting", since=time.time())
         self._written, self._taken = 0, 0
         """How many times the report has changed, and which of these the API server has."""
         self._owner: dict[str, Any] | None = None
