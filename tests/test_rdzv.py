@@ -30,7 +30,7 @@ def a_report(id: int, standing: str = "training", generation: int = 4, **fields:
 
 
 def a_run(*members: Report, **fields: Any) -> Run:
-    usual: dict[str, Any] = {"decider": LEADER, "world": WORLD, "why": "all is well"}
+    usual: dict[str, Any] = {"coordinator": LEADER, "world": WORLD, "why": "all is well"}
     there = members or (a_report(0), a_report(2))
     return Run(RUN, tuple(Present(each, 4, each.id == 2) for each in there), **{**usual, **fields})
 

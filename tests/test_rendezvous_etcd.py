@@ -136,7 +136,7 @@ def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes
     done = nodes.decider()
     nodes.all.remove(done)
     done.close()
-    nodes.until(lambda: (run := nodes.look()) and run.decider and run.decider.token != done.token)
+    nodes.until(lambda: (run := nodes.look()) and run.coordinator and run.coordinator.token != done.token)
     [last] = nodes.all
     assert nodes.training(2)()
     last.report(Standing.DONE)
@@ -220,7 +220,7 @@ def test_training_goes_on_without_etcd_and_with_one_that_was_restarted(own_nodes
         server.lose_data()
     else:
         server.start()
-    nodes.until(lambda: (run := nodes.look()) and len(run.members) == 3 and run.decider and run.world)
+    nodes.until(lambda: (run := nodes.look()) and len(run.members) == 3 and run.coordinator and run.world)
     assert nodes.training(1)()
     [gone, *others] = nodes.all
     nodes.kill(gone)

@@ -24,7 +24,7 @@ def decider(server: Server) -> int | None:
     client = server.client()
     found = etcd.look(client)
     client.close()
-    return found[0].decider.id if found and found[0].decider else None
+    return found[0].coordinator.id if found and found[0].coordinator else None
 
 
 @pytest.mark.slow

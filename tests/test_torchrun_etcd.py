@@ -136,7 +136,7 @@ def test_training_goes_on_without_etcd_and_forms_anew_when_that_is_back_without_
     until(lambda: all(node.said()[-1]["step"] > step for node, step in zip(nodes, steps, strict=True)))
     own_etcd.lose_data()
     client = own_etcd.client()
-    until(lambda: [len(run.members) for run in etcd.look(client, "run") if run.decider and run.world] == [2])
+    until(lambda: [len(run.members) for run in etcd.look(client, "run") if run.coordinator and run.world] == [2])
     assert [node.generation() for node in nodes] == [1, 1]
     nodes[0].kill()
     until(lambda: nodes[1].generation() == 102)

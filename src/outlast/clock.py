@@ -1,4 +1,4 @@
-"""The clock by which silence, turns and hangs are judged: it never steps, and it notices when the machine's wall clock did.
+"""Clocks that never step, for timeouts of silence, turns and hangs; and a note when the machine's wall clock stepped.
 
     clock = Clock()
     clock()          seconds since the epoch when the clock was made, and monotonic from then on
@@ -57,9 +57,9 @@ STOOD_S = 10.0
 class Awake:
     """Seconds since the epoch when it was made, and from then on only the time in which its loop ran.
 
-    A suspended machine stops the monotonic clock, a paused virtual machine, a frozen container and a stopped process do not. None
-    of them is a reason to take anybody for silent, or a deadline for passed: who is judged stood still, too. So whatever is
-    judged by this clock costs the pause and nothing else. Needs a reading at least every `STEP_S`. Safe to call from any thread.
+    A suspended machine stops the monotonic clock; a paused virtual machine, a frozen container and a stopped process do not. In
+    such a pause the others stood still, too, so no member turns silent and no deadline passes by this clock. Needs a reading at
+    least every `STEP_S`. Safe to call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -82,7 +82,7 @@ class Awake:
 
 
 class Seen:
-    """For how long each of several things has looked the same to us.
+    """How long each of several values has stayed the same.
 
     Times that other processes have written are compared with each other only: a new one is a sign of life, whatever it says.
     """

@@ -117,7 +117,7 @@ class Env:
     OWNER = "OUTLAST_OWNER"
     """With which word this machine has taken up the run in its store; who finds another there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
-    """JSON list: the command that starts the decider again when it cannot be reached."""
+    """JSON list: the command that restarts the launcher when it cannot be reached."""
 
 
 RESERVED_ENV = re.compile(
@@ -254,7 +254,7 @@ END = "end.json"
 """`{reason, code}`: how the run has ended, as the operator said, for the agent to record; written by
 `rendezvous.transports.kubernetes`."""
 NOTICE = "notice.json"
-"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the decider calls the world
+"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls the world
 together again (then `generation` is the one to come). Training saves at the next step boundary and exits with 75."""
 
 

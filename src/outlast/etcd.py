@@ -1,4 +1,4 @@
-"""What we ask of an etcd, over its JSON gateway: keys, leases, transactions, watches. The only module that knows its wire format.
+"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. The only module that knows its wire format.
 
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, the first that is well is used
     etcds://host:2379                        TLS
@@ -34,15 +34,15 @@ SCHEME, SECURE = ETCD
 PORT = 2379
 PREFIX = "/outlast"
 ANSWER_S = 2.0
-"""How long an endpoint may take to answer, if nobody says otherwise."""
+"""Default timeout of a request to one endpoint."""
 LOGIN_S = 20.0
-"""The same for a login: an etcd spends 60 ms of a core on each password, and all workers of a job may come at once. Who gives up
-early and comes again only adds to that, and none gets in."""
+"""Timeout of a login: an etcd spends 60 ms of a core on each password, and all workers of a job may come at once. Retrying early
+only adds to that load."""
 _IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
-"""When the kernel asks whether the other end of a silent watch is still there; how often, how many times (tcp(7))."""
+"""TCP keepalive of a watch: idle time, interval, probes (tcp(7))."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
 _AGAIN = (1, 4, 8, 10, 13, 14)
-"""gRPC codes that pass by themselves: cancelled, late, exhausted, aborted, internal, unavailable."""
+"""gRPC codes worth a retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
 """Users or roles have changed since a token was given: one that is a JWT is refused from then on."""
@@ -58,12 +58,12 @@ OPTIONS = {
     "user": Env.ETCD_USER,
     "password": Env.ETCD_PASSWORD,
 }
-"""What may be said of an etcd besides its endpoint, and the variable that says it where no option does."""
+"""Options besides the endpoint, and the variable that is read where an option is absent."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where an etcd is, and who asks."""
+    """Endpoints and credentials of an etcd."""
 
     hosts: tuple[tuple[str, int], ...]
     prefix: str = PREFIX
@@ -102,7 +102,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a transaction: whether its comparisons held, and what was read by the branch that was taken."""
+    """Result of a transaction: whether its comparisons held, and what the branch taken has read."""
 
     succeeded: bool
     revision: int
@@ -114,7 +114,7 @@ class LeaseGone(EtcdError):
 
 
 class Behind(EtcdError):
-    """What was to be watched is not there to be told any more, or not yet: it has to be listed again."""
+    """The revision to watch from is compacted or not there yet: list again."""
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
@@ -139,7 +139,7 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
 
 
 class Etcd:
-    """One process's connection; for any of its threads, one request at a time. Nothing is connected before the first."""
+    """The connection of one process, shared by its threads: one request at a time. Connects with the first."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
         """`answer_s`: how long an endpoint may take to answer before the next is asked."""
@@ -258,7 +258,7 @@ class Etcd:
                     self._hang_up()
 
     def _open(self) -> None:
-        """Raise EtcdAway if we have hung up: nobody would ever close another connection."""
+        """Raise EtcdAway after `close`: a new connection would never be closed."""
         if self._closed:
             raise EtcdAway(f"{self.address}: the connection was closed")
 

@@ -78,7 +78,7 @@ def why(run: Run) -> str:
         return f"over: {run.closed.reason} (exit code {run.closed.code})"
     if run.called:
         return f"generation {run.called.generation} is called: {run.called.reason}" + (f"; {run.why}" if run.why else "")
-    return run.why or ("nobody decides yet" if run.decider is None else "nothing is decided yet")
+    return run.why or ("nobody decides yet" if run.coordinator is None else "nothing is decided yet")
 
 
 def facts(run: Run) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def facts(run: Run) -> dict[str, Any]:
         if run.called
         else None,
         "closed": {"reason": run.closed.reason, "code": run.closed.code} if run.closed else None,
-        "decides": {"member": run.decider.id, "host": run.decider.host} if run.decider else None,
+        "decides": {"member": run.coordinator.id, "host": run.coordinator.host} if run.coordinator else None,
         "why": why(run),
         "members": [
             {
@@ -168,7 +168,7 @@ def _world(run: Run) -> str:
 
 def _decides(run: Run) -> str:
     """The coordinator, for people; empty when there is none."""
-    if run.decider is None:
+    if run.coordinator is None:
         return ""
-    who = "" if run.decider.id is None else f"member {run.decider.id}"
-    return " on ".join(filter(None, (who, run.decider.host)))
+    who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"
+    return " on ".join(filter(None, (who, run.coordinator.host)))

@@ -1,9 +1,9 @@
 """torchrun's door to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
 torch's elastic agent asks three things of a handler: give me the next world (`next_rendezvous`), has anything changed
-(`num_nodes_waiting`, asked 20 times a second), is it over (`RendezvousClosedError`). The answers come from whoever decides the
-world, through a transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it listened
-on before it offered its address: no port is guessed, none can be taken meanwhile, and every generation has a fresh one.
+(`num_nodes_waiting`, asked 20 times a second), is it over (`RendezvousClosedError`). The answers come from the
+coordinator, through a transport. The process group uses a TCPStore that the world's first agent hosts, on a socket that it
+listened on before it offered its address: no port is guessed, none can be taken meanwhile, and every generation has a fresh one.
 
 Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
 """
@@ -52,7 +52,7 @@ REACH_S = 5.0
 
 
 class Leaving(RendezvousClosedError):
-    """This worker was told to leave; there is no next world for it."""
+    """This worker was asked to leave; there is no next world for it."""
 
 
 class Handler(RendezvousHandler):
@@ -88,7 +88,7 @@ class Handler(RendezvousHandler):
         self.joining: Callable[[], None] = lambda: None
         """Called when there is a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
-        """Whether a training process is on its way out by a failure of its own: it is not stopped, so that this is reported."""
+        """True while a rank is crashing by itself; we let it finish so that its error is reported."""
         self._next: dict[str, Any] = {}
         self._said_leaving = False
 
@@ -138,7 +138,7 @@ class Handler(RendezvousHandler):
         return self._client.closed is not None
 
     def set_closed(self) -> None:
-        """Nothing: who decides the world decides its end, too."""
+        """Nothing: the coordinator ends a run."""
 
     def shutdown(self) -> bool:
         self._client.close()

@@ -1,11 +1,10 @@
-"""Worker 0 decides: for pods without an operator and without an etcd (`c10d://<full name of pod 0>:29400`).
+"""Worker 0 coordinates: for pods without an operator and without an etcd (`c10d://<full name of pod 0>:29400`).
 
 The agent of worker 0 runs a `Host` in a thread of its own. Unlike the store of torchrun's c10d backend it may go and come back:
 the others keep training, or wait for it, and tell the next one where they are. How often the job has failed is forgotten then.
 
-Only who knows the run's key is heard (`rendezvous.transports.seal`), and nothing that one member says ends it: what cannot be
-read costs its
-sender the connection, and a decision that fails is tried again while training goes on.
+Members prove that they know the run's key (`rendezvous.transports.seal`), and nothing that one of them sends ends it: a message
+that cannot be read costs its sender the connection, and a decision that fails is tried again while training goes on.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from outlast.status import Failure, State
 
 TICK_S = 0.1
 LISTENING = 3
-"""How many times longer it is listened than decided, while there is always something new."""
+"""Ratio of the pause after a decision to its duration, so that reports are taken in between."""
 LEAVE_S = 15.0
-"""How long workers may take to hear that it is over."""
+"""How long the coordinator stays for workers to hear of the end."""
 BROKEN_S = 30.0
-"""How long decisions may fail before this worker is started again: then its successor learns anew what the others say."""
+"""How long decisions may fail before this worker is restarted: its successor learns the state from the others."""
 
 Ended = Callable[[State, str, int], None]
 
 
 class Host(coordinator.Coordinator):
-    """Decides for one run until it is over. `generation` is what the run has had already; `over` is told how it ends."""
+    """Coordinates one run until it is over. `generation` is the newest it has had; `ended` is called with how it ends."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""Who trains together: the one place where the world of a job is decided, as a pure function of what is known.
+"""The one place where it is decided which workers train together: a pure function of what members report.
 
-Whoever decides (the launcher on this machine, the operator on Kubernetes) keeps a `State`, writes into it what it hears, and asks
-`decide` after every event and at `look_again`. The answer: call the workers together, publish a world, wait, or close.
+The coordinator keeps a `State`, updates it with every report, and asks `decide` after every event
+and at `look_again`. The answer: call the workers together, publish a world, wait, or close.
 
     state = state.heard(Member(...))                      # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
     decision = decide(state, wanted, patience, now)       # ask again until it says Wait or Closed
-    state = state.after(decision)                         # keep it safe before telling anybody
+    state = state.after(decision)                         # store it before publishing it
 
 What workers do: after `Call(g + 1)` those that train in `g` come to WAITING, when planned after they have saved; an unplanned
 call also brings back those that are DONE. After `World(g + 1)` its members take it up: TRAINING, generation g + 1. A worker that
@@ -26,20 +26,20 @@ from dataclasses import dataclass, field, replace
 
 
 class Standing(enum.StrEnum):
-    """What a worker does, as it says itself."""
+    """What a member does, as it reports itself."""
 
     WAITING = "waiting"
     """Ready for a world; trains in none."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """Told to go (SIGTERM, drain): saves with the others, then goes."""
+    """Asked to leave (SIGTERM, drain): saves with the others, then leaves."""
     DONE = "done"
     """Its training processes have ended with success."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker as last heard of."""
+    """A worker, by its newest report."""
 
     id: int
     """Index of the worker; not its rank."""
@@ -87,7 +87,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """The workers are to come together for `generation`.
+    """Request for a re-rendezvous: the workers are to come together for `generation`.
 
     Another call of the same generation replaces this one: it was planned and no longer is, or more workers leave.
     """
@@ -131,7 +131,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Closed:
-    """There is no world to be: the training is done, or it is suspended."""
+    """There is no further world: the training is done, or it is suspended."""
 
     reason: str
     done: bool
@@ -142,7 +142,7 @@ Decision = Call | World | Wait | Closed
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the user asks for."""
+    """The size that the user asks for."""
 
     replicas: int
     """Workers; 0 suspends the job. The target is the largest allowed size up to this, and at least the smallest."""
@@ -166,12 +166,12 @@ class Patience:
     leave: float = 75.0
     """For training to save after a planned call."""
     answer: float = 10.0
-    """For a connected worker to take up a world or to put down its processes; for all to report to a decider started again."""
+    """For a connected worker to take up a world or to put down its processes; for all to report to a restarted coordinator."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What the decider knows."""
+    """What the coordinator knows."""
 
     members: Mapping[int, Member]
     """Workers that are connected, and those of the world that were DONE when they went."""
@@ -180,9 +180,9 @@ class State:
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """When this decider began to listen to a world it has `learned`: the members get `Patience.answer` from then to report."""
+    """When this coordinator took over a world it has `learned`: the members get `Patience.answer` from then to report."""
     floor: int = 0
-    """The newest generation that there may have been, although nobody here has seen it."""
+    """Lower bound: no generation up to this one is used, since it may have existed unseen."""
 
     def heard(self, member: Member) -> State:
         """A worker reported. Repeating a report changes nothing."""
@@ -217,7 +217,7 @@ class State:
 
 
 def learned(reports: Iterable[World | None]) -> World | None:
-    """The newest world on record or that a worker reports to be in: how a decider started again knows what was decided."""
+    """The newest world on record or that a worker reports to be in: how a restarted coordinator takes over."""
     return max((world for world in reports if world is not None), key=lambda world: world.generation, default=None)
 
 
@@ -245,7 +245,7 @@ class _Situation:
         self.newest = max((m.generation for m in self.members.values()), default=0)
         """The newest generation that any worker has seen."""
         self.next = max(self.generation, self.newest, state.floor) + 1
-        """The first that nobody can have seen."""
+        """The first that cannot have existed."""
         self.target = largest(wanted.sizes, wanted.replicas) or wanted.sizes[0]
         self.inside = [
             self.members[id] for id in self.ranks if id in self.members and self.members[id].generation >= self.generation
@@ -302,7 +302,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Another decider was here, or this one has forgotten: go beyond whatever it made."""
+    """Another coordinator was here, or this one has lost its state: go beyond its generations."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -551,7 +551,7 @@ def until(at: float, patience: float, now: float) -> float | None:
     """When a patience that began at `at` ends; None when it is over.
 
     A beginning in the future means that the clock went back. If by less than the patience, no time has passed yet. If by more,
-    nobody can say how much has, and the patience is over. So no wait is longer than twice its patience, however the clock jumps.
+    it is unknown how much has, and the patience is over. So no wait is longer than twice its patience, however the clock jumps.
     """
     end = at + patience
     return None if now >= end or at > now + patience else end

@@ -1,9 +1,9 @@
-"""The decider by etcd: members elect one of them, who decides until it ends or its lease does (docs/decisions/0014).
+"""Coordination by etcd: members elect one of them, which coordinates until it ends or its lease does (docs/decisions/0014).
 
 `Candidate` runs for election and `Term` decides, both without threads: `Running` has those, and tests have an etcd of their own.
 Whatever a term writes is compared with its election: one that is over can write nothing, and what it would have printed or
-recorded is dropped with it. The election is known by a word in its key and not by a revision: an etcd that has lost its data
-begins to count anew.
+recorded is dropped with it. An election is identified by a nonce in its key and not by a revision: an etcd that
+has lost its data counts revisions from the start again.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from outlast.status import End, Failure, State
 
 TICK_S = 0.1
 LINGER_S = 600
-"""How long what was decided stays when nobody decides any more: as long as all members may be cut off from etcd at once."""
+"""TTL of the published state after the last coordinator is gone; bounds a full outage of etcd."""
 LISTEN_S = 1.0
-"""How long a decider that finds nothing listens: etcd may have lost what members know. They try again every half second."""
+"""How long a new coordinator listens when etcd has no state: etcd may have lost it, and members report it every half second."""
 REPORT_S = 3.0
-"""How long one that finds a world, and nobody of it, waits for a sign of life: all may have been cut off for a while."""
+"""How long a new coordinator waits for any member of the published world: all may have been cut off for a while."""
 PASSED = 100
-"""Generations that are passed over when etcd has forgotten which there were: more than can have come after the newest known."""
+"""Generations that are skipped when etcd has lost its state: more than can have followed the newest known one."""
 WHY_S = 0.5
-"""How often the reason of a wait is written at most, when nothing else is new."""
+"""Shortest interval of writes that change only the reason of a wait."""
 JITTER_S = 0.1
-"""All see the end of a term at once; not all are to run. Those who know no world let the others go first."""
+"""Jitter before running for election, since all see the end of a term at once. Candidates that know no world wait longer."""
 
 
 class Deposed(Exception):
-    """Another was elected, or may have been."""
+    """Another candidate was elected, or may have been."""
 
 
 class EventSink(Protocol):
-    """What becomes of a term besides what it writes. Called only for what etcd has taken."""
+    """Receives what a coordinator says, records and ends, once etcd has accepted it."""
 
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
@@ -76,7 +76,7 @@ class ElectionConfig:
 
 
 class Term(coordinator.Coordinator):
-    """One decider's time, from its election on."""
+    """Leadership of one coordinator, from its election on."""
 
     def __init__(
         self, store: Store, keys: schema.Keys, config: ElectionConfig, leader: KeyValue, found: Outcome, born: str = ""
@@ -110,11 +110,11 @@ class Term(coordinator.Coordinator):
 
     @property
     def born(self) -> str:
-        """Of which run this is; empty while nobody can have heard of it."""
+        """Incarnation of the run; empty until it is published."""
         return self._born if self._written else ""
 
     def _begin(self, found: Outcome, born: str) -> None:
-        """Take over: what was decided, and what members report."""
+        """Take over the published state and the reports of members."""
         of, now = self._keys, self.clock()
         there = {kv.key: kv for kv in found.found}
         kv = there.get(of.said)
@@ -154,7 +154,7 @@ class Term(coordinator.Coordinator):
     # What members say
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """What has happened to keys of the run. Raises Deposed."""
+        """Take in events of the run's keys. Raises Deposed."""
         of = self._keys
         for event in events:
             if event.key == of.leader and event != self.leader:
@@ -166,7 +166,7 @@ class Term(coordinator.Coordinator):
                     self._lost(self._id(event), event.modified)
 
     def listed(self, found: Outcome) -> None:
-        """All keys of the run as they are now: what has happened to them was perhaps not heard."""
+        """Take in all keys of the run as they are now: events may have been missed."""
         members = {self._id(kv): kv for kv in found.found if kv.key.startswith(self._keys.members)}
         for id in set(self._seen) - set(members):
             self._lost(id, found.revision)
@@ -174,7 +174,7 @@ class Term(coordinator.Coordinator):
             self._hear(kv)
 
     def forgive(self) -> None:
-        """Leases may have ended while nobody could renew them: members of the world get some time to come back."""
+        """Reset deadlines: leases may have ended while they could not be renewed, so members get time to come back."""
         self.known = replace(self.known, since=self.clock())
 
     def _id(self, kv: KeyValue | Gone) -> int:
@@ -229,7 +229,7 @@ class Term(coordinator.Coordinator):
     # Deciding
 
     def turn(self) -> None:
-        """Decide, and write it. Raises EtcdError, and Deposed."""
+        """Decide and publish. Raises EtcdError, and Deposed."""
         now = self.clock()
         self._keep()
         if self._listen_until is not None:
@@ -296,7 +296,7 @@ class Term(coordinator.Coordinator):
         )
 
     def _publish(self) -> None:
-        """Write what has been decided, if that is new. Raises Deposed when this term is over."""
+        """Publish the state if it has changed. Raises Deposed when this term is over."""
         said, written, now = self._said(), self._written, self.clock()
         if written and replace(said, why=written.why) == written and 0 <= now - self._written_at < WHY_S:
             said = written  # while many come one after the other, not each is worth a word to all
@@ -327,12 +327,12 @@ class Term(coordinator.Coordinator):
             there = {kv.key: kv for kv in outcome.found}
             if of.leader not in there or there[of.leader].value != self.leader.value:
                 raise Deposed("somebody else was elected, or etcd has lost who was")
-            # We are who decides, so what is there we have written, and the answer was lost; or its lease has ended.
+            # We lead, so we wrote what is there and its answer was lost; or its lease has ended.
             self._said_at = there[of.said].modified if of.said in there else 0
         raise EtcdError(f"{of.said} changes although only this process may write it")
 
     def _keep(self) -> None:
-        """Renew the lease of what we have said; when it has ended, write it again."""
+        """Renew the lease of the published state; when it has ended, publish again."""
         if self._lease is None or 0 <= self.clock() - self._kept < LINGER_S / 4:
             return
         try:
@@ -375,7 +375,7 @@ class Term(coordinator.Coordinator):
 
 
 class Candidate:
-    """One who may be elected. `turn` does what is to be done now; the rest is what it hears."""
+    """A process that may be elected. `turn` acts; `listed` and `happened` take in what etcd tells."""
 
     def __init__(
         self,
@@ -402,7 +402,7 @@ class Candidate:
 
     @property
     def prefix(self) -> str:
-        """What has to be listened to."""
+        """Prefix of the keys to watch."""
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, found: Outcome, below: str = "") -> None:
@@ -452,7 +452,7 @@ class Candidate:
             self._config.events.finished(state, said.closed.reason, said.closed.code)
 
     def turn(self) -> float:
-        """Do what is to be done; in how many seconds to look again if nothing happens. Raises EtcdError."""
+        """Run for election, coordinate, or wait; returns seconds until the next turn if nothing happens. Raises EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)
@@ -511,14 +511,14 @@ class Candidate:
         self.term = self._lease = self._leader = self._run_at = None
 
     def resign(self) -> None:
-        """Let another decide, at once. Raises EtcdError."""
+        """Resign, so that another is elected at once. Raises EtcdError."""
         lease = self._lease
         self._stand_down()
         if lease is not None:
             self._store.revoke(lease)
 
     def last(self) -> None:
-        """Decide once more by what is there now, and resign. Raises EtcdError."""
+        """Decide once more by the current keys, and resign. Raises EtcdError."""
         if self.term:
             self.term.listed(self._store.range(f"{self._keys.root}/", prefix=True))
             self.turn()

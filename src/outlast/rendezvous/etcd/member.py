@@ -1,4 +1,4 @@
-"""A member's side of the rendezvous by etcd, without threads: what it writes, and what it makes of what it hears.
+"""A member's side of the rendezvous by etcd, without threads: what it writes, and how it reads what is published.
 
 `rendezvous.transports.etcd.Client` calls it from two threads: one that tells (`tell`, again and again), and one that hears.
 All that comes from the etcd may come late, twice, or not at all.
@@ -23,7 +23,7 @@ from outlast.rendezvous.world import Standing, World
 
 
 class Store(Protocol):
-    """What is needed of an etcd, as `etcd.Etcd` has it."""
+    """The part of `etcd.Etcd` that is used here."""
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome: ...
     def txn(
@@ -85,7 +85,7 @@ class Membership:
         """The newest that we may be in."""
         self.closed: Closed | None = None
         self.why = ""
-        """What the decider waits for, as it says."""
+        """What the coordinator waits for."""
         self.wanted: schema.Wanted | None = None
         """What the operator wants, to be passed on."""
         self.said: tuple[int, schema.Said] | None = None
@@ -259,7 +259,7 @@ class Membership:
         call = said.called
         if call and (world is None or call.generation > world.generation):
             mark = (call.generation, call.planned, call.reason)
-            if mark != self._call:  # our time for it begins when we hear of it: the decider's clock is not ours
+            if mark != self._call:  # our time for it begins when we hear of it: the coordinator's clock is not ours
                 self._call = mark
                 self.called = Called(call.generation, call.reason, call.planned, self._wall() + said.leave_s, said.leave_s)
         elif world:  # there was a call, whether or not we have heard it

@@ -1,5 +1,5 @@
-"""A member's way to those who decide by an etcd, and to the operator that looks after its pod: a job of the operator's that asks
-for an etcd has both (docs/decisions/0014).
+"""A member's connections to the elected coordinator, by etcd, and to the operator that looks after its pod: an ElasticJob with
+`rendezvous.backend: etcd` has both (docs/decisions/0014).
 
     member -> etcd       its report, and what the operator wants          `etcd`
     member -> operator   its report, its progress, and what was decided   `kubernetes`
@@ -35,51 +35,51 @@ def for_operator(said: schema.Said, id: int) -> schema.Said | None:
 class Client:
     """As `transport.Client`. The elastic agent asks it many times a second: then it passes on what is new, to both sides."""
 
-    def __init__(self, deciders: etcd.Client, operator: kubernetes.Client) -> None:
-        self._deciders, self._operator = deciders, operator
+    def __init__(self, by_etcd: etcd.Client, operator: kubernetes.Client) -> None:
+        self._by_etcd, self._operator = by_etcd, operator
         self._told: schema.Said | None = None
         self._wanted: object = None
         """What we have passed on already."""
 
     @property
     def id(self) -> int:
-        return self._deciders.id
+        return self._by_etcd.id
 
     @property
     def called(self) -> Called | None:
         self._pass_on()
-        return self._deciders.called
+        return self._by_etcd.called
 
     @property
     def world(self) -> World | None:
-        return self._deciders.world
+        return self._by_etcd.world
 
     @property
     def closed(self) -> Closed | None:
         said = self._operator.closed
         if said and (self._operator.gone or said.code != contract.Exit.INTERRUPTED):
             return said
-        return self._deciders.closed
+        return self._by_etcd.closed
 
     def report(self, standing: str, **fields: Any) -> None:
         self._operator.report(standing, **fields)
-        self._deciders.report(standing, **fields)
+        self._by_etcd.report(standing, **fields)
 
     def wait(self, timeout_s: float) -> None:
         self._pass_on()
-        self._deciders.wait(timeout_s)
+        self._by_etcd.wait(timeout_s)
 
     def close(self) -> None:
         self._pass_on()
-        self._deciders.close()
+        self._by_etcd.close()
         self._operator.close()
 
     def _pass_on(self) -> None:
-        said, wanted = self._deciders.said, self._operator.wanted
+        said, wanted = self._by_etcd.said, self._operator.wanted
         if said and (news := for_operator(said[1], self.id)) and replace(news, why="") != self._told:
             self._told = replace(news, why="")
             self._operator.tell(json.dumps({"revision": said[0], "said": dataclasses.asdict(news)}))
         if wanted != self._wanted:
             self._wanted = wanted
             if read := schema.Wanted.of(wanted):
-                self._deciders.want(read)
+                self._by_etcd.want(read)

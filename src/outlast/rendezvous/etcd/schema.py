@@ -1,12 +1,11 @@
-"""What stands in etcd about a run: which keys, and what they hold. Pure.
+"""The keys of a run in etcd, and what they hold. Pure.
 
-    <prefix>/<run>/members/<id>        Record: what a member says of itself        under the member's lease
-    <prefix>/<run>/decided/leader      Leader: who decides                         under the decider's short lease
-    <prefix>/<run>/decided/said        Said: all that it has decided               under the decider's long lease
+    <prefix>/<run>/members/<id>        Record: a member's report                  under the member's lease
+    <prefix>/<run>/decided/leader      Leader: the coordinator                    under its short lease
+    <prefix>/<run>/decided/said        Said: all that it has published            under its long lease
 
-Written by `rendezvous.transports.etcd` (members) and `rendezvous.etcd.election` (who decides); docs/decisions/0014. No time of
-a clock is in it
-that another machine would compare with its own.
+Written by `rendezvous.transports.etcd` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. It holds
+no clock time that another machine would compare with its own. Field names are the wire format.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Record:
-    """What a member says of itself."""
+    """A member's report, with what it knows of the run."""
 
     report: Report
     token: str
@@ -101,7 +100,7 @@ class Record:
     born: str = ""
     """Which run of this name it has heard of; empty: none yet."""
     world: World | None = None
-    """The newest world that it has heard of, whether or not it is in it: so a decider learns what etcd has lost."""
+    """The newest world that it has heard of, whether or not it is in it: so a coordinator learns what etcd has lost."""
     tokens: tuple[str, ...] = ()
     """Of the members of that world, in its order."""
     wanted: Wanted | None = None
@@ -127,7 +126,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Leader:
-    """Who decides."""
+    """The coordinator."""
 
     token: str
     """Of the process; what it says names it."""
@@ -149,14 +148,14 @@ class Leader:
 
 @dataclass(frozen=True)
 class Said:
-    """All that has been decided. One value, written by one: it is never half there."""
+    """The published state: all that was decided, in one value with one writer."""
 
     by: str
-    """Token of the decider that has written it."""
+    """Token of the coordinator that has written it."""
     born: str
-    """A word by which runs of one name that follow each other are told apart."""
+    """Incarnation id: distinguishes successive runs of one name."""
     before: str = ""
-    """`born` of the run of this name that had ended before this one; who is of that one has no part in this."""
+    """Incarnation of the run of this name that ended before this one; its members have no part in this one."""
     terms: str = ""
     world: World | None = None
     tokens: tuple[str, ...] = ()
@@ -166,9 +165,9 @@ class Said:
     """How long members have for a planned call, from when they hear of it."""
     closed: Closed | None = None
     why: str = ""
-    """What the decider waits for, or that all is well; without the seconds that are left."""
+    """What the coordinator waits for, or that all is well; without the seconds that are left."""
     floor: int = 0
-    """No call is of this generation or an older one."""
+    """Lower bound: calls are of newer generations."""
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may be gone."""
     judged: int = 0
@@ -219,7 +218,7 @@ class Said:
 
 
 def live(said: Said, leader: KeyValue | None) -> bool:
-    """Whether who has written this still decides; if not, it may be what a run has left that is no more."""
+    """Whether the writer still coordinates; if not, this may be left over from a run that is no more."""
     deciding = Leader.loads(leader.value) if leader else None
     return deciding is not None and deciding.token == said.by
 

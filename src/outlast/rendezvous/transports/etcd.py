@@ -169,7 +169,7 @@ class Client:
 
     @property
     def why(self) -> str:
-        """What the decider waits for."""
+        """What the coordinator waits for."""
         return self._membership.why
 
     @property
@@ -390,18 +390,18 @@ class Run:
     name: str
     members: tuple[Present, ...]
     """By id."""
-    decider: schema.Leader | None
-    """None while nobody decides: until the next is elected, and after the end."""
+    coordinator: schema.Leader | None
+    """None until one is elected, and after the end."""
     world: World | None = None
     called: Call | None = None
     """A call that is pending: its generation is newer than the world's."""
     closed: Closed | None = None
     why: str = ""
-    """What is waited for, or that all is well, as the decider has said last."""
+    """What is waited for, or that all is well, as the coordinator has published it."""
     terms: str = ""
     """`min:max`, if members have to agree on it (torchrun's --nnodes)."""
     left_s: int | None = None
-    """How long what was decided last will be there if nobody decides any more; None if nothing was."""
+    """Seconds until the published state expires if it is not renewed; None if there is none."""
 
 
 def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
@@ -438,6 +438,6 @@ def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
             generation = said.world.generation if said.world else 0
             called = said.called if said.called and said.called.generation > generation else None
             decided = (said.world, called, said.closed, said.why, said.terms, left(mine[of.said].lease))
-            run_ = Run(run_.name, run_.members, run_.decider, *decided)
+            run_ = Run(run_.name, run_.members, run_.coordinator, *decided)
         runs.append(run_)
     return runs

@@ -58,7 +58,7 @@ def preload() -> None:
 
 
 class Client:
-    """A member's side: keeps its Lease, and remembers the operator's newest words.
+    """A member's side: keeps its Lease, and holds what the operator published last.
 
     In the worker's directory the training processes write their progress, and the end of the run is noted (`contract.END`) for
     the agent to record.
@@ -85,7 +85,7 @@ class Client:
         self._decided = ""
         """What others than the operator have decided, for it to know."""
         self.wanted: Mapping[str, Any] | None = None
-        """What the operator wants of those who decide in its place, `keys.Wanted`."""
+        """What the operator wants of an elected coordinator, a `schema.Wanted`."""
         self.gone = False
         """The run, the job or our place in it is no longer ours: nothing is reported any more."""
         self._reachable = True

@@ -1,4 +1,4 @@
-"""Whether those who decide and those who train get through to the server between them, and when they try again."""
+"""Reconnecting to the server between members and coordinator: complaints once per outage, and pauses with jitter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class Line:
-    """Whether we get through; says it when that changes."""
+    """Prints when the connection breaks, and when it is back."""
 
     def __init__(self, broken: str, well: str) -> None:
         self._sentences = broken, well

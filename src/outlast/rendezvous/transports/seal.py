@@ -1,10 +1,10 @@
-"""Lines between a member and who decides, authenticated with the key of the run.
+"""Lines between a member and the coordinator, authenticated with the key of the run.
 
 Each side sends a nonce in the clear; every line after that carries an HMAC-SHA256 keyed by the run's key and both nonces, over
 the direction, a counter and the line. So nobody without the key can write a line, repeat one, or turn one around. Lines are not
 encrypted: reports are no secret.
 
-    member <-> decider      {"nonce": "..."}
+    member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
 
 Used by `rendezvous.transports.sockets`. On a Unix socket, which only its user can open, there is no key and lines are plain.

@@ -1,12 +1,12 @@
-"""The rendezvous transport by which workers connect straight to who decides: the launcher's Unix socket on one machine
+"""The rendezvous transport by which workers connect straight to the coordinator: the launcher's Unix socket on one machine
 (`unix:///path`), a port of worker 0 in pods that have neither an operator nor an etcd (`c10d://host:port`).
 
-One decides (`rendezvous.coordinator`), workers report. Both sides say everything they know every time: a report holds the whole
-standing of a member, so a message that is late, doubled or sent to a decider that has just been restarted does no harm. A
+Workers report, one coordinates (`rendezvous.coordinator`). Every message is complete: a report holds the whole state of a
+member, so one that is late, doubled or sent to a coordinator that has just been restarted does no harm. A
 closed connection is a death at once; a silent one is a death after `SILENCE_S`.
 
-    member -> decider   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
-    decider -> member   {"called": Called} {"world": World} {"closed": Closed}
+    member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
+    coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
 A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a
 peer sends
@@ -47,20 +47,20 @@ CONNECT_S = 5.0
 """How long a connection may take to be accepted."""
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
-"""Arbitrary: long enough for a machine that swaps, short enough that nobody waits."""
+"""A member that is silent for this long is lost. Arbitrary: long enough for a machine that swaps."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
 """Longest line of a report, which has some 12 KiB with a traceback and the tail of a log."""
 _WORD_BYTES = 4 << 20
 """Longest line that a member reads, and how much may wait for one that does not: a world of 10,000 workers has 60 KiB."""
 _PROVE_S = 5.0
-"""How long whoever connects may take for the first report."""
+"""Timeout of the first report after connecting."""
 _STRANGERS, _BACKLOG = 512, 256
 """How many may be connected that have not reported yet; one more, and the first of them is hung up on."""
 _COMPLAIN_S = 1.0
-"""How often it is said at most that somebody sends what makes no sense."""
+"""Shortest interval of complaints about malformed messages."""
 _BEFORE = 64
-"""How many processes of one index are remembered that another has taken the place of."""
+"""How many replaced processes of one index are remembered."""
 _ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
 TCP = "c10d://"
@@ -68,7 +68,7 @@ TCP = "c10d://"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All that a member says of itself."""
+    """The report of a member."""
 
     run: str
     id: int
@@ -91,7 +91,7 @@ class Report:
     def of(cls, said: object) -> Self:
         """From its JSON form, whoever wrote it. Raises ValueError for what no member says; fields of newer versions are left out.
 
-        What is in `failure` is checked where it is used, see `decider.reported`.
+        What is in `failure` is checked where it is used, see `failures.reported`.
         """
         if not isinstance(said, Mapping):
             raise ValueError("it is no report")
@@ -130,7 +130,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """The decider calls the members together for `generation`."""
+    """Request for a re-rendezvous: the members are to come together for `generation`."""
 
     generation: int
     reason: str
@@ -153,9 +153,9 @@ class Closed:
 
 
 class Client:
-    """A member's side: keeps the connection, repeats the report, remembers the decider's newest words.
+    """A member's side: keeps the connection, repeats the report, holds what the coordinator published last.
 
-    A lost connection is tried again for ever: a running world does not need the decider, and it may come back.
+    A lost connection is tried again for ever: a running world does not need the coordinator, and it may come back.
     """
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
@@ -207,7 +207,7 @@ class Client:
                 self._hang_up()
 
     def _line(self) -> bytes:
-        """Our report. Who decides reads no line that is too long: how something failed matters more than what it wrote."""
+        """Our report. The coordinator rejects long lines: how something failed matters more than its log."""
         said = {"report": dataclasses.asdict(self._report), "process": self._process}
         line = json.dumps(said).encode()
         if len(line) > _LINE_BYTES // 2 and self._report.failure:
@@ -236,7 +236,7 @@ class Client:
                 except OSError:
                     pass
                 except (ValueError, KeyError, TypeError, RecursionError) as problem:
-                    self._complain(f"who decides at {self._endpoint} cannot be understood: {problem}")
+                    self._complain(f"the coordinator at {self._endpoint} cannot be understood: {problem}")
                 with self._changed:
                     self._sock = None
             time.sleep(_RETRY_S)
@@ -355,7 +355,7 @@ def _connect_path(path: str) -> socket.socket:
 
 
 class Server:
-    """The decider's side: who reports what, who is gone, and a way to speak to each."""
+    """The coordinator's side: receives reports, notices lost members, and sends to each."""
 
     def __init__(
         self,
