@@ -1,4 +1,4 @@
-"""Why pods are not even made: what the API server answered to the Job's, StatefulSet's or operator's wish for a pod."""
+"""Why pods are not created: how the API server answered the controller of the Job or StatefulSet, or the operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.manifests.request import Document
 
 @dataclass(frozen=True)
 class Rule:
-    """What admission says, and what it means; `{...}` are groups of the expression."""
+    """A message of admission and its meaning; `{...}` are groups of the expression."""
 
     name: str
     says: str
@@ -111,7 +111,7 @@ RULES = (
 
 
 def creations(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Pods that could not be made, while fewer are there than are wanted."""
+    """Pods that could not be created, while there are fewer than the job asks for."""
     alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) in ("Pending", "Running", "Succeeded")]
     if len(alive) >= snapshot.wanted():
         return
@@ -127,14 +127,14 @@ def creations(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def _failed_to_make(event: Document, snapshot: Snapshot) -> bool:
-    """Whether it says that a pod of the workload could not be made; a Deployment leaves that to its ReplicaSets."""
+    """Whether it is about a pod of the workload that could not be created; ReplicaSets create those of a Deployment."""
     about, name = event.get("involvedObject", {}), kube_pods.name(snapshot.workload)
     mine = about.get("name") == name or (about.get("kind") == "ReplicaSet" and str(about.get("name")).startswith(f"{name}-"))
     return bool(event.get("reason") == "FailedCreate" and name and mine)
 
 
 def refusal(snapshot: Snapshot, message: str) -> Cause:
-    """What an answer of the API server means."""
+    """The cause behind a refusal of the API server."""
     for rule in RULES:
         if found := re.search(rule.says, message, re.DOTALL):
             words = {**found.groupdict(), "namespace": snapshot.namespace}

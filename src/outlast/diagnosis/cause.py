@@ -26,7 +26,7 @@ class Cause:
 
 
 def repeated_failures(same: Sequence[int | None], failures: int, cause: str) -> str:
-    """That so many failures came without progress. `same` are the steps of the last of them, which are equal."""
+    """A sentence about failures without progress. `same` are the equal steps of the last ones."""
     how = "hung" if cause == FailureCause.HANG else "failed"
     if len(same) < 2:
         return f"it has failed {failures} times without a new checkpoint"
@@ -59,7 +59,7 @@ def joined(words: Iterable[str], last: str = "and") -> str:
 
 
 def grouped(found: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
-    """Pods by what was found about them."""
+    """Pods by a finding about them."""
     groups: dict[str, list[Document]] = {}
     for key, pod in found:
         groups.setdefault(key, []).append(pod)

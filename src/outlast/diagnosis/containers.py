@@ -1,4 +1,4 @@
-"""Why a pod that has a node does not train: its image, how its container starts, and how it ended."""
+"""Why a pod with a node does not train: its image, its start, its end and its probes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outlast.manifests.request import Document
 
 @dataclass(frozen=True)
 class ImageRule:
-    """What a container runtime (containerd, CRI-O, the kubelet) says of an image, and what it means."""
+    """A message about an image, of containerd, CRI-O or the kubelet, and its meaning."""
 
     says: str
     what: str
@@ -74,7 +74,7 @@ _IMAGE = ("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable", "ErrImageNe
 
 
 def images(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Images that cannot be had."""
+    """Images that cannot be pulled."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         for status in kube_pods.statuses(pod):
@@ -87,7 +87,7 @@ def images(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def _pull_message(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """What the runtime said of the pull: the kubelet repeats it, or not, in several places."""
+    """The runtime's message about a failed pull, which the kubelet repeats in some of several places."""
     texts = [message for pod in pods for reason, message in kube_pods.waiting(pod) if reason in _IMAGE]
     texts += [str(event.get("message", "")) for pod in pods for event in reversed(snapshot.about(pod, "Failed", "InspectFailed"))]
     telling = [text for text in texts if any(re.search(rule.says, _without_image(text)) for rule in IMAGES)]
@@ -95,7 +95,7 @@ def _pull_message(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _without_image(message: str) -> str:
-    """The message without names of images and URLs, in which a tag such as 404 may stand."""
+    """The message without names of images and URLs, which may contain numbers such as 404."""
     return re.sub(r'"[^"]*"|https?://\S+|\S+/\S+:\S+', "", message)
 
 
@@ -117,7 +117,7 @@ def _image(reason: str, image: str, pods: Sequence[Document], message: str) -> C
 
 
 def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Containers that cannot be made or started."""
+    """Containers that cannot be created or started."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         for reason, message in kube_pods.waiting(pod):
@@ -128,7 +128,7 @@ def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
             found.append((f"{over['reason']}: {over.get('message', '')}", pod))
     for text, pods in grouped((_same(text), pod) for text, pod in found).items():
         if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
-            continue  # `storage.references` tells it
+            continue  # `storage.references` reports it
         whom = f"{workers_text(pods)} cannot be started"
         if (named := kube_pods.command_missing(text)) is not None:
             remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
@@ -150,7 +150,7 @@ def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def _same(text: str) -> str:
-    """The message without what differs from pod to pod."""
+    """The message without the parts that differ between pods."""
     return re.sub(r"[0-9a-f]{64}|/proc/\d+\S*", "...", text)
 
 
@@ -162,7 +162,7 @@ def _of(pods: Sequence[Document]) -> str:
 
 _END = re.compile(r"outlast \| worker (?P<worker>\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
-"""`ValueError: no labels`, perhaps after what torchrun puts before lines."""
+"""`ValueError: no labels`, perhaps after torchrun's prefix of the line."""
 _LAST_LINES = 12
 _STAYS = "stays up and does nothing more"
 _SIGNALS = {
@@ -179,7 +179,7 @@ _SIGNALS = {
 
 
 def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Workers whose container ended badly: out of memory, misconfigured, failed."""
+    """Workers whose container failed: out of memory, misconfigured, or any other failure."""
     over = [
         (pod, how)
         for pod in snapshot.pods
@@ -192,7 +192,7 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
-    """How a worker ended that stays up and does nothing more, as one of a StatefulSet does: its log says so."""
+    """How the worker in a pod that stays up has ended, as in a StatefulSet: the last line of its log tells."""
     lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(_STAYS):
         return None
@@ -201,7 +201,7 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
 
 
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
-    """Whether this worker is in a world again: the same pod, or one after it."""
+    """Whether this worker trains again, in this pod or a later one."""
     made = str(pod["metadata"].get("creationTimestamp", ""))
     return any(
         kube_pods.labelled_index(other) == kube_pods.labelled_index(pod) is not None
@@ -212,8 +212,7 @@ def _recovered(snapshot: Snapshot, pod: Document) -> bool:
 
 
 def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
-    """Whether this end says anything: not one that was wished, nor a failure to start, nor
-    what an eviction did, nor one that is over."""
+    """Whether this termination is a failure of its own, not requested, a failed start or an eviction, and not recovered from."""
     code = how.get("exitCode", 0)
     told = code in (0, contract.Exit.INTERRUPTED, 143)
     return (
@@ -278,7 +277,7 @@ def _failed(snapshot: Snapshot, over: _Over) -> _Found:
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """The sentence of the agent's last line."""
+    """The reason in the agent's last line."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(kube_pods.name(pod), ())):
             if found := _END.search(line):
@@ -287,7 +286,7 @@ def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """The last line of the first traceback: what follows it is usually what others died of because of it."""
+    """The last line of the first traceback: later ones are usually secondary failures."""
     for pod in pods:
         inside = False
         for line in snapshot.logs.get(kube_pods.name(pod), ()):
@@ -298,7 +297,7 @@ def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
-    """The last lines of the first log that has any, without empty ones."""
+    """The last lines of the first log that has any, without empty lines."""
     for pod in pods:
         lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
         if lines:
@@ -310,7 +309,7 @@ def _said(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]:
 
 
 def probing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Containers that run and do not answer, or were killed for it."""
+    """Containers that run and do not answer their probes, or were killed for it."""
     found: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         if killer := _killed_by_probe(snapshot, pod):
@@ -335,15 +334,15 @@ def probing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
-    """Events of probes that may end a container."""
+    """Events of failed probes that may end a container."""
     return [each for each in snapshot.about(pod, "Unhealthy") if str(each.get("message")).startswith(("Startup", "Liveness"))]
 
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
-    """`Startup` or `Liveness`, when a kubelet ended the container for it; empty otherwise.
+    """`Startup` or `Liveness` if the kubelet ended the container because of that probe; empty otherwise.
 
-    It says `failed liveness probe` only of containers that it starts again, of others that it stops them. Who was deleted, or
-    evicted, was stopped for that.
+    Its event names the probe only for containers that it restarts. Otherwise a container of a pod that was deleted or evicted
+    was stopped for that.
     """
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not asked:

@@ -1,6 +1,6 @@
-"""What a cluster has to show of a job: the documents that `Snapshot` holds, read once, each kind that may be read.
+"""Reads the documents of a `Snapshot` from a cluster: each kind that we may read, once.
 
-A list that is forbidden, or of a kind that is not installed, is no reason to say nothing about the rest.
+A list that is forbidden, or of a kind that is not installed, is left out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from outlast.kube.ownership import owned_by
 from outlast.manifests.request import Document
 
 _LINES = 40
-"""Of each log."""
+"""Lines that are read of each log."""
 _LOGS = 6
-"""How many pods' logs are read; those that failed come first, the newest of them."""
+"""Most logs that are read; those of failed pods come first, newest first."""
 _WORKLOADS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB, kinds.JOB, kinds.STATEFUL_SET, kinds.VOLCANO_JOB)
 
 
 def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Snapshot:
-    """What there is to see of a job. Raises NotFound when there is nothing, ClusterError when the cluster cannot be asked."""
+    """The snapshot of a job. Raises NotFound when there is nothing of it, ClusterError when the cluster cannot be asked."""
     where = namespace or cluster.namespace
     unseen: dict[str, str] = {}
     listed = _reader(cluster, where, unseen)
@@ -63,7 +63,7 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
 
 
 def workload(cluster: kube.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
-    """What there is to see of what is no job: a workload of this kind and name, and the pods with these labels."""
+    """The snapshot of a workload that is no job, of this kind and name, and of the pods with these labels."""
     unseen: dict[str, str] = {}
     listed = _reader(cluster, namespace, unseen)
     pods = tuple(listed(kinds.POD, labels))
@@ -88,7 +88,7 @@ _Listed = Callable[..., list[Document]]
 
 
 def _reader(cluster: kube.Cluster, namespace: str, unseen: dict[str, str]) -> _Listed:
-    """Lists a kind, nothing where it is not installed or may not be read; the latter is noted."""
+    """A function that lists a kind: empty if it is not installed, or forbidden, which is noted in `unseen`."""
 
     def listed(kind: Kind, labels: str = "") -> list[Document]:
         try:
@@ -105,20 +105,20 @@ def _reader(cluster: kube.Cluster, namespace: str, unseen: dict[str, str]) -> _L
 
 
 def _workloads(listed: _Listed, kind: Kind, name: str, selector: str) -> list[Document]:
-    """An ElasticJob is called as the job, whoever made it; all else carries its label."""
+    """The workloads of a job: an ElasticJob has its name, the others carry its label."""
     if kind in (kinds.ELASTIC_JOB, kinds.LEGACY_JOB):
         return [found for found in listed(kind) if kube_pods.name(found) == name]
     return listed(kind, selector)
 
 
 def _newest(found: Iterable[Document]) -> Document:
-    """The newest of several runs; an ElasticJob before what its operator has made."""
+    """The newest workload; an ElasticJob before what its operator has created."""
     order = sorted(found, key=lambda each: (each.get("kind") == kinds.ELASTIC_JOB.kind, each["metadata"]["creationTimestamp"]))
     return order[-1] if order else {}
 
 
 def _of(workload: Document, pods: list[Document]) -> list[Document]:
-    """The pods of this run, and not of one before it that is still there."""
+    """The pods of this run, without those of an earlier one."""
     run = workload.get("metadata", {}).get("labels", {}).get(Label.RUN)
     return [pod for pod in pods if not run or pod["metadata"]["labels"].get(Label.RUN, run) == run]
 
@@ -134,14 +134,14 @@ def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:
 
 
 def _names(cluster: kube.Cluster, kind: Kind, namespace: str, pods: tuple[Document, ...], unseen: dict[str, str]) -> list[str]:
-    """Names of Secrets, and only while pods wait for some: what is in them comes with a list of them."""
+    """Names of Secrets, only while pods wait for some: a list of Secrets contains their data."""
     if not any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods):
         return []
     return list(map(kube_pods.name, _reader(cluster, namespace, unseen)(kind)))
 
 
 def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
-    """The last lines of pods whose worker has ended, failed ones first."""
+    """The last lines of pods whose worker runs or has ended, failed ones first."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((kube_pods.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))

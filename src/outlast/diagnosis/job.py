@@ -1,4 +1,4 @@
-"""Jobs that wait for somebody's leave: suspended, in a queue, for a gang, for the other workers; and how jobs end."""
+"""The job as a whole: suspended, in a queue, waiting for a gang or for other workers; and how jobs end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def absent(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """An ElasticJob that nobody has taken up."""
+    """An ElasticJob that no operator has taken up."""
     if snapshot.kind == "ElasticJob" and not snapshot.workload.get("status") and not snapshot.pods:
         other = "" if snapshot.archived else ", `outlast submit --as indexed-job` needs none"
         yield Cause(
@@ -29,7 +29,7 @@ def absent(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def failing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """An ElasticJob that trains, but fails again and again without a new checkpoint."""
+    """An ElasticJob that trains, but fails repeatedly without a new checkpoint."""
     status = snapshot.workload.get("status", {})
     failure, committed = status.get("lastFailure") or {}, (status.get("checkpoint") or {}).get("step", 0)
     since = [each for each in status.get("failures") or () if each.get("committedStep", 0) >= committed]
@@ -46,7 +46,7 @@ def failing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def queues(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Kueue holds the job."""
+    """A job that Kueue has not admitted."""
     queue = snapshot.workload.get("metadata", {}).get("labels", {}).get(_QUEUE)
     for workload in snapshot.queued:
         if kube_pods.condition(workload, "Finished"):
@@ -138,7 +138,7 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def others(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Some workers run, and there are not enough of them for a world."""
+    """Workers that run, but are too few for a world."""
     ready = [pod for pod in snapshot.pods if kube_pods.condition(pod, "Ready")]
     running = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Running"]
     wanted = snapshot.wanted()
@@ -159,7 +159,7 @@ def others(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def beginning(snapshot: Snapshot, now: float) -> Iterator[Cause]:
-    """Pods on their way: the image is being pulled, the volumes are being mounted."""
+    """Pods that are being started: their image is pulled, their volumes are mounted."""
     for pod in snapshot.pods:
         if kube_pods.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
             continue
@@ -173,11 +173,11 @@ def beginning(snapshot: Snapshot, now: float) -> Iterator[Cause]:
         yield Cause("starting", what, tuple(map(event_text, last)), "wait", wrong=False)
 
 
-# Ends, and what the user wished
+# Ends, and suspension
 
 
 def wishes(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Suspended: nothing runs because somebody wished so."""
+    """A job that is suspended, scaled to 0 or being deleted."""
     spec = snapshot.workload.get("spec", {})
     queued = _QUEUE in snapshot.workload.get("metadata", {}).get("labels", {})
     if spec.get("suspend") and not queued and not _failed(snapshot):
@@ -199,7 +199,7 @@ def wishes(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def finished(snapshot: Snapshot) -> Cause | None:
-    """The cause of a job that is done; it has no other."""
+    """The cause of a job that has finished; it has no other."""
     spec, status = snapshot.workload.get("spec", {}), snapshot.workload.get("status", {})
     if snapshot.kind == "Job" and (done := kube_pods.condition(snapshot.workload, "Complete")):
         return Cause("finished", "it is finished, and all is well", _told(done), wrong=False)
@@ -259,4 +259,4 @@ def _failed(snapshot: Snapshot) -> Document | None:
         return None
     return kube_pods.condition(snapshot.workload, "Failed") or kube_pods.condition(
         snapshot.workload, "FailureTarget"
-    )  # its pods still end
+    )  # its pods are still ending

@@ -1,4 +1,4 @@
-"""Why a job of this machine stands where it does, from its status and its ledger."""
+"""Why a job of this machine does not train, from its status and its ledger."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outlast.ledger import Event
 from outlast.status import End, Failure, FailureCause, JobStatus, State
 
 _LAST = 3
-"""How many of the newest incidents are evidence."""
+"""Most incidents, the newest, that are given as evidence."""
 _SLOW_START_S = 120.0
 _TOLD = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
-"""The kinds of events that we look at; a ledger has many more of others."""
+"""The kinds of events that the rules use; a ledger has many others."""
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Cause]:
-    """What keeps the job from training, most important first; what is well is one cause that is not wrong."""
+    """What keeps the job from training, most important first; a job that trains has one cause that is not wrong."""
     told = [event for event in events if event["kind"] in _TOLD]
     found = [cause for rule in (_state, _store, _warnings) for cause in rule(status, told, now)]
     return sorted(found, key=lambda cause: not cause.wrong)
@@ -107,14 +107,14 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """That it has failed several times since a step or a checkpoint that it had not reached before; empty if not."""
+    """That it has failed several times without getting further; empty if it has not."""
     told = [event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))]
     since = list(takewhile(lambda event: event["kind"] == "failure", reversed(told)))
     last = [event.get("step") or 0 for event in since]
     if len(since) < 2 or status.step > max(last):
         return ""
     if status.steps is None and not status.step and now - since[0]["t"] > since[0]["t"] - since[1]["t"]:
-        return ""  # tells no steps, and has run for longer than before the last failure
+        return ""  # reports no steps, and has run for longer than before the last failure
     return repeated_failures(list(takewhile(lambda step: step == last[0], last)), len(since), str(since[0].get("cause", "")))
 
 

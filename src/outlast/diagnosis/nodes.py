@@ -1,4 +1,4 @@
-"""Workers that lost their machine: the node is lost, drained or full, or somebody more important came."""
+"""Workers that lost their node: it is lost, drained or full, or they were preempted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOST = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node
 
 
 def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
-    """Nodes that do not answer, or are gone, under pods that are not done."""
+    """Nodes that do not answer, or are gone, with pods that have not ended."""
     nodes = {kube_pods.name(node): node for node in snapshot.nodes}
     alive = [pod for pod in snapshot.pods if kube_pods.phase(pod) not in ("Succeeded", "Failed") and pod["spec"].get("nodeName")]
     for where, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
@@ -43,7 +43,7 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
 
 
 def _back(pods: list[Document]) -> str:
-    """What to do about pods on nodes that are lost: who counts pods makes no second one of a worker that may still run."""
+    """The remedy for pods on lost nodes: controllers create no second pod of a worker that may still run."""
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
@@ -52,7 +52,7 @@ def _back(pods: list[Document]) -> str:
 
 
 def taken(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Pods that were evicted, preempted or drained, and have not been replaced by ones that run."""
+    """Pods that were evicted, preempted or drained, and have not been replaced."""
     gone = [pod for pod in snapshot.pods if not _replaced(snapshot, pod)]
     found: list[tuple[str, Document]] = []
     for pod in gone:
@@ -70,7 +70,7 @@ def taken(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def _replaced(snapshot: Snapshot, pod: Document) -> bool:
-    """Whether another pod of this worker has come after it."""
+    """Whether there is a newer pod of this worker."""
     made = str(pod["metadata"].get("creationTimestamp", ""))
     return any(
         kube_pods.labelled_index(other) == kube_pods.labelled_index(pod) is not None

@@ -1,8 +1,8 @@
-"""Why pods find no node: the scheduler's message taken apart, and what the nodes there are have.
+"""Why pods find no node: the scheduler's message, taken apart, and what the nodes offer.
 
 The message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption: ...`
-(kubernetes/pkg/scheduler/framework/types.go, FitError). The rules are a table: what the scheduler says of so many nodes, and a
-function that makes a cause of it. Storage has its own module.
+(kubernetes/pkg/scheduler/framework/types.go, FitError). The rules are a table: the scheduler's words about some nodes, and
+a function that makes a cause of them. Storage has its own module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PART = re.compile(r"(\d+) (.*)")
 
 
 def parts(message: str) -> list[tuple[int, str]]:
-    """What the scheduler says of how many nodes; 0 nodes for what it says of the pod.
+    """The parts of a message, each with its number of nodes; 0 for a part about the pod.
 
     `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives
     (1, Insufficient cpu), (2, Too many pods).
@@ -40,7 +40,7 @@ def parts(message: str) -> list[tuple[int, str]]:
 
 
 def unschedulable(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Pods that no node can take."""
+    """Pods that fit on no node."""
     refused = grouped((message, pod) for pod in snapshot.waiting() if (message := refusal(snapshot, pod)))
     for message, pods in refused.items():
         told: list[Cause] = []
@@ -63,7 +63,7 @@ def unschedulable(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def refusal(snapshot: Snapshot, pod: Document) -> str:
-    """What the scheduler said of a pod last; empty when it said nothing."""
+    """The scheduler's last message about a pod; empty if there is none."""
     events = snapshot.about(pod, "FailedScheduling", "Unschedulable")
     held = kube_pods.condition(pod, "PodScheduled", "False") or {}
     message = held.get("message") if held.get("reason") != "SchedulingGated" else ""
@@ -72,7 +72,7 @@ def refusal(snapshot: Snapshot, pod: Document) -> str:
 
 @dataclass(frozen=True)
 class Blocked:
-    """Pods that `count` nodes refuse for the same reason."""
+    """Pods that do not fit on `count` nodes for one reason."""
 
     snapshot: Snapshot
     pods: list[Document]
@@ -172,7 +172,7 @@ def _selector(it: Blocked) -> Cause:
 
 
 def _values(nodes: Sequence[Document], key: str) -> str:
-    """Which values of a label nodes have."""
+    """The values of a label on the nodes."""
     found = sorted({node["metadata"].get("labels", {}).get(key) for node in nodes} - {None})
     return f"nodes have {joined(found)}" if found else "no node has this label"
 
@@ -215,12 +215,12 @@ def _plain(rule: str, what: str, remedy: str) -> Callable[[Blocked], Cause]:
 
 
 def _nothing(_: Blocked) -> None:
-    """Another module tells it better."""
+    """No cause: another module reports it better."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the scheduler says of nodes, and what it means."""
+    """A message of the scheduler, and the cause that it means."""
 
     says: str
     cause: Callable[[Blocked], Cause | None]

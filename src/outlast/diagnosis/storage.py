@@ -16,7 +16,7 @@ _DEFAULT = "storageclass.kubernetes.io/is-default-class"
 
 
 def claims(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Claims that do not exist, or have no volume, while pods wait for them."""
+    """Claims without a volume, or missing ones, that pods wait for."""
     known = {kube_pods.name(claim): claim for claim in snapshot.claims}
     pods = [pod for pod in snapshot.pods if kube_pods.phase(pod) == "Pending"]
     waiting = grouped((name, pod) for pod in pods for name in claimed(pod))
@@ -96,7 +96,7 @@ def _is_default(storage_class: Document) -> bool:
 
 
 def _elsewhere(pod: Document, text: str) -> Cause | None:
-    """The volume is there, but where the pod cannot be."""
+    """The volume exists where the pod cannot run."""
     whom = f"{workers_text([pod])} {verb([pod], 'finds', 'find')} no node"
     if "volume node affinity conflict" in text:
         remedy = "use a class with volumeBindingMode WaitForFirstConsumer, or a nodeSelector for the volume's zone"
@@ -163,7 +163,7 @@ def references(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 
 
 def mounts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
-    """Volumes that exist and cannot be mounted."""
+    """Volumes that exist but cannot be mounted."""
     for pod in snapshot.pods:
         if kube_pods.phase(pod) != "Pending":
             continue
