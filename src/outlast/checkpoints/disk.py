@@ -75,8 +75,8 @@ def list_(directory: Path) -> list[Checkpoint]:
         if match and (directory / name / contract.COMMIT).exists():
             step, path = int(match[1]), directory / name
             try:
-                said = read(path)
-                found.append(Checkpoint(step, path, said.run, said.generation, said.world_size, said.time, said.size))
+                commit = read(path)
+                found.append(Checkpoint(step, path, commit.run, commit.generation, commit.world_size, commit.time, commit.size))
             except (OSError, ValueError) as error:
                 found.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
@@ -102,29 +102,29 @@ class Commit:
     @classmethod
     def parse(cls, text: bytes) -> Commit:
         """The COMMIT that is `text`; raises ValueError with what is wrong. No file in it lies outside of its directory."""
-        said = json.loads(text.decode())
-        if not isinstance(said, dict):
+        document = json.loads(text.decode())
+        if not isinstance(document, dict):
             raise ValueError("not a mapping")
-        if lacking := [field.name for field in dataclasses.fields(cls) if field.name not in said]:
+        if lacking := [field.name for field in dataclasses.fields(cls) if field.name not in document]:
             raise ValueError(f"it does not say {lacking[0]}")
-        files = said["files"]
+        files = document["files"]
         if not isinstance(files, dict) or not all(map(_is_file, files.values())):
             raise ValueError("its files have no size and crc32")
         for name in files:
             if not name or "\0" in name or name.startswith("/") or ".." in name.split("/") or name == contract.COMMIT:
                 raise ValueError(f"{name!r} is no name for a file of a checkpoint")
-        numbers = [said[name] for name in ("step", "generation", "world_size", "time")]
-        if not isinstance(said["run"], str) or not all(isinstance(number, int | float) for number in numbers):
+        numbers = [document[name] for name in ("step", "generation", "world_size", "time")]
+        if not isinstance(document["run"], str) or not all(isinstance(number, int | float) for number in numbers):
             raise ValueError("run, step, generation, world_size or time is not of its kind")
-        return cls(said["run"], said["step"], said["generation"], said["world_size"], said["time"], files)
+        return cls(document["run"], document["step"], document["generation"], document["world_size"], document["time"], files)
 
     def text(self) -> str:
         """As it is written; `parse` reads it back."""
         return json.dumps({**dataclasses.asdict(self), "files": dict(self.files)})
 
 
-def _is_file(said: object) -> bool:
-    return isinstance(said, dict) and all(isinstance(said.get(key), int) and said[key] >= 0 for key in ("size", "crc32"))
+def _is_file(file: object) -> bool:
+    return isinstance(file, dict) and all(isinstance(file.get(key), int) and file[key] >= 0 for key in ("size", "crc32"))
 
 
 def read(path: Path) -> Commit:
@@ -227,8 +227,8 @@ def owner(directory: Path) -> str:
 def first(directory: Path, run: str) -> bool:
     """Whether `directory` is rank 0's in the generation of `run` that owns it, as far as is known: where workers share no disk,
     only one directory is, and what it holds counts."""
-    holder, _, said = _fence(directory)
-    return said or holder != run
+    holder, _, first = _fence(directory)
+    return first or holder != run
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
@@ -311,16 +311,16 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
             os.close(fd)
 
 
-def place(fetched: Path, said: Commit, *, instead: bool = False) -> Checkpoint:
-    """Make the files in `fetched`, which are durable and what `said` says, the checkpoint of that step.
+def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
+    """Make the files in `fetched`, which are durable and match `commit`, the checkpoint of that step.
 
     One that is here and valid stays, and is returned, unless this one comes `instead`; a damaged one, or another run's, is moved
     aside. Needs no fence: what a store or another disk of the world has committed is the run's.
     """
     directory = fetched.parent
-    path = directory / contract.checkpoint_name(said.step)
-    new = Checkpoint(said.step, path, said.run, said.generation, said.world_size, said.time, said.size)
-    _write_commit(fetched, said)
+    path = directory / contract.checkpoint_name(commit.step)
+    new = Checkpoint(commit.step, path, commit.run, commit.generation, commit.world_size, commit.time, commit.size)
+    _write_commit(fetched, commit)
     with _locked(directory):
         return _put(fetched, new, instead=instead) or new
 
@@ -382,10 +382,10 @@ def _locked(directory: Path) -> Iterator[None]:
 def _fence(directory: Path) -> tuple[str, int, bool]:
     """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) before anybody came."""
     try:
-        said = json.loads((directory / _FENCE).read_text())
+        fence = json.loads((directory / _FENCE).read_text())
     except FileNotFoundError:
         return "", 0, True
-    return said["run"], said["generation"], said.get("first", True)
+    return fence["run"], fence["generation"], fence.get("first", True)
 
 
 def _write_commit(directory: Path, commit: Commit) -> None:

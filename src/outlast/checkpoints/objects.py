@@ -59,23 +59,23 @@ class Parts:
         entries = self.store.entries(f"{contract.CHECKPOINTS}/{self.place.key}")
         return {entry.key.removeprefix(self.key("")): entry.size for entry in entries}
 
-    def said(self) -> disk.Commit:
+    def read_commit(self) -> disk.Commit:
         """The COMMIT; raises Damaged."""
         try:
-            said = disk.Commit.parse(self.store.get(self.key(contract.COMMIT)))
-            if (said.run, said.step, said.generation) != (self.run, self.place.step, self.place.generation):
-                raise ValueError(f"it is that of step {said.step} of generation {said.generation} of run {said.run}")
+            commit = disk.Commit.parse(self.store.get(self.key(contract.COMMIT)))
+            if (commit.run, commit.step, commit.generation) != (self.run, self.place.step, self.place.generation):
+                raise ValueError(f"it is that of step {commit.step} of generation {commit.generation} of run {commit.run}")
         except (ValueError, Missing) as error:
             why = "it is gone" if isinstance(error, Missing) else error
             raise Damaged(f"{contract.COMMIT} cannot be read: {why}") from error
-        return said
+        return commit
 
-    def commit(self, said: disk.Commit) -> None:
+    def commit(self, commit: disk.Commit) -> None:
         """Write COMMIT, unless it is there: by us before an answer was lost, or by another machine of the same checkpoint."""
-        key, text = self.key(contract.COMMIT), said.text().encode()
+        key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
-                self.said()
+                self.read_commit()
             except Damaged:  # or not there
                 self.store.put(key, text)
             return
@@ -92,7 +92,7 @@ class Parts:
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
         """What is wrong, as a sentence, or None. With `deep` all files are read."""
         try:
-            files = self.said().files
+            files = self.read_commit().files
         except Damaged as damage:
             return str(damage)
         if (wrong := _wrong_sizes(files, self.sizes())) or not deep:
@@ -118,7 +118,7 @@ class Parts:
     def send(
         self,
         path: Path,
-        said: disk.Commit,
+        commit: disk.Commit,
         *,
         journals: Path,
         progress: Progress = lambda _: None,
@@ -131,22 +131,22 @@ class Parts:
         from outlast.sync import sync
 
         sizes = self.sizes()
-        absent = [name for name, file in said.files.items() if sizes.get(name) != file["size"]]
-        ours = [name for name in said.files if (path / name).is_file()]
+        absent = [name for name, file in commit.files.items() if sizes.get(name) != file["size"]]
+        ours = [name for name in commit.files if (path / name).is_file()]
         for name in ours:
-            if problem := wrong_here(path / name, said.files[name], sent=name in absent):
+            if problem := wrong_here(path / name, commit.files[name], sent=name in absent):
                 raise DamagedHere(f"{path.name} is damaged here: {problem}")
         files = [(path / name, self.key(name)) for name in ours if name in absent]
         sent = sync.send(self.store, files, journals=journals, progress=progress, stop=stop)
         for file, key in files:
             name = str(file.relative_to(path))
-            if sent[key].crc32 != said.files[name]["crc32"]:
+            if sent[key].crc32 != commit.files[name]["crc32"]:
                 self.store.delete([key])
-                raise DamagedHere(f"{path.name} is damaged here: {_wrong_crc(name, sent[key].crc32, said.files[name])}")
+                raise DamagedHere(f"{path.name} is damaged here: {_wrong_crc(name, sent[key].crc32, commit.files[name])}")
         return tuple(name for name in absent if name not in ours)
 
     def receive(
-        self, into: Path, said: disk.Commit, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
+        self, into: Path, commit: disk.Commit, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
     ) -> None:
         """Bring all files to a directory, durably, but for those that are there already; all else there is removed.
 
@@ -154,24 +154,24 @@ class Parts:
         """
         from outlast.sync import sync
 
-        if problem := _wrong_sizes(said.files, self.sizes()):
+        if problem := _wrong_sizes(commit.files, self.sizes()):
             raise Damaged(problem)
         for path in into.rglob("*"):
             name = str(path.relative_to(into))
-            if path.is_file() and (name not in said.files or wrong_here(path, said.files[name])):
+            if path.is_file() and (name not in commit.files or wrong_here(path, commit.files[name])):
                 path.unlink()
-        wanted = [name for name in said.files if not (into / name).exists()]
+        wanted = [name for name in commit.files if not (into / name).exists()]
         for name in wanted:
             (into / name).parent.mkdir(parents=True, exist_ok=True)
-        objects = [(self.key(name), said.files[name]["size"], into / name) for name in wanted]
+        objects = [(self.key(name), commit.files[name]["size"], into / name) for name in wanted]
         try:
             received = sync.receive(self.store, objects, durable=True, progress=progress, stop=stop)
         except (Missing, Changed) as error:
             raise Damaged(f"it was removed meanwhile ({error})") from error
         for name in wanted:
-            if (crc := received[self.key(name)]) != said.files[name]["crc32"]:
+            if (crc := received[self.key(name)]) != commit.files[name]["crc32"]:
                 (into / name).unlink()
-                raise Damaged(_wrong_crc(name, crc, said.files[name]))
+                raise Damaged(_wrong_crc(name, crc, commit.files[name]))
 
     def delete(self, keys: list[str]) -> None:
         """Delete what is there, `keys`."""

@@ -90,15 +90,15 @@ class Swapped:
     def acquire(self, generation: int) -> Latest:
         """See `Register`. A register of another run is taken over if the store's `runs.json` says that it is our turn."""
         for _ in range(_ATTEMPTS):
-            said, etag = _object(self.store)
-            latest = said if said and said.run == self.of else None
+            found, etag = _object(self.store)
+            latest = found if found and found.run == self.of else None
             if not latest:
                 runs.check(self.store, self.of)
                 lost = Named(self.store, self.of).names().latest or rules.rebuilt(self.of, finished(self.store, self.of))
             latest = latest or lost or Latest(self.of, 0)
             if reason := rules.superseded(latest, self.of, generation):
                 raise Superseded(reason)
-            if latest is said and latest.generation == generation:
+            if latest is found and latest.generation == generation:
                 return latest
             if self._swap(new := rules.acquired(latest, generation, finished(self.store, self.of)), etag):
                 return new
@@ -163,27 +163,27 @@ class Named:
         """The content of the register."""
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
-            said = Names.read(names, self.of)
+            content = Names.read(names, self.of)
             # A listing is not of one moment: one without an owner may have missed the old one and not yet seen the new one.
-            if said.latest or not said.announced or names == self.store.names(self._below):
-                return said
-        return said
+            if content.latest or not content.announced or names == self.store.names(self._below):
+                return content
+        return content
 
     def acquire(self, generation: int) -> Latest:
         """See `Register`. Proposals of the previous generation are committed: it may have reported them as committed."""
-        said = self.names()
-        if said.latest and said.latest.generation == generation == said.announced:
-            return said.latest
+        content = self.names()
+        if content.latest and content.latest.generation == generation == content.announced:
+            return content.latest
         runs.check(self.store, self.of)
         self._write(rules.announcement(generation))
-        said = self.names()
-        self._check(said, generation)
-        if said.latest and said.latest.generation == generation:
-            return said.latest
-        latest, etag = (said.latest, "") if said.latest else _object(self.store)
+        content = self.names()
+        self._check(content, generation)
+        if content.latest and content.latest.generation == generation:
+            return content.latest
+        latest, etag = (content.latest, "") if content.latest else _object(self.store)
         if latest is None or latest.run != self.of:
             latest = rules.rebuilt(self.of, finished(self.store, self.of)) or Latest(self.of, 0)
-        latest = rules.completed(latest, said.proposed)
+        latest = rules.completed(latest, content.proposed)
         if reason := rules.superseded(latest, self.of, generation):
             raise Superseded(reason)
         for place in latest.places:
@@ -213,13 +213,13 @@ class Named:
 
     def _open(self, place: Place, generation: int) -> Latest:
         """The content of the register, if `generation` may commit or has committed `place` already."""
-        said = self.names()
-        if said.latest and said.latest.at(place.step) == place:
-            return said.latest
-        self._check(said, generation)
-        if said.latest is None or said.latest.generation < generation:  # it was removed
+        content = self.names()
+        if content.latest and content.latest.at(place.step) == place:
+            return content.latest
+        self._check(content, generation)
+        if content.latest is None or content.latest.generation < generation:  # it was removed
             return self.acquire(generation)
-        return said.latest
+        return content.latest
 
     def drop(self, places: Sequence[Place]) -> Latest | None:
         """See `Register`."""
@@ -234,8 +234,8 @@ class Named:
         names = [rules.commitment(generation, place, proposed=proposed) for place in places for proposed in (True, False)]
         self.store.delete([f"{self._below}/{name}" for name in names])
 
-    def _check(self, said: Names, generation: int) -> None:
-        if reason := rules.superseded(Latest(self.of, said.announced), self.of, generation):
+    def _check(self, content: Names, generation: int) -> None:
+        if reason := rules.superseded(Latest(self.of, content.announced), self.of, generation):
             raise Superseded(reason)
 
     def _write(self, name: str) -> None:

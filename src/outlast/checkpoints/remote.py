@@ -45,7 +45,7 @@ class Checkpoint:
     """One committed checkpoint in a store."""
 
     place: Place
-    said: disk.Commit | None = None
+    commit: disk.Commit | None = None
     """Its COMMIT; None if that cannot be read."""
     problem: str = ""
     """Why it cannot be read."""
@@ -63,7 +63,7 @@ class Checkpoint:
     @property
     def bytes(self) -> int:
         """The size of all files; 0 when that is not known."""
-        return self.said.size if self.said else 0
+        return self.commit.size if self.commit else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Checkpoints:
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             found = list(pool.map(self._known, latest.places))
         # Obsolete and without COMMIT: it is being removed.
-        return [c for c in found if c.said or not rules.obsolete(latest, c.place)]
+        return [c for c in found if c.commit or not rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint whose COMMIT can be read."""
@@ -125,7 +125,7 @@ class Checkpoints:
 
     def _known(self, place: Place) -> Checkpoint:
         try:
-            return Checkpoint(place, self._parts(place).said())
+            return Checkpoint(place, self._parts(place).read_commit())
         except Damaged as problem:
             return Checkpoint(place, problem=str(problem))
 
@@ -151,14 +151,14 @@ class Checkpoints:
         with contextlib.ExitStack() as held:
             try:
                 held.enter_context(disk.reading(local.path))
-                said = disk.read(local.path)
+                commit = disk.read(local.path)
             except FileNotFoundError:
                 return Outcome("expired", f"{local.path.name} has been removed here meanwhile")
             except ValueError as error:
                 return Outcome("damaged", f"{local.path.name} is damaged here: {contract.COMMIT} cannot be read: {error}")
-            if said.run != self.run:
-                raise OutlastError(f"{local.path} is of run {said.run or '(unnamed)'}, not of run {self.run}")
-            place = Place.of(said)
+            if commit.run != self.run:
+                raise OutlastError(f"{local.path} is of run {commit.run or '(unnamed)'}, not of run {self.run}")
+            place = Place.of(commit)
             latest, instead = self._fenced(), None
             if latest and (reason := rules.refused(latest, place)):
                 return Outcome("expired", reason)
@@ -168,14 +168,14 @@ class Checkpoints:
                     return _there(place)
                 instead = there
             try:
-                missing = self._parts(place).send(local.path, said, journals=journals, progress=progress, stop=stop)
+                missing = self._parts(place).send(local.path, commit, journals=journals, progress=progress, stop=stop)
             except DamagedHere as problem:
                 return Outcome("damaged", str(problem))
             if missing:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
             self._fenced()  # not needed, but so a zombie leaves less behind
-            self._parts(place).commit(said)
+            self._parts(place).commit(commit)
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
             return Outcome("committed", f"step {place.step} is in the store")
@@ -233,11 +233,11 @@ class Checkpoints:
                 return here
             with self.reading(checkpoint.place):
                 try:
-                    said = parts.said()
-                    parts.receive(path, said, progress=progress, stop=stop)
+                    commit = parts.read_commit()
+                    parts.receive(path, commit, progress=progress, stop=stop)
                 except Damaged as problem:
                     raise Damaged(f"{parts.url}: {problem}") from problem
-            return disk.place(path, said)
+            return disk.place(path, commit)
 
     def restore(
         self,
@@ -339,8 +339,8 @@ class Checkpoints:
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
         """Whether a lease among these objects of a step is valid, by the store's clock."""
-        said = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
-        return bool(said) and rules.being_read(said, self._clock())
+        renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
+        return bool(renewed) and rules.being_read(renewed, self._clock())
 
     def _clock(self) -> float:
         key = f"{contract.CHECKPOINTS}/clock"

@@ -45,11 +45,11 @@ class Place:
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
-    def of(cls, said: disk.Commit) -> Place:
+    def of(cls, commit: disk.Commit) -> Place:
         """Where the checkpoint belongs that a COMMIT describes."""
-        files = [(name, file["size"], file["crc32"]) for name, file in sorted(said.files.items())]
+        files = [(name, file["size"], file["crc32"]) for name, file in sorted(commit.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())
-        return cls(said.step, said.generation, f"{said.run}-g{said.generation}-{digest:08x}")
+        return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}")
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
@@ -91,22 +91,22 @@ class Latest:
     def text(self, time: float) -> bytes:
         """As it is written; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
         newest = self.places[-1].key if self.places else ""
-        said = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
+        document = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
         committed = [{"step": place.step, "generation": place.generation, "parts": place.parts} for place in self.places]
-        return json.dumps({**said, "time": round(time, 3), "checkpoints": committed}, indent=1).encode() + b"\n"
+        return json.dumps({**document, "time": round(time, 3), "checkpoints": committed}, indent=1).encode() + b"\n"
 
     @classmethod
     def parse(cls, text: bytes) -> Latest:
         """The register in a text; raises ValueError if it is damaged, OutlastError if a later Outlast wrote it."""
-        said = json.loads(text.decode())
+        document = json.loads(text.decode())
         try:
-            if said["version"] > _VERSION:
+            if document["version"] > _VERSION:
                 raise OutlastError(
-                    f"run {said['run']} was saved by a later Outlast (its register is of version {said['version']}, "
+                    f"run {document['run']} was saved by a later Outlast (its register is of version {document['version']}, "
                     f"this one reads up to {_VERSION}); install that one"
                 )
-            places = [Place(int(each["step"]), int(each["generation"]), str(each["parts"])) for each in said["checkpoints"]]
-            return cls(str(said["run"]), int(said["generation"]), tuple(sorted(places)))
+            places = [Place(int(each["step"]), int(each["generation"]), str(each["parts"])) for each in document["checkpoints"]]
+            return cls(str(document["run"]), int(document["generation"]), tuple(sorted(places)))
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is damaged ({error})") from error
 

@@ -63,7 +63,7 @@ class Saved:
 
     def facts(self) -> dict[str, Any]:
         """What its COMMIT says; all of it None when neither can be read."""
-        said = self.here if self.here and not self.here.problem else self.there.said if self.there else None
+        said = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
         facts = {name: getattr(said, name, None) for name in ("run", "generation", "world_size", "time")}
         return {
             **facts,
@@ -74,7 +74,7 @@ class Saved:
         """Its files."""
         if self.here:
             return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
-        files = self.there.said.files if self.there and self.there.said else {}
+        files = self.there.commit.files if self.there and self.there.commit else {}
         return {name: file["size"] for name, file in sorted(files.items())}
 
     def plain(self, job: Job) -> dict[str, Any]:
