@@ -25,12 +25,8 @@ LINES, FUNCTION, PARAMETERS = 600, 60, 7
 """The longest module, the longest function, the most parameters (`self` excluded)."""
 
 # What is over a limit and is being mended: nothing may be added.
-LONG_MODULES = {
-    "legacy/decide.py",
-}
-LONG_FUNCTIONS = {
-    *("legacy/pods.py:_replicas", "manifests/crd.py:_status"),
-}
+LONG_MODULES = {}
+LONG_FUNCTIONS = {}
 WIDE_FUNCTIONS = {
     *("cli/submit.py:documents",),
     "training/stream.py:__init__",

@@ -406,52 +406,56 @@ def _replicas() -> Schema:
                 "began, are replaced; any other failure fails the job. Default: ExitCode.",
                 enum=["Always", "OnFailure", "Never", "ExitCode"],
             ),
-            "template": {
+            "template": _template(),
+        },
+    }
+
+
+def _template() -> Schema:
+    return {
+        "type": "object",
+        "description": f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}.",
+        "required": ["spec"],
+        "x-kubernetes-preserve-unknown-fields": True,
+        "properties": {
+            "metadata": {
                 "type": "object",
-                "description": f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}.",
-                "required": ["spec"],
+                "description": "Labels and annotations of the pods.",
                 "x-kubernetes-preserve-unknown-fields": True,
                 "properties": {
-                    "metadata": {
-                        "type": "object",
-                        "description": "Labels and annotations of the pods.",
-                        "x-kubernetes-preserve-unknown-fields": True,
-                        "properties": {
-                            kind: {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
-                            for kind in ("labels", "annotations")
-                        },
-                    },
-                    "spec": {
-                        "type": "object",
-                        "description": "A PodSpec.",
-                        "required": ["containers"],
-                        "x-kubernetes-preserve-unknown-fields": True,
-                        "properties": {
-                            "containers": {
-                                "type": "array",
-                                "description": "The containers.",
-                                "minItems": 1,
-                                "items": {
-                                    "type": "object",
-                                    "required": ["name"],
-                                    "x-kubernetes-preserve-unknown-fields": True,
-                                    "properties": {
-                                        "name": {"type": "string"},
-                                        "env": {
-                                            "type": "array",
-                                            "nullable": True,
-                                            "items": {
-                                                "type": "object",
-                                                "required": ["name"],
-                                                "x-kubernetes-preserve-unknown-fields": True,
-                                                "properties": {"name": {"type": "string"}},
-                                            },
-                                        },
+                    kind: {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
+                    for kind in ("labels", "annotations")
+                },
+            },
+            "spec": {
+                "type": "object",
+                "description": "A PodSpec.",
+                "required": ["containers"],
+                "x-kubernetes-preserve-unknown-fields": True,
+                "properties": {
+                    "containers": {
+                        "type": "array",
+                        "description": "The containers.",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "required": ["name"],
+                            "x-kubernetes-preserve-unknown-fields": True,
+                            "properties": {
+                                "name": {"type": "string"},
+                                "env": {
+                                    "type": "array",
+                                    "nullable": True,
+                                    "items": {
+                                        "type": "object",
+                                        "required": ["name"],
+                                        "x-kubernetes-preserve-unknown-fields": True,
+                                        "properties": {"name": {"type": "string"}},
                                     },
                                 },
-                            }
+                            },
                         },
-                    },
+                    }
                 },
             },
         },

@@ -219,38 +219,46 @@ def _status() -> Schema:
             "startTime": _time("When the operator took the job up."),
             "completionTime": _time("When the job ended."),
             "rendezvous": _rendezvous(),
-            "judged": _part(
-                "Failures that are already counted.",
-                generation=_known("integer", "The newest generation whose failure is."),
-                pods=_many("string", "Uids of pods whose end is."),
-                silent={
-                    "type": "array",
-                    "description": "Pods that were told to go since nothing was heard of them: not counted yet.",
-                    "items": _part(
-                        "One of them.",
-                        uid=_known("string", "Its uid."),
-                        worker=_known("integer", "Its worker."),
-                        node=_known("string", "Its node."),
-                        since=_known("number", "When it was told to go, seconds since the epoch."),
-                    ),
-                },
-                elected=_known("integer", "Where agents decide by an etcd: how many of `restarts` they have counted."),
-            ),
-            "failures": {
-                "type": "array",
-                "description": "Failures that still count against restarts.limit, oldest first.",
-                "items": _part(
-                    "One of them.",
-                    time=_known("number", "When it was counted, seconds since the epoch."),
-                    committedStep=_known("integer", "The newest committed step then."),
-                    failedStep=_known("integer", "The step that raised, when known."),
-                    node=_known("string", "The node where it was."),
-                ),
-            },
+            "judged": _judged(),
+            "failures": _failures(),
             "queue": _known("string", "The queue that the job waits in, or was admitted by."),
             "gang": _known("string", "Who starts the workers all or none: volcano or coscheduling; nobody when it is not there."),
             "conditions": _conditions(),
         },
+    }
+
+
+def _judged() -> Schema:
+    return _part(
+        "Failures that are already counted.",
+        generation=_known("integer", "The newest generation whose failure is."),
+        pods=_many("string", "Uids of pods whose end is."),
+        silent={
+            "type": "array",
+            "description": "Pods that were told to go since nothing was heard of them: not counted yet.",
+            "items": _part(
+                "One of them.",
+                uid=_known("string", "Its uid."),
+                worker=_known("integer", "Its worker."),
+                node=_known("string", "Its node."),
+                since=_known("number", "When it was told to go, seconds since the epoch."),
+            ),
+        },
+        elected=_known("integer", "Where agents decide by an etcd: how many of `restarts` they have counted."),
+    )
+
+
+def _failures() -> Schema:
+    return {
+        "type": "array",
+        "description": "Failures that still count against restarts.limit, oldest first.",
+        "items": _part(
+            "One of them.",
+            time=_known("number", "When it was counted, seconds since the epoch."),
+            committedStep=_known("integer", "The newest committed step then."),
+            failedStep=_known("integer", "The step that raised, when known."),
+            node=_known("string", "The node where it was."),
+        ),
     }
 
 
