@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -165,17 +166,6 @@ _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Excepti
 """`ValueError: no labels`, perhaps after torchrun's prefix of the line."""
 _LAST_LINES = 12
 _STAYS = "stays up and does nothing more"
-_SIGNALS = {
-    129: "SIGHUP",
-    130: "SIGINT",
-    132: "SIGILL",
-    134: "SIGABRT",
-    135: "SIGBUS",
-    136: "SIGFPE",
-    137: "SIGKILL",
-    139: "SIGSEGV",
-    143: "SIGTERM",
-}
 
 
 def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
@@ -262,9 +252,9 @@ def _misconfigured(snapshot: Snapshot, over: _Over) -> _Found:
 def _failed(snapshot: Snapshot, over: _Over) -> _Found:
     for code, pods in grouped((str(how.get("exitCode")), pod) for pod, how in over).items():
         number = int(code)
-        signal = f" ({_SIGNALS[number]})" if number in _SIGNALS else ""
+        by = f" ({name})" if (name := _signal(number)) else ""
         reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
-        what = f"{workers_text(pods)} ended with exit code {code}{signal}" + (f": {reason}" if reason else "")
+        what = f"{workers_text(pods)} ended with exit code {code}{by}" + (f": {reason}" if reason else "")
         if number == contract.Exit.GIVEN_UP:
             remedy = "fix why the workers failed, or raise restarts.limit, and submit it again"
         elif number == 137:
@@ -274,6 +264,14 @@ def _failed(snapshot: Snapshot, over: _Over) -> _Found:
         else:
             remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
         yield Cause("failing-script", what, _said(snapshot, pods), remedy), pods
+
+
+def _signal(code: int) -> str:
+    """The name of the signal behind an exit code; empty for other codes."""
+    try:
+        return signal.Signals(code - 128).name
+    except ValueError:
+        return ""
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
