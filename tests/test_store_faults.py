@@ -105,12 +105,12 @@ def file(tmp_path: Path) -> Path:
 
 
 def filled(proxy: Proxy, timeout_s: float = 20) -> store.Store:
-    """A store with two objects, and no faults or counts so far."""
-    place = store.open_(f"{proxy.url}/p", timeout_s=timeout_s)
+    """A store with two objects, and no faults or counts so far; it is filled without hurry."""
+    place = store.open_(f"{proxy.url}/p", timeout_s=60)
     place.put("a", b"")
     place.put("b/x", OLD)
     proxy.forget()
-    return place
+    return store.open_(place.url, timeout_s=timeout_s)
 
 
 def bodies(proxy: Proxy, path: str = "partNumber") -> int:
@@ -142,7 +142,7 @@ def test_what_passes_is_not_even_noticed(moto_proxy: Proxy, file: Path, name: st
     ],
 )
 def test_half_an_answer_is_no_answer(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault) -> None:
-    place = filled(moto_proxy, timeout_s=4)
+    place = filled(moto_proxy, timeout_s=6 if fault is faults.stalled else 20)
     operation, expected = OPERATIONS[name]
     moto_proxy.fault = first(1, fault)
     assert operation(place, file) == expected
@@ -238,7 +238,7 @@ LASTING = [
 
 @pytest.mark.parametrize(("name", "fault", "why"), pairs(*LASTING, common="unavailable"))
 def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault | None, why: str) -> None:
-    place = filled(moto_proxy, timeout_s=0.5)
+    place = filled(moto_proxy, timeout_s=1)
     if fault:
         moto_proxy.fault = always(fault)
     else:
