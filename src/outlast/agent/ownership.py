@@ -1,4 +1,4 @@
-"""Which run a worker is of, where no launcher has said so: in pods. The record is `run.json` in the job's output.
+"""Which run the pod of a worker belongs to. The record is `run.json` in the job's output.
 
 Pods know a word, the digest of their job file or the name of a submission: by it they own a run, and a run that they begin has
 that name. Every pod asks by itself, and all find the same answer:
@@ -42,13 +42,13 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _ASKED = 8
-"""How many others are asked: one that knows is enough."""
+"""Limit of workers that are asked; one that knows is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The run is over already; what a worker is to end with."""
+    """The run has ended already; how a worker ends."""
 
     run: str
     reason: str
@@ -60,7 +60,7 @@ class Ended:
 
 
 def told(others: Sequence[str], run: str) -> Ended | None:
-    """What workers at these `host:port` that stay up say of how the run has ended, if one says that it has."""
+    """Ask the workers at these `host:port`, which stay up, how the run has ended; None if none knows."""
 
     def ask(address: str) -> Ended | None:
         try:
@@ -87,7 +87,7 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def place(output: Path, url: str) -> store.Store:
-    """Where the record is."""
+    """The place of the record."""
     return store.open_(url or f"file://{output}")
 
 
@@ -163,7 +163,7 @@ def seen(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
 
 
 def record(job: str, run: str, owner: str) -> runs.Run:
-    """The record of a run that begins now."""
+    """The record of a run that starts now."""
     return runs.Run(run, job, time.time(), state="Running", owner=owner)
 
 

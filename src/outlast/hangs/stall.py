@@ -1,14 +1,14 @@
-"""Ranks that wait for each other, found in seconds; and for each rank whether it moves, which is what hangs are judged by.
+"""Deadlocks between ranks, detected in seconds; and the heartbeat of each rank, from which hangs are judged.
 
-A thread of every training process looks at its main thread about once a second (`hangs.motion`) and says in a small file
-whether that moves: the agent's heartbeat (`progress.Pulse`). When it has not moved for a while, the thread writes down in the
-store of the process group which call of the session it is in, where in the script, and how many collectives of each group it has
-begun. While another rank moves, those that wait for it count as moving. If all stand still, each knows where the others are. If
-one waits in a call that another has not begun, and that one in a collective that the first has not begun, neither will ever go
-on: that is a mistake in the script, and ends it with a sentence. A slow rank, a slow network and a slow disk look different: then
-what one waits for, the others have begun. Everything else is a hang after `hang.limit`.
+A thread of every training process samples its main thread about once a second (`hangs.motion`) and writes to a small file
+whether it moves: the heartbeat for the agent (`progress.Pulse`). If it has not moved for a while, the thread writes to the store
+of the process group which call of the session it is in, where in the script, and how many collectives of each group it has begun.
+While another rank moves, those that wait for it count as moving. If none moves, each knows where the others are. If one waits in
+a call that another has not begun, and that one in a collective that the first has not begun, neither can ever continue: that is a
+mistake in the script, which ends with an error message. A slow rank, network or disk looks different: there the others have begun
+what one waits for. Everything else is a hang after `hang.limit` (`hangs.rule`).
 
-Works for sessions and for scripts that know nothing of Outlast. While all ranks move, nothing is sent.
+Works with sessions and with plain scripts. While all ranks move, nothing is sent.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from outlast.workerfiles import progress
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""How long the main thread must not have moved before we ask what the others do."""
+"""Time without motion of the main thread after which the other ranks are asked."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
-"""Key of how many ranks stand still; below it is what each says of itself."""
+"""Key of the number of ranks that stand still; below it is the state of each."""
 PATIENCE = 3.0
-"""Longest pause between two looks at the others, for waits that take long and are none of our business."""
+"""Longest interval between two comparisons with the others, for long waits."""
 _ANSWER_S = 10.0
-"""How long the store may take to answer."""
+"""Timeout of requests to the store."""
 _SAID_AT_MOST = 600
-"""Characters about where all ranks are."""
+"""Limit of characters for the places of all ranks."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -56,7 +56,7 @@ _COUNTED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What a rank whose main thread does not move says of itself."""
+    """The state of a rank whose main thread does not move."""
 
     calls: int = 0
     """Calls of the session that it has begun."""
@@ -69,14 +69,14 @@ class Standing:
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Collectives begun of each group that the script has made; empty when they are not counted."""
     looks: int = 0
-    """How often it has said something: what has not been said anew may be over."""
+    """Number of its reports: a state that is not reported again may be over."""
     blocks: bool = True
     """Whether being in `waits` means to wait for what was begun last. Not so in the backward pass of a GPU, which the main thread
     leaves to others."""
 
 
 def deadlock(standings: Sequence[Standing]) -> str:
-    """The sentence about ranks of which none moves, and which wait for each other by mistake; empty if that is not certain."""
+    """The error message if no rank moves and they wait for each other by mistake; empty if that is not certain."""
     calling = [each for each in standings if each.call]
     others = [each for each in standings if not each.call]
     if not others or not all(each.waits for each in others):
@@ -122,7 +122,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class Watch:
-    """Looks after the main thread of this process. There is one; see `watch`."""
+    """Watches the main thread of this process. There is one, see `watch`."""
 
     def __init__(self) -> None:
         self.call = ""
@@ -130,11 +130,11 @@ class Watch:
         self.calls = 0
         """Calls of the session that it has begun."""
         self.signs = 0
-        """How often it has said that it is alive."""
+        """Number of its signs of life (`alive`)."""
         self.held = 0
-        """How many `alive` contexts are open: then it moves, whatever it looks like."""
+        """Number of open `alive` contexts: while there is one, it counts as moving."""
         self.last: Callable[[], object] = lambda: None
-        """What is to be brought to an end before a stalled process ends: the save in flight."""
+        """Called before a deadlocked process ends: waits for the save in progress."""
         self._ours: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
@@ -148,12 +148,12 @@ class Watch:
         """Where all ranks are when that may be a deadlock, and how often each had said something by then."""
 
     def own(self, group: Any) -> Any:
-        """Take note of a group that is not the script's; threads of ours use them at times of their own. Returns it."""
+        """Mark a group as Outlast's own, whose collectives are not counted. Returns it."""
         self._ours.add(sys.modules["torch.distributed"].distributed_c10d._world.pg_names.get(group, ""))
         return group
 
     def start(self) -> None:
-        """Begin to look, unless that has begun, or this is the only rank and nobody asks whether it moves."""
+        """Start watching, unless it is started, or this is the only rank and has no agent."""
         state = os.environ.get(contract.Env.STATE)
         if self._thread is None and (state or int(os.environ.get("WORLD_SIZE", "1")) > 1):
             self._rank = int(os.environ.get("RANK", "0"))
@@ -205,7 +205,7 @@ class Watch:
             time.sleep(pause)
 
     def _stands(self, main: int, frame: FrameType, sight: motion.Sight) -> tuple[bool, str]:
-        """What to say of a main thread that stands still: whether it waits for a rank that does not, and where it or all are.
+        """Report a main thread that does not move. Returns whether it waits for a rank that moves, and where it or all ranks are.
 
         Ends this process when the ranks wait for each other.
         """
@@ -222,7 +222,7 @@ class Watch:
         return found is None, listed([each.call or each.at for each in found], "in")[:_SAID_AT_MOST] if found else at
 
     def _sight(self, frame: FrameType) -> motion.Sight:
-        """What there is to see now. Cheap: this happens once a second while training runs."""
+        """Take a sample. Cheap, since it is done once a second while training runs."""
         spins = motion.accelerator() is not None or where(frame)[0] in _COUNTED
         return motion.Sight(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
@@ -230,11 +230,11 @@ class Watch:
         return self.calls, self.signs, *self._begun().items()
 
     def _still(self, main: int, sight: motion.Sight) -> bool:
-        """Whether the main thread is where it was: what was read of it one after another belongs together."""
+        """Whether the main thread has not moved since the sample, so that all that was read of it is consistent."""
         return motion.place(sys._current_frames().get(main)) == sight.place and self._counts() == sight.counts
 
     def _connect(self) -> None:
-        """Get a connection of our own to the store of the process group, as soon as there is one: later it may be gone."""
+        """Open an own connection to the store of the process group as soon as there is one; later it may be gone."""
         dist: Any = sys.modules.get("torch.distributed")
         with contextlib.suppress(Exception):  # it is made or destroyed this very moment
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -245,14 +245,14 @@ class Watch:
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
     def _move(self) -> None:
-        """Take back what we have said to the others."""
+        """Withdraw this rank's report."""
         if self._told:
             with contextlib.suppress(Exception):  # the store is gone
                 self._store.add(_STILL, -1)
                 self._told = False
 
     def _leave(self) -> None:
-        """The script is over: who waits for us waits for ever. The store may be gone; then the others notice."""
+        """Report the end of the script: ranks that wait for this one wait for ever. If the store is gone, they notice that."""
         # Kept: a thread that comes out of torch while the interpreter shuts down would end the process with SIGABRT.
         if self._looking.acquire(timeout=_ANSWER_S) and self._store is not None:
             with contextlib.suppress(Exception):
@@ -272,9 +272,9 @@ class Watch:
         return Standing(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
 
     def _compared(self, ours: Standing) -> list[Standing] | None:
-        """Say where we are. Where all ranks are, if all stand still; None when some move; empty when there are no others to ask.
+        """Report our state. Returns the states of all ranks if none moves, None if some move, and nothing if there are no others.
 
-        What one says stands while it is stopped, and for up to PATIENCE after it moved on.
+        A report stays while its rank is stopped, and for up to PATIENCE after it has moved on.
         """
         if self._store is None:
             return []
@@ -285,7 +285,7 @@ class Watch:
         return [Standing(**json.loads(text)) for text in texts]
 
     def _deadlock(self, found: Sequence[Standing]) -> str:
-        """The sentence, once all have said the same anew since we suspected it: then all were there at that moment."""
+        """The error message, once all ranks have repeated the same report: then all were there at one moment."""
         sentence, before = deadlock(found), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in found] != [standing for standing, _ in before]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in found] if sentence else []
@@ -310,12 +310,12 @@ _watch = Watch()
 
 
 def watch() -> Watch:
-    """The one of this process; `start` makes it look."""
+    """The watch of this process; `start` starts it."""
     return _watch
 
 
 def store() -> Any:
-    """A connection of our own to the store of the process group: the script's may be busy waiting. None when there is none."""
+    """An own connection to the store of the process group, since the script's may be blocked; None if there is none."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -359,14 +359,14 @@ def _call(frame: FrameType) -> str:
 
 
 def _foreign(frame: FrameType) -> bool:
-    """Whether this is code of a library, and not the script's."""
+    """Whether this is code of a library rather than of the script."""
     name = frame.f_globals.get("__name__", "")
     file = frame.f_code.co_filename
     return name.split(".")[0] in ("torch", "outlast") or "site-packages" in file or file.startswith((_STDLIB, "<frozen"))
 
 
 def _joins(frame: FrameType | None) -> bool:
-    """Whether a thread waits for the other ranks to come to a process group."""
+    """Whether a thread waits for the other ranks to join a process group."""
     while frame is not None:
         if frame.f_code.co_name in ("init_process_group", "new_group") and frame.f_globals["__name__"].startswith("torch."):
             return True
@@ -378,12 +378,12 @@ _enders: list[Callable[[str], None]] = []
 
 
 def on_end(record: Callable[[str], None]) -> None:
-    """Have `record` told the sentence before a stalled process ends."""
+    """Register `record`, which is called with the error message before a deadlocked process ends."""
     _enders.append(record)
 
 
 def end(sentence: str) -> None:
-    """End this process: its main thread waits where no exception reaches it."""
+    """End this process with an error message: its main thread waits where no exception reaches it."""
     for record in _enders:
         record(sentence)
     print(sentence, file=sys.stderr, flush=True)

@@ -246,7 +246,7 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
     visible = os.environ.get(row.visible)
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    return sorted(path.name.removeprefix(row.files.partition("[")[0]) for path in Path("/dev").glob(row.files))
+    return sorted(path.name.removeprefix(Path(row.files).name.partition("[")[0]) for path in Path("/dev").glob(row.files))
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:

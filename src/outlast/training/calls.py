@@ -1,4 +1,4 @@
-"""The calls that all ranks of a session make together, and the sentence when they do not.
+"""Collective calls of a session, and the error message when ranks do not make the same ones.
 
 Every such call begins with the same small all-reduce, whatever it does afterwards. It carries a number made of the call's name,
 its step and the position of the stream, so ranks that are in different calls find out at once, instead of waiting for each other
@@ -25,7 +25,7 @@ from outlast.hangs import stall
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _ROOM = 14
-"""Numbers that fit into the message of an agreement; arbitrary. Up to some hundred bytes its time does not depend on its size."""
+"""Most numbers in the message of an agreement; arbitrary. Up to some hundred bytes its size does not matter."""
 _BITS = 20
 """Of a call's number: the squares of 8,192 of them still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
@@ -33,7 +33,7 @@ REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """A method that scripts call; arguments that do not fit end in a sentence with an `example`."""
+    """Decorate a public method: arguments that do not fit raise an error with an `example`."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -53,7 +53,7 @@ def public(example: str) -> Callable[[Method], Method]:
 
 
 def place() -> str:
-    """Where the script has called us: `train.py:20`."""
+    """The line of the script that has called a method: `train.py:20`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("outlast.training"):
         frame = frame.f_back
@@ -102,17 +102,17 @@ class Calls:
         return [float(number) for number in sums[: len(first)]]
 
     def leave(self) -> None:
-        """Let the others know that this rank has come to the end of the session."""
+        """Announce that this rank has reached the end of the session."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):  # whoever holds the store has left already
                 self._store.set(f"outlast/left/{self._rank}", place())
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Release the group."""
         self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
-        """The sentence about ranks that have left the session while we are in a call; empty if none has."""
+        """The error message if ranks have left the session while this one is in a call; empty if none has."""
         try:
             if self._store is None:
                 return ""
@@ -126,7 +126,7 @@ class Calls:
 
 
 def differing(found: Sequence[tuple[str, int]]) -> str:
-    """The sentence about ranks that are in different calls: (call, position of the stream) of each."""
+    """The error message about ranks in different calls; given (call, position of the stream) of each."""
     positions = {position for _, position in found}
     said = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in found]
     return f"{stall.listed(said, 'in')}; {REMEDY}"

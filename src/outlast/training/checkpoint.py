@@ -1,4 +1,4 @@
-"""Saving and restoring what a run needs to go on exactly where it was.
+"""Saves and restores what a run needs to continue exactly where it was.
 
 A *state* is what a script passes to `Session.resume`: modules, optimizers and anything else with
 `state_dict`/`load_state_dict`, by name. `capture` collects what a rank is to write of it, `restore` puts a checkpoint back.

@@ -1,10 +1,10 @@
-"""Disks: which ranks share a directory, and files on their way from one disk to all others.
+"""Disks: which ranks share a directory, and the copying of files from one disk to all others.
 
-Workers may write into one directory (this machine's, or a network volume) or each into one of its own (pods). A session finds
-out which when it starts; nobody configures it. The lowest rank of a disk is its *leader*: it alone commits, sweeps and receives.
+Workers may write into one directory (this machine's, or a network volume) or each into one of its own (pods). A session detects
+this when it starts. The lowest rank of a disk is its *leader*: it alone commits, sweeps and receives.
 
-What stays true: with one disk nothing is sent and nothing more is agreed on than without this module. With several, a disk that
-fails (full, broken) takes part to the end and says so then, so no other waits for it. Docs:
+Invariants: with one disk nothing is sent, and there are no additional collectives. With several, a disk that fails (full, broken)
+takes part to the end and reports the failure then, so that no other waits for it. Docs:
 docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
@@ -28,12 +28,12 @@ BLOCK = 8 << 20
 """Bytes sent at a time."""
 _MARK = ".disk-"
 _ABANDONED_S = 3600.0
-"""After so long nobody looks at a mark any more."""
+"""Age at which a mark is stale."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file that one disk has and all are to have."""
+    """A file on one disk that is to be copied to all."""
 
     name: str
     size: int
@@ -58,7 +58,7 @@ class Disks:
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
-        """Find out which ranks see the same `directory`, which exists. Raises OSError. A collective."""
+        """Detect which ranks see the same `directory`, which must exist. Raises OSError. A collective."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         if ranks == 1:
             return cls([0], rank, group)
@@ -77,17 +77,17 @@ class Disks:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there are several disks."""
         return max(self.of) > 0
 
     @property
     def here(self) -> int:
-        """The index of ours."""
+        """Index of this rank's disk."""
         return self.of[self.rank]
 
     @property
     def leader(self) -> bool:
-        """Whether we are its leader."""
+        """Whether this rank is the leader of its disk."""
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
@@ -97,7 +97,7 @@ class Disks:
         return values
 
     def close(self) -> None:
-        """Let go of the groups; nothing may be under way."""
+        """Release the groups; no collective may be in progress."""
         self.group = self.leaders = self.savers = None
 
     # Among the leaders of several disks; `group` is `leaders` or `savers`
@@ -115,7 +115,7 @@ class Disks:
         return values[0]
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
-        """Bring every file to all disks. A collective of the leaders; why it failed on ours, or an empty text.
+        """Copy every file to all disks. Returns why it failed on this one, or an empty text. A collective of the leaders.
 
         `path` says where a file of that name lies, or where it is to come: durable, and checked against its checksum. None: it
         is not wanted here, and only passes by.
@@ -138,7 +138,7 @@ class Disks:
 
 
 class _End:
-    """One end of a file's way: reads it where it is, or writes it where it comes to.
+    """One end of a copy: reads the file at its source, or writes it at its target.
 
     What goes wrong it keeps to itself until `close`.
     """
@@ -152,7 +152,7 @@ class _End:
                 self._file = path.open("wb" if writes else "rb", buffering=0)
 
     def before(self, block: torch.Tensor) -> None:
-        """Fill a block that is about to be sent."""
+        """Read the block to send."""
         if not self._writes and self._file is not None and not self._problem:
             with self._noted():
                 memory = _bytes(block)
@@ -162,7 +162,7 @@ class _End:
                     self._problem = f"{self._part.name} has become shorter than {self._part.size} bytes"
 
     def after(self, block: torch.Tensor) -> None:
-        """Take up a block that has come."""
+        """Write a received block."""
         if self._writes and self._file is not None and not self._problem:
             with self._noted():
                 memory = _bytes(block)
@@ -171,7 +171,7 @@ class _End:
                     memory = memory[self._file.write(memory) :]
 
     def close(self) -> str:
-        """Make it durable; what went wrong, or an empty text."""
+        """Make the file durable. Returns the error, or an empty text."""
         if self._file is not None:
             with self._noted():
                 if self._writes and not self._problem:
@@ -191,13 +191,13 @@ class _End:
 
 
 def _bytes(block: torch.Tensor) -> memoryview:
-    """The memory of a block."""
+    """The bytes of a block, without a copy."""
     array: Any = block.numpy()
     return memoryview(array)
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Of every rank, which rank was the first to leave a mark in its directory: the same for all who share one, no others.
+    """For every rank, the first rank that left a mark in its directory: equal exactly for the ranks that share one.
 
     The name is new each time, so a directory that was copied with its marks is no other's. Who is first is the file system's to
     say, and all marks are complete before anybody reads one: that holds on network volumes, too.

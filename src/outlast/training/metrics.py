@@ -28,7 +28,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Cut off the lines of steps later than `step`, and a torn one that a killed process left."""
+    """Remove the lines of steps later than `step`, and an incomplete one that a killed process left."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
@@ -53,22 +53,22 @@ _MOST = 64 << 20
 
 @dataclass(frozen=True)
 class News:
-    """Lines on their way from rank 0's disk, and where in the file they belong."""
+    """Lines from rank 0's disk, and their place in the file."""
 
     start: int
     lines: bytes
 
 
 class Copy:
-    """`metrics.jsonl` on one of several disks, kept like rank 0's."""
+    """`metrics.jsonl` on one of several disks, kept equal to rank 0's."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """So many bytes at its beginning are known to be rank 0's."""
+        """Number of bytes from its beginning that are known to equal rank 0's."""
 
     def even_out(self, disks: Disks, step: int) -> str:
-        """Have on all disks what the one has that knows most of the steps up to `step`, and nothing after it.
+        """Copy the file with the most steps up to `step` to all disks, without later steps.
 
         Returns why that failed here, or an empty text. A collective of the leaders, in the thread that trains.
         """
@@ -114,7 +114,7 @@ class Copy:
         return step, size, crc
 
     def news(self, start: int) -> News:
-        """Whole lines after `start`, for the other disks; what is more than can be held follows the next time. Raises OSError."""
+        """Whole lines after `start` for the other disks, up to a limit; the rest follows the next time. Raises OSError."""
         try:
             with self.path.open("rb") as file:
                 file.seek(start)
@@ -124,7 +124,7 @@ class Copy:
         return News(start, lines[: lines.rfind(b"\n") + 1])
 
     def take(self, news: News) -> None:
-        """Have what came from rank 0's disk. Raises OSError; then `same` is 0, and the next time all of it has to come."""
+        """Write the lines from rank 0's disk. Raises OSError; then `same` is 0, and the next save sends the whole file."""
         self.same, end = 0, news.start + len(news.lines)
         with self.path.open("r+b" if self.path.exists() else "w+b", buffering=0) as file:
             if os.fstat(file.fileno()).st_size < news.start:
@@ -138,7 +138,7 @@ class Copy:
 
 
 class Screen:
-    """Prints what a run reports, now and then: `outlast: step 40 of 1280: loss 0.693`."""
+    """Prints the reported values from time to time: `outlast: step 40 of 1280: loss 0.693`."""
 
     EVERY_S = 10.0
     """Least time between two lines; arbitrary."""
@@ -152,7 +152,7 @@ class Screen:
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Take note of `values`, and print a line if the last one is old enough. `steps`: those of the whole run."""
+        """Keep `values`, and print a line if the last one is old enough. `steps` is the total of the run."""
         if self._quiet:
             return
         self._step, self._steps = step, steps
@@ -161,13 +161,13 @@ class Screen:
             self.flush()
 
     def flush(self) -> None:
-        """Print what has not been printed."""
+        """Print the values that were not printed yet."""
         if self._values:
             of = f" of {steps}" if (steps := self._steps()) else ""
             self.say(f"step {self._step}{of}: " + ", ".join(f"{name} {value:.4g}" for name, value in self._values.items()))
             self._values, self._shown = {}, time.monotonic()
 
     def say(self, sentence: str) -> None:
-        """Print a sentence, to stderr: what the script prints to stdout may be for a program."""
+        """Print a sentence to stderr, since a program may read the script's stdout."""
         if not self._quiet:
             print(f"outlast: {sentence}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What is wrong with a training script, in sentences.
+"""Mistakes in training scripts, and their error messages.
 
 Each looks at what a script has given a session and raises OutlastError when the run would otherwise be silently wrong: train on
 other samples than it seems to, or save less. `Session` asks at the calls where it can be known.
@@ -25,11 +25,11 @@ from outlast.training.stream import Stream
 State = Mapping[str, Any]
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
-"""What torch's schedules call the number of steps that they are for."""
+"""Attributes of torch's schedulers with the number of steps they are made for."""
 
 
 def whole(step: Any) -> int:
-    """A step that a script has given."""
+    """The step that a script has passed, checked."""
     try:
         return operator.index(step)
     except TypeError:
@@ -40,7 +40,7 @@ def whole(step: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """A value that a script logs."""
+    """The value that a script logs, as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -50,7 +50,7 @@ def number(name: str, value: Any) -> float:
 
 
 def check_mapping(state: Any) -> None:
-    """Of what a script gives `resume`."""
+    """Check the type of the state that a script passes to `resume`."""
     if not isinstance(state, Mapping):
         raise OutlastError(
             f"resume() got {streams.kind(state)} and needs names for what it restores ({place()}); "
@@ -59,7 +59,7 @@ def check_mapping(state: Any) -> None:
 
 
 def deal(state: State) -> None:
-    """Tell the streams of a state when ranks may not each have a share of their own, because of the layout of a model."""
+    """Tell the streams of a state if a model's layout forbids that each rank gets a share of its own."""
     problem = next((said for name, thing in state.items() if (said := _undealt(name, thing))), "")
     for stream in streams_of(state):
         stream.undealt = problem
@@ -90,12 +90,12 @@ def _undealt(name: str, thing: Any) -> str:
 
 
 def streams_of(state: State) -> list[Stream]:
-    """The streams that a state names."""
+    """The streams in a state."""
     return [thing for thing in state.values() if isinstance(thing, Stream)]
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """For how many steps the schedules of a state are, by name."""
+    """The number of steps that each scheduler in a state is made for, by name."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -104,7 +104,7 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
-    """What another batch changes for a run that has been resumed, as a sentence; empty if it has the same batch.
+    """A warning on what another batch size changes for a resumed run; empty if the batch size is the same.
 
     `made` are the `lengths` before the resume. Raises OutlastError when a schedule was saved for the steps of another batch.
     """
@@ -128,7 +128,7 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_read(state: State, asked: Mapping[Stream, int]) -> None:
-    """Raise OutlastError when a stream that is being read is not saved; `asked` is how often each had been asked before."""
+    """Raise OutlastError if a stream that is being read is not saved; `asked` is the count of `asked()` before the capture."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == asked.get(stream, 0):
             raise OutlastError(
@@ -139,12 +139,12 @@ def check_read(state: State, asked: Mapping[Stream, int]) -> None:
 
 
 def asked() -> dict[Stream, int]:
-    """How often each stream that is being read has been asked for its position."""
+    """Number of times that each stream that is being read was asked for its position."""
     return {stream: stream.saves for stream in streams.being_read()}
 
 
 def hint(error: BaseException, state: State) -> str:
-    """What probably was meant by a script that ends with this error; empty if we do not know."""
+    """A hint at the probable mistake in a script that ends with this error; empty if there is none."""
     said = str(error)
     if isinstance(error, ValueError | TypeError) and "unpack" in said:
         sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")

@@ -1,4 +1,4 @@
-"""The newest checkpoint that is valid, which all ranks resume from: found on any disk, brought to those that lack it.
+"""The newest valid checkpoint, from which all ranks resume: found on any disk, copied to those that lack it.
 
 Nobody's list is everybody's: the disk of a worker that has just come is empty, and rank 0 may be there. So the leaders say what
 their disks hold, the ranks of a worker share the checking, and one valid copy is enough. Every disk then gets the same bytes, so
@@ -24,18 +24,18 @@ Report = Callable[..., None]
 
 @dataclass(frozen=True, order=True)
 class _Offer:
-    """A checkpoint that a disk holds. The same offer of two disks is the same checkpoint."""
+    """A checkpoint on a disk. Equal offers of two disks are the same checkpoint."""
 
     step: int
     generation: int
-    """Of two worlds that saved the same step, the later one's counts."""
+    """If two worlds have saved the same step, the later one's is used."""
     digest: str
-    """Of its COMMIT; "" when that cannot be read."""
+    """Checksum of its COMMIT; "" if that cannot be read."""
     problem: str = ""
 
 
 _Offers = Mapping[int, _Offer]
-"""What a disk holds, by step."""
+"""Checkpoints of a disk, by step."""
 
 
 def valid(
@@ -71,7 +71,7 @@ def valid(
 
 
 def _offers(directory: Path, run: str) -> _Offers:
-    """What this disk holds of the run, and what nobody can tell whose it is."""
+    """Checkpoints of the run on this disk, and those whose run is unknown."""
     offers = {}
     for found in checkpoints.list_(directory):
         if found.problem:
@@ -84,14 +84,14 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
-    """What to try, newest first. One that cannot be read stands for its step when nothing else does."""
+    """Candidates, newest first. An unreadable one is a candidate only if it is the only one of its step."""
     known = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in known if not offer.problem}
     return sorted({o for o in known if not o.problem or o.step not in readable}, reverse=True)
 
 
 def _checked(path: Path, wanted: _Offer, offers: _Offers, share: tuple[int, int], held: contextlib.ExitStack) -> str:
-    """What is wrong with our share of a checkpoint on our disk, which is kept from being removed, or an empty text."""
+    """The problem of this rank's share of a checkpoint on its disk, which is protected from removal; empty if it is valid."""
     offer = offers.get(wanted.step)
     if offer is None:
         return "it is not there"
@@ -107,7 +107,7 @@ def _checked(path: Path, wanted: _Offer, offers: _Offers, share: tuple[int, int]
 
 
 def _bring(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
-    """Bring the checkpoint at `path` from the first disk without a problem to those with one. A collective."""
+    """Copy the checkpoint at `path` from the first disk without a problem to those with one. A collective."""
     begun, source, lacking = time.monotonic(), problems.index(""), bool(problems[disks.here])
     failed = _received(path, source, lacking, disks) if disks.leader else ""
     failures = [(rank, said) for rank, said in enumerate(disks.gather(failed)) if said]
@@ -126,7 +126,7 @@ def _bring(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitS
 
 
 def _received(path: Path, source: int, lacking: bool, disks: Disks) -> str:
-    """Take part in bringing it, as a leader; why it failed here, or an empty text. However it goes, to the end."""
+    """Take part in the copy as a leader, to the end whatever fails. Returns why it failed here, or an empty text."""
     said: checkpoints.Commit | str = ""
     if disks.here == source:
         try:

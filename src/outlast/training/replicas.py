@@ -1,4 +1,4 @@
-"""DDP that adds up gradients in the same order in every generation of a run; `Session.ddp` calls it."""
+"""DDP that sums gradients in the same order in every generation of a run, for `Session.ddp`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` that has laid out its gradient buckets already.
+    """`DistributedDataParallel(model, **options)` whose gradient buckets are arranged already.
 
-    A backward pass over nothing makes it do so; the model is as before afterwards. A collective.
+    An empty backward pass arranges them and leaves the model unchanged. A collective.
     """
     net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
     if options.get("find_unused_parameters"):

@@ -1,4 +1,4 @@
-"""How far a script is that has no session: `progress` tells Outlast its step. Needs no torch."""
+"""Progress of scripts without a session: `progress` reports the step. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outlast.workerfiles.progress import Progress, Writer
 
 
 class _Told:
-    """What this process has told so far."""
+    """What this process has reported so far."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -30,7 +30,7 @@ _told = _Told()
 
 
 def progress(step: int, total: int | None = None) -> None:
-    """Tell Outlast that `step` steps are done, of `total` if that is known. For scripts that have no session.
+    """Report that `step` optimizer steps are done, of `total` if that is known. For scripts without a session.
 
     `outlast status`, the panel, the remaining time and `outlast report` show it. It claims no checkpoint and is no collective. It
     does nothing where Outlast does not run the script. Call it on every rank or on rank 0 alone, after each step or less often.

@@ -1,8 +1,8 @@
-"""Writes checkpoints while training goes on: copy, write in a thread, commit on rank 0, tell every rank how it ended.
+"""Writes checkpoints while training continues: copy, write in a thread, commit on rank 0, report the outcome to every rank.
 
-What stays true: at most one save is under way; a checkpoint exists for all ranks or for none; a save that fails, a full disk for
-instance, leaves nothing behind and stops nothing. Where workers share no disk, every disk gets the whole checkpoint, the same
-bytes; it exists when rank 0's disk has it, and what was wrong with the others is said.
+Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none; a save that fails, e.g. for a full
+disk, leaves nothing behind and stops nothing. Where workers share no disk, every disk gets the same bytes of the whole
+checkpoint; it exists once rank 0's disk has it, and failures of other disks are reported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _METADATA = ".metadata"
 
 
 class Copies:
-    """Copies tensors into memory that it keeps for the next time: fresh pages are the expensive part of a copy.
+    """Copies tensors into memory that it reuses: fresh pages are the expensive part of a copy.
 
     torch's DefaultStager does the same, but fails on parameters in torch 2.11.
     """
@@ -85,12 +85,12 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """What one rank says after writing its part."""
+    """The report of one rank that has written its part."""
 
     problem: str
     files: Mapping[str, Mapping[str, int]]
     same: int
-    """So many bytes of `metrics.jsonl` need not be sent to its disk."""
+    """Number of bytes of `metrics.jsonl` that its disk has already."""
 
 
 class Saver:
@@ -123,7 +123,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, flat: Flat) -> None:
@@ -136,14 +136,14 @@ class Saver:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """How the save begun last ended, once it has; None when that is known already, or takes longer than `timeout_s`."""
+        """Wait for the last save and return its outcome; None if that was returned before, or after `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         outcome, self._outcome = self._outcome, None
         return outcome
 
     def close(self) -> None:
-        """Let go of the group; no save may be under way."""
+        """Release the group; no save may be in progress."""
         self._group = None
 
     def _save(self, step: int, flat: Flat) -> None:
@@ -154,7 +154,7 @@ class Saver:
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat) -> Outcome:
-        """Write, gather, commit on every disk, tell everybody."""
+        """Write, gather, commit on every disk, and share the outcome."""
         begun = time.monotonic()
         target = checkpoints.saving(self._directory, step, self._generation)
         files, problem = {}, ""
@@ -174,9 +174,9 @@ class Saver:
         return outcome[0]
 
     def _commit(self, step: int, target: Path, answers: list[_Written], begun: float) -> Outcome:
-        """Have the checkpoint on every disk, rank 0's first; how that ended on ours. Called by the leaders.
+        """Commit the checkpoint on every disk, rank 0's first. Returns the outcome on this disk. Called by the leaders.
 
-        Whatever goes wrong, the other ranks wait for the answer.
+        Never raises, since the other ranks wait for the outcome.
         """
         disks, first = self._disks, self._rank == 0
         problem = next((said.problem for said in answers if said.problem), "")
@@ -227,7 +227,7 @@ class Saver:
         problem: str,
         news: metrics.News | None = None,
     ) -> Outcome:
-        """Commit on our disk, unless there is a problem."""
+        """Commit on this disk, unless there is a problem."""
         try:
             if problem:
                 raise OutlastError(problem)
@@ -240,7 +240,7 @@ class Saver:
         return Outcome(new.step, True)
 
     def _news(self, answers: list[_Written]) -> metrics.News | None:
-        """The lines of `metrics.jsonl` that other disks lack; None when they cannot be had."""
+        """Lines of `metrics.jsonl` that other disks lack; None if they cannot be read."""
         try:
             return self._copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:
@@ -248,7 +248,7 @@ class Saver:
             return None
 
     def _summed_up(self, outcomes: list[Outcome]) -> Outcome:
-        """How a save ended, from how it ended on every disk."""
+        """The outcome of a save from its outcomes on all disks."""
         failed = {rank: said for rank, said in zip(self._disks.leading, outcomes, strict=True) if not said.committed}
         if 0 in failed:
             return outcomes[0]
@@ -264,7 +264,7 @@ def _measured(path: Path) -> dict[str, int]:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, without the story of who called whom."""
+    """The error as one sentence, without its traceback."""
     if isinstance(error, CheckpointException):
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {sentence(failure)}"

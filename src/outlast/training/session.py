@@ -11,9 +11,9 @@
             if leaving or run.due(step):
                 run.save(step)
 
-Works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). What stays true: a run that is killed
-and resumed with as many ranks computes the same bits as one that was left alone, and all ranks agree at every step whether to
-save and whether to leave.
+Works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). Invariants: a run that is killed
+and resumed with as many ranks computes the same bits as an undisturbed one, and all ranks agree at every step whether to save
+and whether to leave.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ log = logging.getLogger("outlast")
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_ledger", "_copy")
 """Attributes that a session has from `__enter__` on."""
 _LAST_SAVE_S = 10.0
-"""How long a process that dies of an exception waits for the save in flight; arbitrary."""
+"""How long a process that ends by an exception waits for the save in progress; arbitrary."""
 
 
 def open(seed: int = 0, *, quiet: bool = False) -> Session:
@@ -82,7 +82,7 @@ class Session:
     device: torch.device
     """This rank's GPU, or the CPU where there is none."""
     generation: int
-    """How often the world has been formed in this run, counted from 1: by the start, restarts and changes of size."""
+    """Number of the world in this run, counted from 1; the start, restarts and changes of size each form a new one."""
     output: Path
     """Directory of the run's checkpoints, metrics and results. Workers may each have one on a disk of their own: checkpoints and
     metrics are then on all disks, and results are those of rank 0."""
@@ -105,9 +105,9 @@ class Session:
         self._step = self._committed = self._last_saved_step = 0
         self._resumed = 0
         self._moved: tuple[int, int] | None = None
-        """Step that a call of all ranks has named last, and the position of the streams then."""
+        """The last step that a collective call was given, and the position of the streams then."""
         self._logged = 0, 0
-        """The same of `log`, which perhaps not all ranks call."""
+        """The same for `log`, which perhaps not all ranks call."""
         self._saved_position = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
@@ -155,12 +155,12 @@ class Session:
         return self
 
     def _source(self) -> str:
-        """The name of this process in the ledger. Ranks move from worker to worker, and files do not move with them."""
+        """The name of this process in the ledger. It names the worker: ranks move between workers, files do not."""
         worker = os.environ.get(Env.WORKER)
         return f"rank-{self.rank}" if worker is None else f"worker-{worker}-process-{self.local_rank}"
 
     def _take_over(self, numbered: bool) -> None:
-        """Keep earlier generations from committing, on every disk. Without a number from outside, ours comes after the last."""
+        """Fence earlier generations on every disk. Without a generation in the environment, take the next one."""
         ours = self.generation if numbered else None
         if ours is None and self._disks.several:
             ours = 1 + max(self.gather(checkpoints.generation(self._directory, self._run)))
@@ -175,7 +175,7 @@ class Session:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn what goes wrong into a sentence about the output."""
+        """Turn OSErrors into an error about the output."""
         try:
             yield
         except OSError as error:
@@ -299,7 +299,7 @@ class Session:
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _found(self, kind: str, **fields: Any) -> None:
-        """Pass on what was found on the disks, on rank 0: `damaged` checkpoints, and those that were `copied` to other disks."""
+        """Record what was found on the disks, on rank 0: `damaged` checkpoints, and those that were `copied` to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
@@ -354,18 +354,18 @@ class Session:
         return numbers
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Say that this rank works, although it may look as if it hangs. Cheap, no collective, for any rank at any time.
+        """Signal that this rank is alive although it may seem to hang. Cheap, not a collective, for any rank at any time.
 
-        `run.alive()` counts as a sign of life now. `with run.alive():` counts for the whole block: use it where the script waits
-        for something that Outlast cannot see, e.g. a service that evaluates the model. A hang in the block is not noticed.
+        `run.alive()` is one sign of life. `with run.alive():` covers the whole block: use it where the script waits for something
+        that Outlast cannot observe, e.g. a service that evaluates the model. A hang in the block is not detected.
         """
         return stall.watch().alive()
 
     @public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
-        """Return whether to save and leave, the same on all ranks: one of them was asked to. Call it once per step.
+        """Return whether to save and leave, the same on all ranks: true once one of them is interrupted. Call it once per step.
 
-        The reason may be Ctrl-C, a change of size or a machine that is taken away. Costs one small all-reduce. A collective.
+        Reasons are Ctrl-C, a change of size or a machine that is taken away. Costs one small all-reduce. A collective.
         """
         asked = self._notice is not None and self._notice.exists()
         limit = self._every.duration
@@ -381,7 +381,7 @@ class Session:
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks.
 
-        `step`: optimizer steps done. False while a save is under way. Calls `interrupted` if the script has not in this step.
+        `step`: optimizer steps done. False while a save is in progress. Calls `interrupted` if the script has not in this step.
         Raises OutlastError when `step` does not advance with the stream. A collective.
         """
         step = mistakes.whole(step)
@@ -413,7 +413,7 @@ class Session:
             self._leave(step)
 
     def _store(self, step: int, *, wait: bool = False) -> None:
-        """Begin to save `step`, unless it is committed; with `wait`, until it is committed or has failed."""
+        """Start saving `step`, unless it is committed. With `wait`, return once it is committed or has failed."""
         begun = time.monotonic()
         if self.rank == 0:
             self._ledger.write("saving", step=step)
@@ -432,7 +432,7 @@ class Session:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
 
     def _ended(self) -> None:
-        """A stream of the state has come to its end."""
+        """Called when a stream of the state has ended."""
         if threading.get_ident() == self._thread:  # else somebody reads ahead
             self._screen.flush()
             self._save_last("the end of the stream")
@@ -440,8 +440,8 @@ class Session:
     def _save_last(self, where: str) -> None:
         """Save the last step if the script has not. A collective, unless all ranks know that there is nothing to save.
 
-        Its number is what `due` or `save`, which all ranks call, or `log`, which perhaps only some call, has been given after the
-        last batch.
+        The step is the one that `due` or `save` (called by all ranks) or `log` (perhaps called by some) was given after the last
+        batch.
         """
         if not self._state or self._closed:
             return
@@ -460,13 +460,13 @@ class Session:
             self._store(step)
 
     def _not_given(self) -> str:
-        """What to do when the script has read a stream and `resume` was given none: a step without its samples is not saved."""
+        """The remedy if the script has read a stream that `resume` was not given: steps without their samples are not saved."""
         if mistakes.streams_of(self._state) or streams.loops() == self._loops:
             return ""
         return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
 
     def _say_saved(self) -> None:
-        """Say on rank 0 which step was saved at the end, or that the last is not, because the script has not named it."""
+        """Print on rank 0 which step was saved at the end, or warn that the last one was not, as the script has not named it."""
         self._screen.flush()
         if self.rank > 0 or not self._state:
             return
@@ -488,7 +488,7 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _settle(self, outcome: saver.Outcome | None) -> None:
-        """Take note of how a save ended, on every rank, in the thread that trains."""
+        """Record the outcome of a save, on every rank, in the thread that trains."""
         if outcome is None:
             return
         if outcome.superseded:
@@ -501,7 +501,7 @@ class Session:
             self._report(warning=f"step {outcome.step} could not be saved: {outcome.reason}")
 
     def _saved(self, kind: str, **fields: Any) -> None:
-        """Pass on what became of a save, in the thread that saves."""
+        """Record the outcome of a save, in the thread that saves."""
         if self.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":

@@ -1,8 +1,8 @@
-"""The samples of a run, in an order that nothing can disturb.
+"""The samples of a run, in an order that does not depend on restarts or the world size.
 
-A stream cuts every epoch into global batches. Which samples a batch holds follows from (seed, epoch, position) alone: not from
-the number of ranks, not from restarts, not from how far somebody has read ahead. Every rank takes its share of each batch, so
-all ranks together see each sample of an epoch exactly once, however often the world changes in between.
+A stream cuts every epoch into global batches. The samples of a batch are a function of (seed, epoch, position) alone, not of the
+number of ranks, of restarts or of prefetching. Every rank takes its share of each batch, so all ranks together see each sample
+of an epoch exactly once, however often the world changes in between.
 
     for batch in stream:                          # one optimizer step
         for (x, y), share in batch.split(net):    # this rank's micro-batches
@@ -116,7 +116,7 @@ class Batch:
 
 @contextlib.contextmanager
 def _exchanging(net: Any, last: bool) -> Iterator[None]:
-    """Let gradients be exchanged in this backward pass, or not yet."""
+    """Exchange gradients in this backward pass if it is the `last` micro-batch."""
     if not last and hasattr(net, "no_sync"):  # DDP
         with net.no_sync():
             yield
@@ -515,7 +515,7 @@ class _Seeded(Dataset[Any]):
 
 
 class _Pieces(Sampler[list[tuple[int, int]]]):
-    """Tells a DataLoader's workers what to read, and us which plan that was."""
+    """Gives a DataLoader's workers the indices to read, and records their plan."""
 
     def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan]) -> None:
         self._plans, self._queued = plans, queued
@@ -529,7 +529,7 @@ class _Pieces(Sampler[list[tuple[int, int]]]):
 
 @contextlib.contextmanager
 def _kept_generators() -> Iterator[None]:
-    """Leave python's, numpy's and torch's default generators as they were."""
+    """Restore python's, numpy's and torch's default generators afterwards."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -30,7 +30,7 @@ SAFE = ".safetensors"
 
 
 def check(path: Path, model: Any = None) -> None:
-    """Raise OutlastError for what cannot be exported, or not to `path`."""
+    """Raise OutlastError if `model` or `path` is not suitable for an export."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise OutlastError(f"run.export() got {streams.kind(model)} and needs a module ({place()}); write run.export(net)")
     if path.suffix == SAFE and importlib.util.find_spec("safetensors") is None:
@@ -38,7 +38,7 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write the weights of `model` to `path`, on rank 0, in the memory for one copy there and one tensor elsewhere. A collective.
+    """Write the weights of `model` to `path` on rank 0, which needs memory for one copy, others for one tensor. A collective.
 
     Raises OutlastError on all ranks when that fails on rank 0.
     """
@@ -112,7 +112,7 @@ def write(path: Path, weights: Weights) -> None:
 
 
 def _write_safe(path: Path, weights: Weights) -> None:
-    """In the manner of safetensors' `save_model`: of tied tensors the first is written, the metadata names the others."""
+    """Like safetensors' `save_model`: of tied tensors the first is written, and the metadata names the others."""
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
