@@ -22,7 +22,7 @@ from rich.console import Console
 import fake
 from outlast import chaos, cli
 from outlast.backends import Backend, LogLine
-from outlast.cli import live, run, show, view
+from outlast.cli import live, overrides, show, view
 from outlast.errors import NotFound, OutlastError, Unanswered
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
@@ -161,7 +161,7 @@ def test_a_fresh_run_ends_the_unfinished_one_first(tmp_path: Path, outlast: Outl
 
 def test_values_of_the_command_line_replace_those_of_the_file(job_file: Path) -> None:
     sets = ["checkpoint.every=7 steps", "args=[--epochs=2]", "workers.max=5", "env.WHO=me", "code=src"]
-    job = run.load(job_file, workers=5, name="other", set_=sets)
+    job = overrides.load(job_file, workers=5, name="other", set_=sets)
     assert job.metadata.name == "other"
     assert (job.spec.workers.replicas, job.spec.workers.allowed()) == (5, (5,))
     assert (str(job.spec.checkpoint.every), job.spec.args, job.spec.env) == ("7 steps", ("--epochs=2",), {"WHO": "me"})

@@ -17,9 +17,8 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast import contract
-from outlast.agent import ranks
 from outlast.agent.ranks import Ranks
-from outlast.hangs import rule
+from outlast.hangs import rule, stacks
 from outlast.launch import elastic, rank, shim
 from outlast.workerfiles import progress
 from outlast.workerfiles.progress import Progress
@@ -180,11 +179,11 @@ def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, m
 
 def test_the_stacks_of_many_ranks_take_no_longer_than_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(ranks, "DUMP_TIMEOUT_S", 1)
+    monkeypatch.setattr(stacks, "DUMP_TIMEOUT_S", 1)
     (tmp_path / "py-spy").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "py-spy").chmod(0o755)
     began = time.monotonic()
-    ranks.dump_stacks(list(range(1, 17)), tmp_path / "stacks")
+    stacks.dump(list(range(1, 17)), tmp_path / "stacks")
     assert time.monotonic() - began < 16
     assert (tmp_path / "stacks").read_text().count("no stack") == 16
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fake
 from outlast import cli, spec
-from outlast.cli import run, script
+from outlast.cli import overrides, script
 from outlast.errors import NotFound, OutlastError
 from outlast.shipping import tree
 from outlast.status import JobStatus
@@ -45,7 +45,7 @@ def outlast(backend: Backend | None, *words: str) -> int:
 
 
 def job(*words: str, **given: object) -> spec.Job:
-    return run.load(words[0], words[1:], **given)  # type: ignore[arg-type]
+    return overrides.load(words[0], words[1:], **given)  # type: ignore[arg-type]
 
 
 def test_a_script_runs_with_the_words_behind_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

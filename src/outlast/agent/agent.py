@@ -33,12 +33,12 @@ from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
 from outlast.errors import OutlastError, Superseded
-from outlast.hangs import rule
+from outlast.hangs import rule, stacks
 from outlast.launch import bytecode, shim, titles
 from outlast.ledger import Ledger
 from outlast.prepare import prepare
 from outlast.rendezvous.transport import Mode
-from outlast.spec import references
+from outlast.spec import substitution
 from outlast.workerfiles import notice
 from outlast.workerfiles.output import Output
 
@@ -347,18 +347,18 @@ class Agent:
 
     def _end_hang(self, hang: rule.Hang, found: Sequence[rule.Process]) -> None:
         """Dump the stacks, leave the verdict for the elastic agent, kill."""
-        stacks = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
-        ranks.dump_stacks([process.progress.pid for process in found], stacks)
+        file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        stacks.dump([process.progress.pid for process in found], file)
         for process, reason in hang.victims:
             record = process.progress
-            print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {stacks}", flush=True)
+            print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)
             path = self.state / contract.VERDICT.format(local_rank=process.local_rank)
             with contextlib.suppress(OSError):  # a full disk costs the explanation, not the rescue
                 verdict = {"pid": record.pid, "reason": reason, "stuck": not process.stopped, "early": process.early}
                 path.write_text(json.dumps({**verdict, "time": time.time()}))
             self.ledger.write(
                 "hang", worker=self.index, rank=record.rank, pid=record.pid, silent_s=round(process.silent_s, 1),
-                state="stopped" if process.stopped else "stuck", stacks=str(stacks), reason=reason,
+                state="stopped" if process.stopped else "stuck", stacks=str(file), reason=reason,
             )  # fmt: skip
             self._ranks.kill(process)
 
@@ -392,7 +392,7 @@ def main() -> None:
         from outlast import spec
 
         job = spec.load(file)
-        environ |= references.values(job.spec.env, environ)
+        environ |= substitution.values(job.spec.env, environ)
         agent = Agent(warm, job, environ, log)
         if agent.launched_here:
             log.keep(None)

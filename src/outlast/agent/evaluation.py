@@ -19,7 +19,7 @@ from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
 from outlast.prepare import prepare
 from outlast.runs.layout import skipped
-from outlast.spec import references
+from outlast.spec import substitution
 from outlast.sync import sync
 
 _OURS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
@@ -29,7 +29,7 @@ def main(args: Sequence[str]) -> int:
     """Evaluate as the environment says; the exit code of the job's module."""
     environ = dict(os.environ)
     job = spec.load(environ[Env.JOB_FILE])
-    environ |= references.values(job.spec.env, environ)
+    environ |= substitution.values(job.spec.env, environ)
     if Env.STORE in environ:
         place = store.open_(environ[Env.STORE])
         begun = runs.read(place)  # its name is that of the file it was begun with; ours may be a later one

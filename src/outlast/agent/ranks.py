@@ -10,11 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from outlast import contract
@@ -25,8 +21,6 @@ from outlast.workerfiles import progress
 FROZEN_S = 10.0
 """Time without a heartbeat after which a process counts as unable to run Python, because native code holds its lock. It is not
 silent while it uses CPU time."""
-DUMP_TIMEOUT_S = 10.0
-"""Timeout of py-spy. An agent without a heartbeat for 20 s counts as stuck."""
 
 
 class Ranks:
@@ -88,24 +82,3 @@ def _state(record: progress.Progress) -> str:
     """The state letter (proc(5)) of the process that wrote a record; "" if it has ended."""
     state, started = progress.kernel(record.pid)
     return state if record.started in (0, started) else ""
-
-
-def dump_stacks(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path` with py-spy, of all in parallel since the agent has no heartbeat meanwhile.
-    If py-spy fails, its error is written instead."""
-    py_spy = Path(sys.executable).with_name("py-spy")
-    end = time.monotonic() + DUMP_TIMEOUT_S
-    with ThreadPoolExecutor(max(1, len(pids))) as crew:
-        texts = list(crew.map(lambda pid: _stack(py_spy, pid, end - time.monotonic()), pids))
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(texts))
-
-
-def _stack(py_spy: Path, pid: int, seconds: float) -> str:
-    argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
-        return done.stdout or f"process {pid}: py-spy says: {done.stderr}"
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        return f"process {pid}: no stack: {problem}\n"

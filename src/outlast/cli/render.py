@@ -51,11 +51,11 @@ def render(
       outlast render job.yaml --as job --upload | kubectl apply -f -
     """
     from outlast import manifests
-    from outlast.cli import run
+    from outlast.cli import overrides
     from outlast.shipping.parcel import APPLIED, SMALL
     from outlast.spec import unused
 
-    job = run.load(file, name=name, set_=set_ or ())
+    job = overrides.load(file, name=name, set_=set_ or ())
     room = SMALL if server_side else APPLIED
     with rendered(job, topology, source=file, namespace=which.checked(namespace), room=room) as (documents, parcel):
         if parcel.url and not upload:

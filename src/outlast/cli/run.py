@@ -6,16 +6,16 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.cli import script, which
+from outlast.cli import overrides, script, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import FileOrScript, SetOption, TitleOption
-from outlast.errors import InvalidJob, NotFound, OutlastError
+from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
     from outlast.backends import Backend
@@ -64,7 +64,7 @@ def run(
       outlast run job.yaml --fresh --chaos chaos.yaml
     """
     gpus = script.gpus() if script.named(file, module=module) else 0
-    wanted = load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
+    wanted = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or (), gpus=gpus)
     command = script.command(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if chaos is not None:
         from outlast import chaos as schedules
@@ -117,70 +117,6 @@ def _patient(job: Job) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def load(
-    file: str | Path,
-    args: Sequence[str] = (),
-    *,
-    module: bool = False,
-    workers: int | None = None,
-    name: str | None = None,
-    set_: Iterable[str] = (),
-    gpus: int = 0,
-) -> Job:
-    """The job in a file, or of a script or module with its arguments, with what the command line says instead.
-
-    `gpus` are those that the workers of a script share. Raises InvalidJob.
-    """
-    from outlast import spec
-
-    changes = [_assignment(text) for text in set_]
-    if script.named(file, module=module):
-        here = Path.cwd()
-        text = script.job_file(str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here)
-        job = spec.anchor(spec.parse(text, source=str(file)), here)
-    else:
-        job, here = spec.load(file), Path(file).parent
-        text = Path(file).read_text(encoding="utf-8-sig")
-        if workers is not None:
-            changes.append((("spec", "workers", "replicas"), workers))
-        if name is not None:
-            changes.append((("metadata", "name"), name))
-    if not changes:
-        return job
-    import yaml
-
-    written = spec.parse(text, source=str(file))
-    document = written.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    for path, value in changes:
-        _put(document, path, value)
-    try:
-        return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
-    except InvalidJob as error:  # the lines are those of a file that nobody sees
-        raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
-
-
-def _assignment(text: str) -> tuple[tuple[str, ...], Any]:
-    import yaml
-
-    key, equals, value = text.partition("=")
-    path = tuple(key.split("."))
-    if not equals or not all(path):
-        raise OutlastError(f"--set {text}: expected KEY=VALUE, such as checkpoint.every=1m")
-    try:
-        return ("spec", *path), yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise OutlastError(f"--set {text}: the value is not YAML: {error}") from error
-
-
-def _put(document: Any, path: tuple[str, ...], value: Any) -> None:
-    """Set the field at `path`; a mapping that is missing on the way is made."""
-    for key in path[:-1]:
-        if not isinstance(document.get(key), dict):
-            document[key] = {}
-        document = document[key]
-    document[path[-1]] = value
 
 
 def _known(place: Backend, name: str) -> JobStatus | None:

@@ -55,10 +55,10 @@ def submit(
       outlast submit job.yaml --dry-run --set workers.replicas=8
     """
     from outlast import manifests
-    from outlast.cli import run
+    from outlast.cli import overrides
     from outlast.spec import unused
 
-    job = run.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
+    job = overrides.load(file, ctx.args, module=module, workers=workers, name=name, set_=set_ or ())
     if script.named(file, module=module) and not job.spec.image:
         raise OutlastError(f"{file} needs an image in a cluster, with torch and Outlast: add --set image=NAME before it")
     source = Path(file)

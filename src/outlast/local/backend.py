@@ -28,7 +28,7 @@ from outlast.local import fault_injection, log_files, output_dir, stored, submis
 from outlast.local.state_dir import Request, Run, StateDir, newest_metrics
 from outlast.prepare import prepare
 from outlast.runs import output as stored_output
-from outlast.spec import references
+from outlast.spec import substitution
 from outlast.status import JobStatus, State
 
 _LOG_POLL_S = 0.1
@@ -332,7 +332,7 @@ class LocalBackend:
             contract.Env.STATE: str(state_dir.path),
             contract.Env.SHARED: str(state_dir.path),
         }
-        environ |= references.values(job.spec.env, environ)
+        environ |= substitution.values(job.spec.env, environ)
         preparation = prepare.Preparation(job, environ, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
         try:
             preparation.prepare()

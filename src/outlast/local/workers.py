@@ -23,7 +23,7 @@ from outlast.clock import Seen
 from outlast.errors import OutlastError
 from outlast.local.state_dir import Run, StateDir
 from outlast.rendezvous.transports import sockets
-from outlast.spec import references
+from outlast.spec import substitution
 
 AGENT_SILENCE_S = 20.0
 """Timeout of an agent, which touches its file every second. Dumping the stacks of a hang takes it longer."""
@@ -202,7 +202,7 @@ class WorkerPool:
             contract.Env.STORE: self._store,
             contract.Env.OWNER: self._owner,
         }
-        return {**environ, **references.values(self._job.spec.env, environ)}
+        return {**environ, **substitution.values(self._job.spec.env, environ)}
 
     def _environ(self, index: int) -> dict[str, str]:
         """The environment of a worker, the same as a pod's."""
@@ -234,7 +234,7 @@ class WorkerPool:
             contract.Env.PROBE_PORT: str(base + index if base else 0),
             contract.Env.REVIVE: json.dumps([sys.executable, "-m", "outlast.local.launcher", str(self._state_dir.path)]),
         }
-        return {**environ, **references.values(fields.env, environ)}
+        return {**environ, **substitution.values(fields.env, environ)}
 
 
 def gpus() -> dict[str, list[str]]:

@@ -7,7 +7,7 @@ from outlast.contract import Env, Pod
 from outlast.manifests import resources, volumes
 from outlast.manifests.rendezvous import login
 from outlast.manifests.request import Document, Request
-from outlast.spec import references
+from outlast.spec import substitution
 
 KEY = "key"
 """Of the Secret by which workers that meet at worker 0 know each other."""
@@ -35,7 +35,7 @@ def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -
     agent, from its environment."""
     ours = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     known = {name: str(source["value"]) for name, source in ours.items() if "value" in source}
-    own = references.values(request.spec.env, known)
+    own = substitution.values(request.spec.env, known)
     found = {**ours, **{name: plain(literal(value)) for name, value in own.items()}}
     return [{"name": name, **source} for name, source in found.items()]
 

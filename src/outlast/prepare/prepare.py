@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from outlast.contract import Env, Pod
 from outlast.errors import OutlastError
-from outlast.spec import references
+from outlast.spec import substitution
 
 if TYPE_CHECKING:
     from outlast import spec
@@ -190,7 +190,7 @@ class Preparation:
         linked by name. In pods, which have these places, everything is linked there.
         """
         fields = self._job.spec
-        known = references.values(fields.env, self._environ)
+        known = substitution.values(fields.env, self._environ)
         in_pod = Env.DATA in self._environ
         data = [self._here(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
         models = [self._here(f"models[{i}].from", entry.from_) for i, entry in enumerate(fields.models)]
@@ -211,7 +211,7 @@ class Preparation:
             self._environ[Env.MODELS] = str(_linked(shelf, dict(zip(names, models, strict=True))))
             for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
                 self._environ.setdefault(name, "1")
-        own = references.values(fields.env, self._environ)
+        own = substitution.values(fields.env, self._environ)
         self._environ.update({name: value for name, value in own.items() if value != known[name]})
 
     def _here(self, field: str, place: str) -> Path:
@@ -259,7 +259,7 @@ def _filled(directory: Path, tree: Path) -> None:
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
     """The training command for `launch.rank`, with `$(NAME)` in arguments replaced from the environment, as Kubernetes does
     it."""
-    args = [references.replaced(arg, environ) for arg in job.spec.args]
+    args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]
     return [os.path.join(environ["OUTLAST_CODE"], str(job.spec.script)), *args]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from outlast.spec import references
+from outlast.spec import substitution
 
 if TYPE_CHECKING:
     from outlast.spec import Job
@@ -22,7 +22,7 @@ def anywhere(job: Job) -> Iterator[str]:
     for field in FIELDS:
         if getattr(job.spec, field) != type(job.spec).model_fields[field].default:
             yield f"{field} has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
-    for name in sorted(references.circular(job.spec.env)):
+    for name in sorted(substitution.circular(job.spec.env)):
         yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outlast.spec import references
+from outlast.spec import substitution
 
 ENVIRON = {"HOME": "/root", "A": "of the shell"}
 
@@ -19,17 +19,17 @@ ENVIRON = {"HOME": "/root", "A": "of the shell"}
     ],
 )
 def test_a_reference_becomes_its_value(text: str, shown: str) -> None:
-    assert references.replaced(text, ENVIRON) == shown
+    assert substitution.replaced(text, ENVIRON) == shown
 
 
 def test_variables_refer_to_each_other_in_any_order_and_to_those_around_them() -> None:
     env = {"C": "$(B)$(B)", "B": "$(A)/b", "A": "$(HOME)", "D": "$$(A)"}
-    found = references.values(env, ENVIRON)
+    found = substitution.values(env, ENVIRON)
     assert found == {"C": "/root/b/root/b", "B": "/root/b", "A": "/root", "D": "$(A)"}
-    assert references.values(env, {**ENVIRON, **found}) == found, "whoever is given the values finds the same again"
+    assert substitution.values(env, {**ENVIRON, **found}) == found, "whoever is given the values finds the same again"
 
 
 def test_variables_that_refer_to_themselves_stay_as_they_are() -> None:
     env = {"PATH": "/opt:$(PATH)", "A": "$(B)", "B": "$(A)", "C": "$(A) $(HOME)"}
-    assert references.circular(env) == {"PATH", "A", "B"}
-    assert references.values(env, {**ENVIRON, "PATH": "/bin"}) == {**env, "C": "$(A) /root"}
+    assert substitution.circular(env) == {"PATH", "A", "B"}
+    assert substitution.values(env, {**ENVIRON, "PATH": "/bin"}) == {**env, "C": "$(A) /root"}

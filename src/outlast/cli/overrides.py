@@ -1,0 +1,77 @@
+"""A job as the command line wants it: the job file or script, with `--set`, `--workers` and `--name` applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outlast.cli import script
+from outlast.errors import InvalidJob, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.spec import Job
+
+
+def load(
+    file: str | Path,
+    args: Sequence[str] = (),
+    *,
+    module: bool = False,
+    workers: int | None = None,
+    name: str | None = None,
+    set_: Iterable[str] = (),
+    gpus: int = 0,
+) -> Job:
+    """The job in a file, or of a script or module with its arguments, with what the command line says instead.
+
+    `gpus` are those that the workers of a script share. Raises InvalidJob.
+    """
+    from outlast import spec
+
+    changes = [_assignment(text) for text in set_]
+    if script.named(file, module=module):
+        here = Path.cwd()
+        text = script.job_file(str(file), args, module=module, workers=workers or 1, name=name, gpus=gpus, directory=here)
+        job = spec.anchor(spec.parse(text, source=str(file)), here)
+    else:
+        job, here = spec.load(file), Path(file).parent
+        text = Path(file).read_text(encoding="utf-8-sig")
+        if workers is not None:
+            changes.append((("spec", "workers", "replicas"), workers))
+        if name is not None:
+            changes.append((("metadata", "name"), name))
+    if not changes:
+        return job
+    import yaml
+
+    written = spec.parse(text, source=str(file))
+    document = written.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for path, value in changes:
+        _put(document, path, value)
+    try:
+        return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
+    except InvalidJob as error:  # the lines are those of a file that nobody sees
+        raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
+
+
+def _assignment(text: str) -> tuple[tuple[str, ...], Any]:
+    import yaml
+
+    key, equals, value = text.partition("=")
+    path = tuple(key.split("."))
+    if not equals or not all(path):
+        raise OutlastError(f"--set {text}: expected KEY=VALUE, such as checkpoint.every=1m")
+    try:
+        return ("spec", *path), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise OutlastError(f"--set {text}: the value is not YAML: {error}") from error
+
+
+def _put(document: Any, path: tuple[str, ...], value: Any) -> None:
+    """Set the field at `path`; a mapping that is missing on the way is made."""
+    for key in path[:-1]:
+        if not isinstance(document.get(key), dict):
+            document[key] = {}
+        document = document[key]
+    document[path[-1]] = value

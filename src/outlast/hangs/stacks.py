@@ -1,0 +1,34 @@
+"""The Python stacks of processes that hang, read from outside by py-spy. Called by the agent before it kills them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+DUMP_TIMEOUT_S = 10.0
+"""Timeout of py-spy. An agent without a heartbeat for 20 s counts as stuck."""
+
+
+def dump(pids: list[int], path: Path) -> None:
+    """Write the Python stacks of processes to `path` with py-spy, all in parallel since the agent has no heartbeat meanwhile. If
+    py-spy fails, its error is written instead."""
+    py_spy = Path(sys.executable).with_name("py-spy")
+    end = time.monotonic() + DUMP_TIMEOUT_S
+    with ThreadPoolExecutor(max(1, len(pids))) as pool:
+        texts = list(pool.map(lambda pid: _stack(py_spy, pid, end - time.monotonic()), pids))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(texts))
+
+
+def _stack(py_spy: Path, pid: int, seconds: float) -> str:
+    argv = [str(py_spy), "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=seconds, check=False)
+        return done.stdout or f"process {pid}: py-spy says: {done.stderr}"
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        return f"process {pid}: no stack: {problem}\n"
