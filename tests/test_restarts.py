@@ -7,7 +7,7 @@ from datetime import timedelta
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outlast import status
+from outlast import contract, status
 from outlast.rendezvous import failures
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.restarts import History, Policy, Record, Restart, Stop, judge
@@ -60,7 +60,7 @@ def test_the_job_stops_when_the_limit_is_used_up():
     assert judged(a_kill(), *before, policy=a_policy(limit=2)) == Stop(
         "rank 1 on worker 1 was killed by SIGKILL at step 40; restarts.limit (2 within 1h without a new checkpoint) is used up",
         137,
-        status.End.LIMIT,
+        contract.End.LIMIT,
     )
 
 
@@ -68,7 +68,7 @@ def test_a_limit_of_zero_stops_at_the_first_failure():
     assert judged(a_failure(3), policy=a_policy(limit=0, window=timedelta(minutes=90))) == Stop(
         "rank 1 on worker 1 raised ValueError at step 40; restarts.limit (0 within 1h30m without a new checkpoint) is used up",
         3,
-        status.End.LIMIT,
+        contract.End.LIMIT,
     )
 
 
@@ -114,25 +114,25 @@ def test_a_wrong_configuration_stops_at_once():
     assert judged(a_failure(78, reason="worker 1: no such file: train.py", step=None)) == Stop(
         "worker 1: no such file: train.py; a restart would not help",
         78,
-        status.End.MISCONFIGURED,
+        contract.End.MISCONFIGURED,
     )
 
 
 def test_a_step_that_raises_three_times_stops_the_job():
     assert judged(a_failure(), (NOW - 9, 20, 40), (NOW - 5, 20, 40)) == Stop(
-        "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1, status.End.NO_PROGRESS
+        "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1, contract.End.NO_PROGRESS
     )
 
 
 def test_a_script_that_reports_no_steps_and_fails_soon_three_times_is_not_said_to_fail_at_step_0():
     assert judged(a_failure(step=0), (NOW - 9, 0, 0), (NOW - 5, 0, 0)) == Stop(
-        "rank 1 on worker 1 raised ValueError; it has failed soon after its start 3 times in a row", 1, status.End.NO_PROGRESS
+        "rank 1 on worker 1 raised ValueError; it has failed soon after its start 3 times in a row", 1, contract.End.NO_PROGRESS
     )
 
 
 def test_neither_age_nor_a_checkpoint_before_it_saves_a_step_that_always_raises():
     assert judged(a_failure(), (NOW - 9000, 20, 40), (NOW - 5000, 30, 40), committed=40) == Stop(
-        "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1, status.End.NO_PROGRESS
+        "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1, contract.End.NO_PROGRESS
     )
 
 
@@ -165,7 +165,7 @@ def test_a_step_that_hangs_three_times_stops_the_job():
     assert judged(a_hang(), (NOW - 5400, 20, 40), (NOW - 1600, 20, 40)) == Stop(
         "rank 1 on worker 1 hung: no progress for 750 s after step 40; it has hung here 3 times in a row",
         137,
-        status.End.NO_PROGRESS,
+        contract.End.NO_PROGRESS,
     )
 
 
@@ -179,7 +179,7 @@ def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_jo
     assert judge(History(), first, 0, NOW, a_policy(), everywhere=True) == Stop(
         "rank 1 on worker 1 raised ValueError; every rank raises it before the first step, a restart would not help",
         78,
-        status.End.MISCONFIGURED,
+        contract.End.MISCONFIGURED,
     )
 
 
@@ -197,7 +197,7 @@ def test_an_error_that_not_every_worker_raised_before_its_first_step_is_tried_ag
 
 def test_a_kill_between_errors_does_not_hide_the_step():
     assert judged(a_failure(), (NOW - 9, 20, 40), (NOW - 7, 20, None), (NOW - 5, 20, 40)) == Stop(
-        "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1, status.End.NO_PROGRESS
+        "rank 1 on worker 1 raised ValueError at step 40; this step has failed 3 times in a row", 1, contract.End.NO_PROGRESS
     )
 
 

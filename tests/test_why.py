@@ -16,13 +16,14 @@ import fake
 import situations
 from fake_cluster import FakeCluster
 from outlast import cli, diagnosis, kube
+from outlast.contract import End, FailureCause
 from outlast.diagnosis import Cause, Snapshot, admission, containers, gather, local_job, nodes, scheduling, storage
 from outlast.errors import Forbidden, NotFound
 from outlast.kube import kinds
 from outlast.kube import pods as kube_pods
 from outlast.local import backend as local
 from outlast.local.state_dir import Run
-from outlast.status import End, Failure, FailureCause, JobStatus, State, StoreStatus, WorkerStatus
+from outlast.status import Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = dict[str, Any]
 NOW = 1_800_000_000.0

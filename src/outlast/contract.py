@@ -48,6 +48,39 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+class FailureCause(enum.StrEnum):
+    """What a worker failed of, for programs; people read the sentence beside it."""
+
+    UNKNOWN = ""
+    """Not told, or told by a version that knows other causes."""
+    OUT_OF_MEMORY = "oom"
+    HANG = "hang"
+    """Killed for standing still."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCause:
+        return cls.UNKNOWN
+
+
+class End(enum.StrEnum):
+    """Why a job ended for good: also the reason of its condition on Kubernetes, where that writes them in CamelCase."""
+
+    UNKNOWN = ""
+    SUCCEEDED = "JobSucceeded"
+    NO_PROGRESS = "NoProgress"
+    """The same step failed too often."""
+    MISCONFIGURED = "WrongConfiguration"
+    LIMIT = "BackoffLimitExceeded"
+    """`restarts.limit` is used up."""
+    DEADLINE = "DeadlineExceeded"
+    STARTUP_DEADLINE = "StartupDeadlineExceeded"
+    INVALID = "InvalidJob"
+
+    @classmethod
+    def _missing_(cls, value: object) -> End:
+        return cls.UNKNOWN
+
+
 class Env:
     """Environment variables that a training process may read. A job file may not set them."""
 
@@ -266,3 +299,19 @@ def worker_log(index: int) -> str:
 def checkpoint_name(step: int) -> str:
     """Directory name of the checkpoint of `step`; sorts by step."""
     return f"step-{step:08d}"
+
+
+STAYS = "stays up and does nothing more"
+"""How the last line of a worker ends that has ended and waits to be deleted."""
+_END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
+
+
+def end_line(worker: int | str, reason: str, code: int | None) -> str:
+    """The line of a worker's log that tells how the worker ended."""
+    return f"outlast | worker {worker}: {reason} (exit {code})"
+
+
+def ended(line: str) -> tuple[str, int | None] | None:
+    """Reason and exit code in such a line; None if it is another."""
+    found = _END_LINE.search(line)
+    return found and (found["reason"], None if found["code"] == "None" else int(found["code"]))

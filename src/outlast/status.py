@@ -12,6 +12,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from outlast.contract import End, FailureCause
+
 
 class State(enum.StrEnum):
     """Where a job stands. The last three are final: nobody trains it, unless somebody runs it again."""
@@ -45,39 +47,6 @@ class State(enum.StrEnum):
     def trains(self) -> bool:
         """Whether steps are being done, so that there is a rate."""
         return self in (State.RUNNING, State.RESIZING)
-
-
-class FailureCause(enum.StrEnum):
-    """What a worker failed of, for programs; people read the sentence beside it."""
-
-    UNKNOWN = ""
-    """Not told, or told by a version that knows other causes."""
-    OUT_OF_MEMORY = "oom"
-    HANG = "hang"
-    """Killed for standing still."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> FailureCause:
-        return cls.UNKNOWN
-
-
-class End(enum.StrEnum):
-    """Why a job ended for good: also the reason of its condition on Kubernetes, where that writes them in CamelCase."""
-
-    UNKNOWN = ""
-    SUCCEEDED = "JobSucceeded"
-    NO_PROGRESS = "NoProgress"
-    """The same step failed too often."""
-    MISCONFIGURED = "WrongConfiguration"
-    LIMIT = "BackoffLimitExceeded"
-    """`restarts.limit` is used up."""
-    DEADLINE = "DeadlineExceeded"
-    STARTUP_DEADLINE = "StartupDeadlineExceeded"
-    INVALID = "InvalidJob"
-
-    @classmethod
-    def _missing_(cls, value: object) -> End:
-        return cls.UNKNOWN
 
 
 class _Model(BaseModel):

@@ -143,7 +143,7 @@ class Agent:
 
     def _stay(self, end: lifecycle.Exit) -> lifecycle.Exit:
         """Answer probes until the pod is told to end."""
-        print(f"outlast | worker {self.index} stays up and does nothing more", flush=True)
+        print(f"outlast | worker {self.index} {contract.STAYS}", flush=True)
         done = end.code == contract.Exit.DONE
         metrics = {"done": float(done), "failed": float(not done)}
         answer = self.coordination.end_for_others(end.code)
@@ -365,7 +365,7 @@ class Agent:
 
 def print_end(worker: int | str, code: int | None, reason: str) -> None:
     """Print the last line of a worker's log."""
-    print(f"outlast | worker {worker}: {reason} (exit {code})", flush=True)
+    print(contract.end_line(worker, reason, code), flush=True)
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from outlast.contract import FailureCause
 from outlast.kube import pods as kube_pods
 from outlast.manifests.request import Document
-from outlast.status import FailureCause
 
 
 @dataclass(frozen=True)

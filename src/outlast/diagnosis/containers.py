@@ -161,11 +161,9 @@ def _of(pods: Sequence[Document]) -> str:
 
 # Ends
 
-_END = re.compile(r"outlast \| worker (?P<worker>\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
 """`ValueError: no labels`, perhaps after torchrun's prefix of the line."""
 _LAST_LINES = 12
-_STAYS = "stays up and does nothing more"
 
 
 def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
@@ -184,10 +182,10 @@ def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
 def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
     """How the worker in a pod that stays up has ended, as in a StatefulSet: the last line of its log tells."""
     lines = [line for line in snapshot.logs.get(kube_pods.name(pod), ()) if line.strip()]
-    if not lines or not lines[-1].endswith(_STAYS):
+    if not lines or not lines[-1].endswith(contract.STAYS):
         return None
-    ends = [found for line in lines if (found := _END.search(line)) and found["code"] != "None"]
-    return {"exitCode": int(ends[-1]["code"])} if ends else None
+    codes = [end[1] for line in lines if (end := contract.ended(line)) and end[1] is not None]
+    return {"exitCode": codes[-1]} if codes else None
 
 
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
@@ -278,8 +276,8 @@ def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
     """The reason in the agent's last line."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(kube_pods.name(pod), ())):
-            if found := _END.search(line):
-                return found["reason"]
+            if end := contract.ended(line):
+                return end[0]
     return ""
 
 

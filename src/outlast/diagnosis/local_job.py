@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from outlast import contract, units
+from outlast.contract import End, FailureCause
 from outlast.diagnosis.cause import Cause, repeated_failures
 from outlast.ledger import Event
-from outlast.status import End, Failure, FailureCause, JobStatus, State
+from outlast.status import Failure, JobStatus, State
 
 _LAST = 3
 """Most incidents, the newest, that are given as evidence."""

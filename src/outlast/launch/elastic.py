@@ -24,10 +24,10 @@ from typing import Any
 
 from outlast import accelerators, backoff, contract
 from outlast.clock import Seen
+from outlast.contract import FailureCause
 from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
-from outlast.status import FailureCause
 from outlast.workerfiles import output, progress
 
 MONITOR_INTERVAL_S = 0.05

@@ -26,6 +26,7 @@ from outlast import ledger as ledgers
 from outlast.agent import upload_handle
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
+from outlast.contract import End
 from outlast.errors import OutlastError
 from outlast.launch import titles
 from outlast.local.live_status import LiveStatus
@@ -34,7 +35,7 @@ from outlast.local.workers import Ended, WorkerPool
 from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
 from outlast.rendezvous.transports import sockets
-from outlast.status import End, Failure, JobStatus, State, StoreStatus
+from outlast.status import Failure, JobStatus, State, StoreStatus
 
 if TYPE_CHECKING:
     from outlast.runs import alive
@@ -89,6 +90,8 @@ class Launcher(Coordinator):
         self.closing: tuple[State, str, int] | None = None
         """The end that has been decided: state, reason, exit code."""
         self.close_by = self.closed_at = 0.0
+        self.displaced = False
+        """Whether another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """When the run was submitted or resumed, by our clock."""
         self.started: float | None = None
@@ -229,6 +232,7 @@ class Launcher(Coordinator):
             worker = end.worker
             self.ledger.write("exited", worker=worker.index, code=end.code, reason=end.message, interrupted=end.interrupted)
             if end.displaced and self.closing is None:
+                self.displaced = True
                 self._close(State.INTERRUPTED, end.message, contract.Exit.INTERRUPTED)
             elif self.closing is None and not worker.leaving:
                 if end.interrupted:
@@ -415,7 +419,7 @@ class Launcher(Coordinator):
         if self.status.store is not None and last.report:
             self.status.store = StoreStatus(url=self.store, **last.report)
         if failed == upload_handle.SUPERSEDED:
-            return State.INTERRUPTED, reason if problem in reason else f"{reason}; {problem}", contract.Exit.INTERRUPTED
+            return State.INTERRUPTED, reason if self.displaced else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
             problem = stored.end(self.record, state, reason, code)
         if not problem:

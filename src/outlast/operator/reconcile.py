@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast import spec
+from outlast.contract import End
 from outlast.operator import desired, job_status, queues
 from outlast.operator.job_status import Account
 from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.operator.snapshot import JobSnapshot, MemberReport, Pod
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.world import Standing
-from outlast.status import End, State
+from outlast.status import State
 
 UNHEARD = "Unheard"
 """Reason of the condition while most workers are silent."""

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from outlast import contract
+from outlast.contract import End
 from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Cause, Standing
-from outlast.status import End, Failure, State
+from outlast.status import Failure, State
 
 if TYPE_CHECKING:
     from outlast import spec

@@ -64,7 +64,7 @@ class Stop:
     reason: str
     code: int
     """Exit code of the job."""
-    kind: status.End
+    kind: contract.End
     counted = True
 
 
@@ -85,19 +85,19 @@ def judge(
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
         return Restart(History(past), used, f"{what}; interruptions do not count", counted=False)
     if failure.code == contract.Exit.MISCONFIGURED:
-        return Stop(f"{what}; a restart would not help", failure.code, status.End.MISCONFIGURED)
+        return Stop(f"{what}; a restart would not help", failure.code, contract.End.MISCONFIGURED)
     if everywhere:
         again = "every rank raises it before the first step, a restart would not help"
-        return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, status.End.MISCONFIGURED)
+        return Stop(f"{failure.reason}; {again}", contract.Exit.MISCONFIGURED, contract.End.MISCONFIGURED)
     step = None if contract.killed(failure.code) and not failure.hung else failure.step
     past, number = (*past, Record(now, committed_step, step)), used + 1
     if step is not None and _in_a_row(past) >= policy.same_step:
         again = "it has hung here" if failure.hung else "this step has failed" if step else "it has failed soon after its start"
         why = f"{again} {policy.same_step} times in a row"
-        return Stop(f"{what}; {why}", failure.code, status.End.NO_PROGRESS)
+        return Stop(f"{what}; {why}", failure.code, contract.End.NO_PROGRESS)
     if number > policy.limit:
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
-        return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code, status.End.LIMIT)
+        return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code, contract.End.LIMIT)
     return Restart(History(past[-max(policy.limit, policy.same_step) :]), number, f"{what}; restart {number} of {policy.limit}")
 
 

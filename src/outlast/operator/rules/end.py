@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outlast import contract
+from outlast.contract import End
 from outlast.kube import kinds
 from outlast.operator.plan import Deletion, Plan
 from outlast.operator.reconcile import Reconcile
 from outlast.operator.snapshot import Limits, Pod
 from outlast.rendezvous import world
-from outlast.status import End, State
+from outlast.status import State
 
 LEAVE_S = 60.0
 """Timeout for workers to flush their uploads and exit, once the job has ended."""

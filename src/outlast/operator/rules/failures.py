@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from outlast import contract
+from outlast.contract import FailureCause
 from outlast.kube import pods
 from outlast.operator import desired
 from outlast.operator.job_status import CountedFailure
@@ -16,7 +17,7 @@ from outlast.rendezvous import failures as judging
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.world import Standing
-from outlast.status import Failure, FailureCause, State
+from outlast.status import Failure, State
 
 
 def reported(rec: Reconcile) -> list[Pending]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from outlast import contract
+from outlast.contract import End
 from outlast.errors import InvalidJob
 from outlast.kube import wire
 from outlast.manifests import gang
 from outlast.operator import desired
 from outlast.operator.reconcile import Reconcile
-from outlast.status import End, State
+from outlast.status import State
 
 
 def unreadable(rec: Reconcile) -> None:

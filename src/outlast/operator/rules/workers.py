@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outlast import backoff, contract
+from outlast.contract import End, FailureCause
 from outlast.kube import ownership
 from outlast.operator import desired, reconcile
 from outlast.operator.job_status import Silent
@@ -14,7 +15,7 @@ from outlast.operator.rules import failures
 from outlast.operator.rules.kueue import RECHECK_S as QUEUE_RECHECK_S
 from outlast.operator.snapshot import Pod
 from outlast.rendezvous.world import Standing
-from outlast.status import End, Failure, FailureCause, State
+from outlast.status import Failure, State
 
 FAST_LOSS_S = 10.0
 """Lifetime below which the loss of a pod is followed by a pause: its node would reject the next one as well."""

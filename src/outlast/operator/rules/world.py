@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from outlast import contract
+from outlast.contract import End
 from outlast.operator import desired, job_status, reconcile
 from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import failures
@@ -13,7 +14,7 @@ from outlast.rendezvous import failures as judging
 from outlast.rendezvous import world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.world import Call, Cause, Standing
-from outlast.status import End, Failure, State
+from outlast.status import Failure, State
 
 ARRIVE_S = 2.0
 """Debounce: report who is missing only after no worker has joined for this long."""

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 from outlast import contract
 from outlast.backoff import RANDOM
 from outlast.clock import Clock
+from outlast.contract import End
 from outlast.errors import EtcdError
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous import coordinator, failures, restarts, world
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.member import TTL_S, Store
 from outlast.rendezvous.transports import sockets
-from outlast.status import End, Failure, State
+from outlast.status import Failure, State
 
 TICK_S = 0.1
 LINGER_S = 600

@@ -83,7 +83,7 @@ class Report:
     failure: Mapping[str, Any] | None = None
     """What failed in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
 
-    `cause` is a `status.FailureCause`, `log_tail` the last lines that it wrote; both may be lacking. `echo` marks an error that
+    `cause` is a `contract.FailureCause`, `log_tail` the last lines that it wrote; both may be lacking. `echo` marks an error that
     only echoes another's death. `step` and `committed`: how far the training was, and what is saved; None for a plain script.
     """
 
@@ -149,7 +149,7 @@ class Closed:
     code: int
     """What the worker is to exit with."""
     end: str = ""
-    """Why, a `status.End`."""
+    """Why, a `contract.End`."""
 
 
 class Client:
