@@ -110,7 +110,7 @@ def test_the_first_interruption_saves_and_the_same_command_goes_on(tmp_path: Pat
     backend = fake.FakeBackend(tmp_path, at={5: lambda run: os.kill(os.getpid(), signal.SIGINT)}, steps=60)
     code, _, err = outlast(backend, "run", job_file)
     assert code == 75
-    assert "outlast | saving and leaving; once more kills at once\n" in err
+    assert "outlast | saving and stopping; press Ctrl-C again to kill it\n" in err
     left = backend.status("job").step
     assert f"go on from step {left} with `outlast run FILE`, or in the background with `outlast resume job`\n" in err
 
@@ -426,14 +426,14 @@ def test_a_run_on_a_terminal_ends_with_its_panel(tmp_path: Path) -> None:
 def test_wishes_reach_the_backend(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
     backend = fake.FakeBackend(tmp_path, steps=10_000)
     outlast(backend, "run", job_file, "--detach")
-    assert outlast(backend, "scale", 3) == (0, "job is to have 3 workers\n", "")
+    assert outlast(backend, "scale", 3) == (0, "job is scaled to 3 workers\n", "")
     assert backend.status("job").replicas == 3
-    assert outlast(backend, "scale", "job", 1) == (0, "job is to have 1 worker\n", "")
+    assert outlast(backend, "scale", "job", 1) == (0, "job is scaled to 1 worker\n", "")
     assert outlast(backend, "scale", "many")[0] == 2
     assert outlast(backend, "scale", "a", "b", "3")[0] == 2
     assert outlast(backend, "suspend")[:2] == (
         0,
-        "job is told to suspend: its workers save and leave; go on with: outlast resume job\n",
+        "job is being suspended: its workers save and exit; continue with: outlast resume job\n",
     )
     while backend.status("job").state is not State.SUSPENDED:
         time.sleep(0.01)

@@ -224,5 +224,5 @@ def test_a_store_that_is_away_hides_nothing_that_is_here(outlast: Outlast, here:
     code, out, err = outlast("list", "--store", "s3://bucket/runs/one")
     assert code == 0
     assert out.splitlines()[-1].endswith("here")
-    assert err.startswith("warning: those in the store are not shown: ")
+    assert err.startswith("warning: checkpoints in the store are not shown: ")
     assert outlast("list", "s3://bucket/runs/one")[0] == 1

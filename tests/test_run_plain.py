@@ -47,7 +47,7 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
     page = show.page(status, time.time())
     assert re.search(r"\nstep +[\d,]+/100,?000, .* steps/s, .* left \(read from the log\)\n", page)
     assert re.search(r"\ncheckpoint +newest file that looks like a checkpoint: work/checkpoint.pt, .* ago\n", page)
-    assert view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and leave"
+    assert view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and exit"
     machine.backend.suspend(name)
     status = machine.end(name)
     assert status.state is State.SUSPENDED

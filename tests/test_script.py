@@ -78,7 +78,7 @@ def test_an_option_of_ours_behind_the_script_is_said_unless_it_is_the_scripts_ow
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert outlast(Backend(here), "run", "train.py", "--workers=2", "--steps", "3") == 0
-    said = "outlast | train: --workers comes after train.py, so the script gets it; for Outlast write it before: "
+    said = "outlast | train: --workers comes after train.py, so the script gets it; to give it to outlast, write it before: "
     assert said + "outlast run --workers ... train.py\n" in capsys.readouterr().err
     Path("train.py").write_text("parser.add_argument('--workers')")
     assert outlast(Backend(here), "run", "train.py", "--workers=2") == 0
@@ -174,7 +174,7 @@ def test_the_script_is_code_though_it_takes_the_place_of_the_job_file(here: Path
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("from outlast.training import Stream, session", "goes on exactly where it was"),
+        ("from outlast.training import Stream, session", "continues exactly where it was"),
         ("from transformers import (\n    Trainer)", "the newest checkpoint in its output_dir"),
         ("import lightning as L", "the newest checkpoint in its output_dir"),
         ("import torch", "the script saves checkpoints"),

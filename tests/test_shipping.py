@@ -499,7 +499,7 @@ def test_render_writes_to_the_store_only_when_it_is_told_to(outlast: Outlast, tm
     code, out, err = outlast("render", job_file, "--as", "job")
     assert (code, out) == (2, "")
     assert err.startswith(f"Error: code: 2 files, 700 KiB -> {moto.url}/runs/code/")
-    assert err.endswith("which render does not write to unless it is told to; add --upload, or use `outlast submit`\n")
+    assert err.endswith("which render does not upload to by default; add --upload, or use `outlast submit`\n")
     assert list(store.open_(moto.url).entries()) == []
     code, out, err = outlast("render", job_file, "--as", "job", "--upload")
     (entry,) = store.open_(moto.url).entries()

@@ -660,7 +660,7 @@ def test_the_code_of_a_script_is_the_job_files_directory_and_a_module_needs_none
 @pytest.mark.parametrize(
     ("fields", "run", "line", "sentence"),
     [
-        ("", "  script: trian.py\n", 5, "script (trian.py) is not in {0}; correct it, or say with code: where it is"),
+        ("", "  script: trian.py\n", 5, "script (trian.py) is not in {0}; correct it, or set code: to its directory"),
         (
             "code: data/images.bin",
             "  module: a\n",
@@ -707,7 +707,7 @@ def test_a_directory_is_no_job_file(project: Path) -> None:
 
 def test_a_file_that_is_not_text_is_no_job_file(project: Path) -> None:
     (project / "job.yaml").write_bytes(b"\xff\x00\xfe")
-    with pytest.raises(InvalidJob, match=r"job\.yaml: this is not text in UTF-8; save it as that$"):
+    with pytest.raises(InvalidJob, match=r"job\.yaml: this is not UTF-8 text; save it as UTF-8$"):
         spec.load(project / "job.yaml")
 
 

@@ -320,7 +320,7 @@ def test_what_is_left_of_a_job_that_is_gone_can_be_cancelled(api: apiserver.ApiS
     for kind in ("ConfigMap", "Service"):
         api.put({"apiVersion": "v1", "kind": kind, "metadata": {"name": "train-rest", "labels": labels}})
     code, out, _ = outlast("cancel", "train", "-n", "default")
-    assert (code, out) == (0, "train was gone already; what was left of it is deleted\n")
+    assert (code, out) == (0, "train was gone already; its remaining objects are deleted\n")
     assert kinds(api) == []
     code, _, err = outlast("cancel", "train", "-n", "default")
     assert (code, err.partition(";")[0]) == (2, "Error: there is no job train in namespace default of here")

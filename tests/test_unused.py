@@ -53,7 +53,7 @@ def test_fields_without_effect_are_said(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(
         f"{JOB}  tracking: {{mlflow: http://flow}}\n  secrets: [{{name: keys}}]\n  volumes: [{{claim: c, to: /big}}]\n"
     )
-    secrets = "secrets (keys) are for pods; on this machine set what they hold in the shell, or keep it in files"
+    secrets = "secrets (keys) are for pods; on this machine set their variables in the shell, or keep their values in files"
     volumes = "volumes (/big) are for pods; on this machine these are ordinary directories"
     local = f"{path}: with outlast run: {secrets}\n{path}: with outlast run: {volumes}\n"
     assert printed(capsys, backend, "validate", path) == (0, f"{path}: warning: {SAID}\n{local}")

@@ -1,8 +1,8 @@
 """The command line: `outlast VERB`, one module a group of verbs.
 
-`main` is the program. Verbs talk to a `backends.Backend`, and import what is heavy (pydantic, yaml, rich) when they are called,
-never before: `outlast --help` answers at once. Exit codes are 0, 1 when what was asked for failed, 2 when it was asked wrongly,
-and for `outlast run` that of the job.
+`main` is the program. Verbs talk to a `backends.Backend`, and import heavy modules (pydantic, yaml, rich) when they are called,
+so that `outlast --help` answers at once. Exit codes are 0, 1 when the command failed, 2 when it was used wrongly,
+for `outlast run` that of the job.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def validate_(
     files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.", show_default=False)] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of job files, for editors.")] = False,
 ) -> None:
-    """Check job files, and say everything that is wrong with them.
+    """Check job files, and print every mistake in them.
 
-    An editor with the YAML language server (VS Code's YAML extension, Neovim) checks and completes a job file whose first line is
+    Editors with the YAML language server (VS Code's YAML extension, Neovim) check and complete a job file that begins with
     `# yaml-language-server: $schema=elasticjob.json`, once --schema has written that file.
 
     \b
@@ -110,7 +110,7 @@ def version() -> None:
 
 
 def agent() -> None:
-    """Run a worker, as its environment says."""
+    """Run a worker, configured by its environment."""
     from outlast.agent import agent
 
     terminal.release()
@@ -118,7 +118,7 @@ def agent() -> None:
 
 
 def evaluation(args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", show_default=False)] = None) -> None:
-    """Evaluate a job's model in this pod, as its environment says."""
+    """Evaluate a job's model in this pod, configured by its environment."""
     from outlast.agent import evaluation
 
     terminal.release()

@@ -1,4 +1,4 @@
-"""`outlast checkpoints list | show | verify | restore | export | prune`: what a job has saved, here and in its store."""
+"""`outlast checkpoints list | show | verify | restore | export | prune`: checkpoints on this machine and in a store."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from outlast.errors import NotFound, OutlastError, StoreError
 if TYPE_CHECKING:
     from outlast.checkpoints import Checkpoint, remote
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at what a job has saved, bring it back, remove it.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints.")
 
 StoreOption = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="Where the job's output is in a store, if not where the job says.", show_default=False),
+    typer.Option(metavar="URL", help="URL of the job's output in a store, if it is not the one in the job.", show_default=False),
 ]
 StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.", show_default=False)]
 
@@ -85,7 +85,7 @@ class Saved:
 
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
-    """The job that is meant; raises NotFound. Asks the store only when the machine does not know the job."""
+    """The job that a command means; raises NotFound. Asks the store only if this machine does not know the job."""
     from outlast import runs, store
     from outlast.checkpoints import remote
 
@@ -113,7 +113,7 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
 
 
 def _saved(job: Job) -> list[Saved]:
-    """All checkpoints of a job, lowest step first. Those that are here are told of although the store cannot be asked."""
+    """All checkpoints of a job, lowest step first. If the store cannot be reached, those on this machine."""
     from outlast import checkpoints
 
     here = checkpoints.list_(job.directory) if job.directory else []
@@ -124,7 +124,7 @@ def _saved(job: Job) -> list[Saved]:
         except StoreError as problem:
             if not job.directory:
                 raise
-            print(f"warning: those in the store are not shown: {problem}", file=sys.stderr)
+            print(f"warning: checkpoints in the store are not shown: {problem}", file=sys.stderr)
     found = [Saved(c.step, here=c) for c in here]
     for c in there:
         twins = (s for s in found if s.step == c.step and s.here and (s.here.problem or s.here.generation == c.generation))
@@ -146,7 +146,7 @@ def _chosen(job: Job, step: int | None) -> list[Saved]:
 
 
 def _say_none() -> None:
-    print("no checkpoint of outlast.training is there; what a plain script saves is in its working directory", file=sys.stderr)
+    print("there is no checkpoint of outlast.training; the files of a plain script are in its working directory", file=sys.stderr)
 
 
 def _steps(found: Sequence[Saved | remote.Checkpoint]) -> str:
@@ -164,9 +164,9 @@ def list_(
 ) -> None:
     """List the committed checkpoints of a job, here and in its store, the newest last.
 
-    NAME may be a job file, or the URL of a job's output in a store: so this works
-    when the machine that ran it is gone. Of a job in a cluster they are those in its
-    store. That is true of all of these commands.
+    NAME may be a job file, or the URL of a job's output in a store, so this works
+    when the machine that ran it is gone. For a job in a cluster these are the
+    checkpoints in its store. The same is true of the other checkpoints commands.
 
     \b
     Examples:
@@ -203,9 +203,7 @@ def show_(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show one checkpoint and its files.
-
-    It is the newest, unless --step says otherwise.
+    """Show the newest checkpoint, or the one of --step, and its files.
 
     \b
     Examples:
@@ -253,8 +251,8 @@ def verify(
     """Check that checkpoints are whole.
 
     Reads all of them, or the one of --step, here and in the store, and compares
-    every file with its checksum. The exit code is 1 when one is damaged; one that the
-    training removes meanwhile, as checkpoint.keep says, is none.
+    every file with its checksum. The exit code is 1 when one is damaged. One that
+    the training removes meanwhile, because of checkpoint.keep, does not count.
 
     \b
     Examples:
@@ -296,7 +294,7 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """What is wrong with a checkpoint, which is not removed while we read it."""
+    """What is wrong with a checkpoint, which is protected from removal while we read it."""
     from outlast import checkpoints
 
     try:
@@ -314,17 +312,19 @@ def restore(
     to: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Where to; without it where the job looks for it, for a URL ./checkpoints.", show_default=False
+            metavar="DIR",
+            help="Target directory. Default: where the job looks for it; ./checkpoints for a URL.",
+            show_default=False,
         ),
     ] = None,
     store: StoreOption = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Bring a checkpoint from the store to this machine.
+    """Download a checkpoint from the store.
 
-    It is the newest that is whole, unless --step says otherwise. Every file is
-    checked. A valid one of the same step that is here already stays.
+    This is the newest undamaged one, or the one of --step. Every file is verified. A
+    valid checkpoint of the same step on this machine is kept.
 
     \b
     Examples:
@@ -346,7 +346,7 @@ def restore(
         if found[0].problem:
             raise OutlastError(
                 f"the checkpoint of step {step} in {job.there.store.url} is damaged: {found[0].problem}; "
-                "without --step the newest that is whole is brought"
+                "without --step the newest undamaged one is restored"
             )
     try:
         with transfers.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
@@ -358,7 +358,7 @@ def restore(
                     raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
                 restored = newest
     except remote.Damaged as problem:
-        raise OutlastError(f"{problem}; without --step the newest that is whole is brought") from problem
+        raise OutlastError(f"{problem}; without --step the newest undamaged one is restored") from problem
     except OSError as error:
         raise OutlastError(f"{directory} cannot be written: {error.strerror}; name another directory with --to") from error
     print(f"step {restored.step}, {units.human_bytes(restored.bytes)}: {restored.path}")
@@ -369,19 +369,19 @@ def export(
     ctx: typer.Context,
     name: NameArgument = None,
     step: StepOption = None,
-    to: Annotated[
-        Path, typer.Option(metavar="FILE", help="The file; named .safetensors, it is for the package safetensors.")
-    ] = Path("model.pt"),
-    key: Annotated[str, typer.Option(metavar="NAME", help="What run.resume() calls the module.", show_default=False)] = "",
+    to: Annotated[Path, typer.Option(metavar="FILE", help="File to write; the suffix .safetensors selects that format.")] = Path(
+        "model.pt"
+    ),
+    key: Annotated[str, typer.Option(metavar="NAME", help="Name of the module in run.resume().", show_default=False)] = "",
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
     """Write the weights in a checkpoint to a file.
 
-    torch.load(FILE, weights_only=True) reads it, or safetensors. The checkpoint
-    is the newest that is here, unless --step says otherwise; `outlast checkpoints
-    restore` brings those that are only in a store. --key is needed when the
-    training has saved several modules. Needs torch.
+    torch.load(FILE, weights_only=True) reads it, or safetensors. Takes the newest
+    checkpoint on this machine, or the one of --step; `outlast checkpoints restore`
+    downloads those that are only in a store. --key is needed when the training has
+    saved several modules. Needs torch.
 
     \b
     Examples:
@@ -392,7 +392,9 @@ def export(
     job = _job(ctx, name, None, namespace, context)
     here = [saved.here for saved in _chosen(job, step) if saved.here and not saved.problem]
     if not here:
-        raise NotFound("no checkpoint that can be read is on this machine; `outlast checkpoints restore` brings those in a store")
+        raise NotFound(
+            "there is no readable checkpoint on this machine; `outlast checkpoints restore` downloads those in a store"
+        )
     command = [sys.executable, "-c", _EXPORT, str(here[-1].path), str(to), key]
     if code := subprocess.run(command, check=False).returncode:
         raise typer.Exit(code)
@@ -400,14 +402,14 @@ def export(
 
 
 _EXPORT = "import sys; from outlast.training import weights; weights.main(sys.argv[1:])"
-"""In a process of its own: to import torch takes seconds, and the command line does without."""
+"""Run in a process of its own, since importing torch takes seconds."""
 
 
 @app.command()
 def prune(
     ctx: typer.Context,
     name: NameArgument = None,
-    keep: Annotated[int, typer.Option(metavar="N", min=2, help="How many of the newest stay; at least 2.")] = 2,
+    keep: Annotated[int, typer.Option(metavar="N", min=2, help="Number of newest checkpoints to keep; at least 2.")] = 2,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     store: StoreOption = None,
@@ -416,7 +418,7 @@ def prune(
 ) -> None:
     """Remove old checkpoints, here and in the store.
 
-    The newest N stay, and those that are being read. On a terminal it asks first.
+    Keeps the newest N, and those that are being read. On a terminal it asks first.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`outlast data get`: fetch a dataset that needs nothing but this machine."""
+"""`outlast data get`: write a dataset that needs no download."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def group() -> None:
 @app.command()
 def get(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Which one: digits.", show_default=False, autocompletion=lambda: ["digits"])
+        str, typer.Argument(metavar="NAME", help="The dataset: digits.", show_default=False, autocompletion=lambda: ["digits"])
     ],
-    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to; data/NAME without it.", show_default=False)] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory to write to. Default: data/NAME.", show_default=False)
+    ] = None,
 ) -> None:
-    """Write a dataset as files that the recipes read. What is there already stays.
+    """Write a dataset as files that the recipes read. Existing files stay.
 
     digits: the 1,797 handwritten digits that come with scikit-learn, as CIFAR-10 batch files (32×32×3), split into training and
     test.

@@ -48,7 +48,7 @@ def list_(
     elif there is not None:
         cluster = there.cluster
         print(
-            f"there is no job in namespace {cluster.namespace} of {cluster.context}; make one: outlast submit FILE",
+            f"there is no job in namespace {cluster.namespace} of {cluster.context}; submit one: outlast submit FILE",
             file=sys.stderr,
         )
     else:
@@ -58,14 +58,12 @@ def list_(
 def status(
     ctx: typer.Context,
     name: NameArgument = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Go on showing it until the job ends.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Keep showing it until the job ends.")] = False,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show where a job stands.
-
-    That is its world, step, newest checkpoint, workers, warnings and last failure.
+    """Show where a job stands: its world, step, newest checkpoint, workers, warnings and last failure.
 
     \b
     Examples:
@@ -85,7 +83,7 @@ def status(
 
 
 def _watch(place: Backend, name: str, output: Output) -> None:
-    """On a terminal the page, again and again; otherwise a line, or a document, for every change."""
+    """On a terminal a page that is refreshed; otherwise a line, or a document, for every change."""
     if output is Output.TABLE and sys.stdout.isatty():
         from outlast.cli import live
 
@@ -115,22 +113,22 @@ def logs(
     ctx: typer.Context,
     name: NameArgument = None,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Wait for a job that has not started; go on until it ends.")
+        bool, typer.Option("-f", "--follow", help="Wait for a job that has not started, and continue until it ends.")
     ] = False,
     worker: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only this worker, without prefixes.")] = None,
-    tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Begin with the last N lines of each worker.")] = None,
-    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only lines in which this is found.")] = None,
+    tail: Annotated[int | None, typer.Option(metavar="N", min=0, help="Start with the last N lines of each worker.")] = None,
+    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only lines that match.")] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="TIME", help="In a cluster: only lines that are no older, such as 10m.")
+        str | None, typer.Option(metavar="TIME", help="In a cluster: only lines no older than this, such as 10m.")
     ] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Print what the workers wrote.
+    """Print the logs of the workers.
 
-    On this machine lines have no times: those that are there come one worker after the other, new ones as they are written. In a
-    cluster -f waits for pods, says why they do not start, and goes on through restarts and with new workers.
-    NAME may be a job file, or the URL of a job's output in a store: logs of a machine that is gone are read there.
+    Log lines on this machine have no times: existing lines come one worker after the other, new ones as they are written. In a
+    cluster -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
+    URL of a job's output in a store, which has the logs of machines that are gone.
 
     \b
     Examples:
@@ -148,9 +146,7 @@ def logs(
         from outlast.runs import output
 
         if follow or since:
-            raise OutlastError(
-                f"{url} has no times and cannot be followed; give the name of the job, in the directory that it runs in"
-            )
+            raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")
         lines = output.logs(url, worker=worker, tail=tail)
     else:
         since_s = _since(since)
@@ -183,8 +179,8 @@ def scale(
 ) -> None:
     """Change the number of workers of a job.
 
-    It stays within workers.min and max of the job file. A training with a session saves first and loses no
-    step. A plain script gets SIGTERM, and interruption.grace to save by itself.
+    The number must be between workers.min and workers.max of the job file. Training with a session saves first and loses no step;
+    a plain script gets SIGTERM, and interruption.grace to save.
 
     \b
     Examples:
@@ -196,15 +192,15 @@ def scale(
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r} is not a number of workers")
     place.scale(name, int(number))
-    print(f"{name} is to have {show.count(int(number), 'worker')}")
+    print(f"{name} is scaled to {show.count(int(number), 'worker')}")
 
 
 def suspend(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Give the workers back until `outlast resume`.
+    """Save, and release the workers until `outlast resume`.
 
-    A training with a session saves first. A plain script gets SIGTERM, and interruption.grace to save by itself.
+    Training with a session saves first; a plain script gets SIGTERM, and interruption.grace to save.
 
     \b
     Examples:
@@ -214,15 +210,16 @@ def suspend(
     name = which.job(place, name)
     place.steer(name, "suspend")
     more = f"outlast resume {name}{which.suffix(namespace, context)}"
-    print(f"{name} is told to suspend: its workers save and leave; go on with: {more}")
+    print(f"{name} is being suspended: its workers save and exit; continue with: {more}")
 
 
 def resume(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Go on with a job that was suspended, interrupted or cancelled, or that failed.
+    """Continue a job that was suspended, interrupted or cancelled, or that failed.
 
-    Its code and its job file are those that it had; `outlast run FILE` goes on with those of now. It runs in the background.
+    It continues with the code and the job file it was submitted with; `outlast run FILE` takes the current ones. It runs in the
+    background.
 
     \b
     Examples:
@@ -239,7 +236,7 @@ def resume(
 def cancel(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """End a job. What is saved stays, and `outlast run FILE`, or in a cluster `outlast submit FILE`, goes on from there.
+    """End a job. What is saved stays; `outlast run FILE`, or `outlast submit FILE` in a cluster, continues from there.
 
     \b
     Examples:
@@ -249,9 +246,9 @@ def cancel(
     name = which.job(place, name)
     try:
         output = place.output(name)
-    except NotFound:  # what was made beside it may be there still
+    except NotFound:  # other objects of the job may still exist
         place.steer(name, "cancel")
-        print(f"{name} was gone already; what was left of it is deleted")
+        print(f"{name} was gone already; its remaining objects are deleted")
         return
     place.steer(name, "cancel")
     where = f"; its output {'stays in' if _stays(output) else 'was'} {output}" if output else ""
@@ -263,7 +260,7 @@ def cancel(
 
 
 def _stays(output: Path | str) -> bool:
-    """Whether an output is anywhere but in pods that go."""
+    """Whether the output outlives the pods."""
     return isinstance(output, Path) or "://" in output
 
 

@@ -1,7 +1,4 @@
-"""What a terminal shows of a run: the workers' lines, scrolling, and below them a panel that says where the job stands.
-
-The only module that uses rich; imported when somebody looks at a terminal.
-"""
+"""The live view in a terminal: the workers' lines scroll above a panel with the state of the job. Imported only for terminals."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ class Terminal:
         self._console.print(Text.assemble(("outlast | ", "bold"), (sentence, "bold")), soft_wrap=True)
 
     def update(self, status: JobStatus) -> None:
-        """Draw the panel anew."""
+        """Redraw the panel."""
         self._live.update(panel(status, time.time()), refresh=True)
 
 
@@ -88,7 +85,7 @@ def _line(line: LogLine) -> Text:
 
 
 def panel(status: JobStatus, now: float) -> Panel:
-    """A job in a few lines."""
+    """The state of a job in a few lines."""
     colour = _STATES[status.state]
     rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
     done: list[RenderableType] = [Text(f"step {show.steps(status)}", "bold")]
@@ -133,7 +130,7 @@ def _facts(facts: Sequence[str]) -> Text:
 
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
-    """Show the page of `outlast status` again and again, until the job has ended."""
+    """Show the page of `outlast status`, refreshed until the job has ended."""
     status = look()
     with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
 

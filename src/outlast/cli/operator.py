@@ -1,4 +1,4 @@
-"""`outlast operator`: the process that makes ElasticJobs real in a cluster."""
+"""`outlast operator`: the process that runs ElasticJobs in a cluster."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Log(enum.StrEnum):
 
 def operator(
     namespace: Annotated[
-        str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Only jobs in this one. Default: all.")
+        str | None, typer.Option("--namespace", "-n", metavar="NAME", help="Only jobs in this namespace. Default: all.")
     ] = None,
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Jobs that are looked at at once.")] = 8,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of jobs reconciled at the same time.")] = 8,
     lost_after: Annotated[
-        str, typer.Option(metavar="TIME", help="How long a node may not answer before its pods are given up and replaced.")
+        str, typer.Option(metavar="TIME", help="How long a node may be unreachable before its pods are replaced.")
     ] = "30s",
-    log: Annotated[Log, typer.Option(help="One JSON document a line, or text for people.")] = Log.JSON,
+    log: Annotated[Log, typer.Option(help="One JSON document per line, or text for people.")] = Log.JSON,
     context: ContextOption = None,
 ) -> None:
-    """Make the ElasticJobs of a cluster train: make, replace and remove their pods.
+    """Run the ElasticJobs of a cluster: create, replace and remove their pods.
 
-    It runs in the cluster; `outlast install` brings it there. Of several, one
-    acts, holding the Lease outlast-operator in its namespace; the others take
-    over when it is gone. It serves /healthz, /readyz and /metrics on the port
-    in OUTLAST_PROBE_PORT (8080). SIGTERM ends what has begun, and then it.
-    The exit code is 1 when another one has taken over.
+    It runs in the cluster, where `outlast install` puts it. Of several operators
+    one is active, holding the Lease outlast-operator in its namespace; another
+    takes over when it is gone. It serves /healthz, /readyz and /metrics on the
+    port in OUTLAST_PROBE_PORT (8080). On SIGTERM it finishes its present work and
+    exits. The exit code is 1 when another one has taken over.
 
     \b
     Examples:

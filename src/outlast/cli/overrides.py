@@ -23,9 +23,9 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """The job in a file, or of a script or module with its arguments, with what the command line says instead.
+    """The job in a file, or of a script or module with its arguments, with the changes of the command line.
 
-    `gpus` are those that the workers of a script share. Raises InvalidJob.
+    The workers of a script share `gpus`. Raises InvalidJob.
     """
     from outlast import spec
 
@@ -51,7 +51,7 @@ def load(
         _put(document, path, value)
     try:
         return spec.anchor(spec.parse(yaml.safe_dump(document, sort_keys=False), source=str(file)), here)
-    except InvalidJob as error:  # the lines are those of a file that nobody sees
+    except InvalidJob as error:  # the line numbers are those of an intermediate text
         raise InvalidJob([(None, text) for _, text in error.problems], source=f"{file} with the command line's values") from error
 
 
@@ -69,7 +69,7 @@ def _assignment(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _put(document: Any, path: tuple[str, ...], value: Any) -> None:
-    """Set the field at `path`; a mapping that is missing on the way is made."""
+    """Set the field at `path`, creating missing mappings."""
     for key in path[:-1]:
         if not isinstance(document.get(key), dict):
             document[key] = {}

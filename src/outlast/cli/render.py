@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 def render(
     file: FileArgument,
     topology: TopologyOption = "elasticjob",
-    namespace: Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace, instead of the file's.")] = None,
+    namespace: Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace, instead of that in the file.")] = None,
     name: TitleOption = None,
     set_: SetOption = None,
     upload: Annotated[
-        bool, typer.Option("--upload", help="Put code that is too large for a ConfigMap into the store now.")
+        bool, typer.Option("--upload", help="Upload code that is too large for a ConfigMap to the store now.")
     ] = False,
     server_side: Annotated[
-        bool, typer.Option("--server-side", help="For `kubectl apply --server-side`, which takes more code in a ConfigMap.")
+        bool, typer.Option("--server-side", help="For `kubectl apply --server-side`, which accepts more code in a ConfigMap.")
     ] = False,
-    output: Annotated[Literal["yaml", "json"], typer.Option("-o", "--output", help="How to write.")] = "yaml",
+    output: Annotated[Literal["yaml", "json"], typer.Option("-o", "--output", help="Output format.")] = "yaml",
 ) -> None:
-    """Print a job as documents for Kubernetes.
+    """Print a job as Kubernetes documents.
 
-    elasticjob is for the operator and grows, shrinks and recovers as on this machine. The others need no operator: job is one
-    pod, the rest are one pod a worker. Applying a file again changes nothing, applying a changed one makes a new run.
+    elasticjob needs the operator, and grows, shrinks and recovers as on this machine. The others need no operator: job is one
+    pod, the rest are one pod per worker. Applying a file again changes nothing; applying a changed file starts a new run.
 
-    Code of this machine comes along in a ConfigMap when it is small, else by way of the store that the job writes to.
+    Code of this machine is included in a ConfigMap if it is small, otherwise uploaded to the store that the job writes to.
 
     \b
     Examples:
@@ -62,7 +62,7 @@ def render(
             ways = "add --upload, or use `outlast submit`"
             if parcel.archive.stat().st_size <= SMALL:
                 ways = f"{ways}, or add --server-side for kubectl apply --server-side"
-            raise OutlastError(f"{parcel.sentence}, which render does not write to unless it is told to; {ways}")
+            raise OutlastError(f"{parcel.sentence}, which render does not upload to by default; {ways}")
         parcel.put()
     said = [parcel.sentence] if parcel.sentence else []
     for sentence in [*said, *unused.anywhere(job), *manifests.warnings(job, topology)]:

@@ -1,4 +1,4 @@
-"""`outlast report | evaluate`: what a run has cost and what its model can do."""
+"""`outlast report | evaluate`: where the time of a run went, and how good its model is."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def report(
 ) -> None:
     """Show where the time of a job went.
 
-    How much was training, and how much was lost to replayed steps, checkpoints, recovery; and what happened when. Of a job in a
-    cluster it is read from the job's store. NAME may be a job file, or the URL of a job's output in a store.
+    How much was training, how much was lost to replayed steps, checkpoints and recovery, and what happened when. The report of a
+    job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's output in a store.
 
     \b
     Examples:
@@ -58,7 +58,7 @@ def report(
 def _ledger(
     ctx: typer.Context, name: str | None, namespace: str | None, context: str | None
 ) -> tuple[str, str, Iterable[Event], bool, float | None]:
-    """The job's name, its run, its ledger, whether it goes on, and the goodput that an operator has written."""
+    """The job's name, its run, its ledger, whether it is active, and the goodput that an operator has estimated."""
     if url := which.in_store(name):
         from outlast import runs, store
         from outlast.runs import output
@@ -86,7 +86,7 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a job.
 
-    Runs the module of the job with --evaluate, in one process; in a cluster, in a pod of its own, whose log is shown.
+    Runs the module of the job with --evaluate in one process; in a cluster in a pod of its own, whose log is shown.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`outlast run`: start a job, or go on with it, and look at it until it ends."""
+"""`outlast run`: start or continue a job, and show it until it ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from outlast.spec import Job
     from outlast.status import JobStatus
 
-_QUIET_S = 3.0
-"""How long a start may take without a word."""
-_CANCEL_S = 180.0
-"""How long `--fresh` waits for the old run to be gone: longer than a worker's grace."""
+_NOTICE_DELAY_S = 3.0
+"""A slow start is explained after this long."""
+_CANCEL_TIMEOUT_S = 180.0
+"""How long `--fresh` waits for the old run to end: longer than a worker's grace."""
 
 
 def run(
@@ -36,23 +36,23 @@ def run(
     workers: WorkersOption = None,
     name: TitleOption = None,
     set_: SetOption = None,
-    chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Carry out this schedule of harm during the run.")] = None,
+    chaos: Annotated[Path | None, typer.Option(metavar="FILE", help="Inject the faults of this schedule during the run.")] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start from the beginning even if the last run of this name has not succeeded.")
+        bool, typer.Option("--fresh", help="Start from the beginning, even if the last run of this name has not succeeded.")
     ] = False,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Go on with the run of this name in the store even if another machine trains it.")
+        bool, typer.Option("--take-over", help="Take the run of this name in the store from another machine that trains it.")
     ] = False,
 ) -> None:
-    """Train: start a script or the job of a file, or go on with it.
+    """Train: start or continue a script, or the job in a file.
 
-    With a script every option comes before it, and what follows is the script's, as with python. It runs as one worker with a
-    process for each GPU, and the job has the script's name.
+    Options for outlast come before a script, arguments of the script after it, as with python. A script runs as one worker with
+    one process per GPU, and the job is named after it.
 
-    A run that was interrupted, failed or was cancelled goes on from its newest checkpoint, with the code and the job file as they
-    are now: what has changed is said. --fresh starts anew, as a run does after one that has succeeded.
+    A run that was interrupted, failed or was cancelled continues from its newest checkpoint, with the current code and job file;
+    changes since then are listed. --fresh starts from the beginning, as does the next run after one that has succeeded.
 
-    Shows the run until it ends. Ctrl-C saves and leaves (exit code 75), and the same command goes on from there; a second Ctrl-C
+    Shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a second Ctrl-C
     kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
 
     \b
@@ -81,7 +81,7 @@ def run(
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(wanted), *unused.here(wanted)):
         print(f"outlast | {name}: {sentence}", file=sys.stderr)
 
-    with _patient(wanted):
+    with _explained(wanted):
         run = place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=_tell)
     going_on = before is not None and before.run == run
     for notice in place.notices:
@@ -103,13 +103,13 @@ def _tell(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def _patient(job: Job) -> Iterator[None]:
-    """Say so when a start takes long: nearly always it is the store."""
+def _explained(job: Job) -> Iterator[None]:
+    """Explain a slow start: nearly always it waits for the store."""
     from outlast import spec
 
     there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""
-    waits = f"waiting for {there}: it does not answer yet, or what an earlier run has left there is being moved; Ctrl-C stops"
-    timer = threading.Timer(_QUIET_S, print, (f"outlast | {waits}",), {"file": sys.stderr, "flush": True})
+    waits = f"waiting for {there}: it does not answer, or the output of an earlier run is being archived; Ctrl-C stops"
+    timer = threading.Timer(_NOTICE_DELAY_S, print, (f"outlast | {waits}",), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     if there:
         timer.start()
@@ -128,10 +128,10 @@ def _known(place: Backend, name: str) -> JobStatus | None:
 
 def _end(place: Backend, name: str) -> None:
     place.steer(name, "cancel")
-    deadline = time.monotonic() + _CANCEL_S
+    deadline = time.monotonic() + _CANCEL_TIMEOUT_S
     while not place.status(name).state.final:
         if time.monotonic() > deadline:
             raise OutlastError(
-                f"the old run of {name} was cancelled {_CANCEL_S:.0f} s ago and has not ended; see `outlast status {name}`"
+                f"{name} has not ended {_CANCEL_TIMEOUT_S:.0f} s after being cancelled; see `outlast status {name}`"
             )
         time.sleep(0.1)

@@ -21,12 +21,12 @@ from outlast.errors import OutlastError
 
 ModuleOption = Annotated[bool, typer.Option("-m", "--module", help="FILE is a Python module, such as package.train.")]
 WorkersOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Number of workers; default: the file's, and 1 for a script.")
+    int | None, typer.Option(metavar="N", min=1, help="Number of workers. Default: that of the file, 1 for a script.")
 ]
 
 
 class Command(TyperCommand):
-    """A command of a job file, or of a script with its arguments, which are left in `ctx.args`."""
+    """A command that takes a job file, or a script with its arguments, which are left in `ctx.args`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_interspersed_args = False  # to find the first word that is no option
@@ -41,22 +41,26 @@ class Command(TyperCommand):
 
 
 def named(file: str | Path, *, module: bool = False) -> bool:
-    """Whether this is a script or module, and no job file."""
+    """Whether this is a script or module rather than a job file."""
     return module or str(file).endswith(".py")
 
 
 def init(
     ctx: typer.Context,
-    file: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; its arguments follow.", show_default=False)],
+    file: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python script, followed by its arguments.", show_default=False)
+    ],
     module: ModuleOption = False,
     workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of workers.")] = 1,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job; default: the script's.")] = None,
-    into: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write; - prints.")] = Path("job.yaml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if there is one.")] = False,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job. Default: that of the script.")] = None,
+    into: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write; - prints to standard output.")
+    ] = Path("job.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
-    """Write the job file of a script, with comments.
+    """Write a job file for a script, with comments.
 
-    It is the job that `outlast run` runs with the same script, options and arguments.
+    `outlast run` with the same script, options and arguments runs this job.
 
     \b
     Examples:
@@ -81,10 +85,10 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """The text of a script's job file that is to lie in `directory`. Raises NotFound when there is no such script.
+    """The text of a script's job file in `directory`. Raises NotFound when there is no such script.
 
-    A script below the working directory finds what it finds under python, so all of that directory is the code; of one elsewhere
-    it is the script's own directory.
+    A script below the working directory must find everything it finds under python, so that whole directory is its code; the code
+    of one elsewhere is the script's own directory.
     """
     here = Path.cwd()
     if module:
@@ -131,18 +135,18 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """A place as a path from `directory`, if it is below it."""
+    """A path relative to `directory`, if it is below it."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
 def _saving(source: str) -> Iterator[str]:
-    """What a script of this kind has to do to go on after a failure."""
+    """What a script of this kind must do to continue after a failure."""
     if re.search(r"^\s*(from|import)\s+outlast\.training\b|^\s*from outlast import .*\btraining\b", source, re.M):
-        yield "It uses outlast.training, which saves, and goes on exactly where it was."
+        yield "It uses outlast.training, which saves, and continues exactly where it was."
     elif re.search(r"^\s*(from|import)\s+(transformers|accelerate|lightning|pytorch_lightning)\b", source, re.M):
-        yield "To go on after a failure the script resumes from the newest checkpoint in its output_dir."
+        yield "To continue after a failure the script resumes from the newest checkpoint in its output_dir."
     else:
-        yield "To go on after a failure the script saves checkpoints in its working directory, and loads the newest at its start."
+        yield "To continue after a failure the script saves checkpoints in its working directory, and loads the newest one."
 
 
 def title(file: str, *, module: bool = False) -> str:
@@ -153,18 +157,18 @@ def title(file: str, *, module: bool = False) -> str:
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Our own options behind a script in which they do not occur: the script gets them."""
+    """Warnings about options of ours that follow a script in which they do not occur: the script gets them."""
     source = _read(Path(file).expanduser()) if named(file) and ctx.args else ""
     ours = {option for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for word in ctx.args if source else ():
         option = word.partition("=")[0]
         if option in ours and option not in source:
-            remedy = f"for Outlast write it before: outlast {ctx.info_name} {option} ... {file}"
+            remedy = f"to give it to outlast, write it before: outlast {ctx.info_name} {option} ... {file}"
             yield f"{option} comes after {file}, so the script gets it; {remedy}"
 
 
 def command(file: str, args: Sequence[str], *, module: bool, workers: int | None, name: str | None, set_: Iterable[str]) -> str:
-    """The command that goes on with a script's run; empty for a job file."""
+    """The command that continues a script's run; empty for a job file."""
     if not named(file, module=module):
         return ""
     chosen = [*(["--workers", str(workers)] if workers else []), *(["--name", name] if name else [])]
@@ -173,7 +177,7 @@ def command(file: str, args: Sequence[str], *, module: bool, workers: int | None
 
 
 def gpus() -> int:
-    """How many GPUs this machine shows."""
+    """Number of GPUs of this machine."""
     from outlast.local import workers
 
     return max(map(len, workers.gpus().values()))

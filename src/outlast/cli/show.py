@@ -1,6 +1,6 @@
-"""How the command line shows things: tables, the page of a job, JSON and YAML.
+"""What the command line prints: tables, the page of a job, JSON and YAML.
 
-Plain text in columns; no library is needed, so that `outlast list` is instant. The live view is in `live`.
+Plain text in columns without a library, so that `outlast list` is instant. The live view is in `live`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 _WIDEST = 300
-"""Characters that are shown of a line of a log in a failure."""
-_BEGINNING_S = 20.0
-"""For so long a run that tells no step is taken to be before its first one; arbitrary."""
+"""Characters shown of a log line in a failure."""
+_FIRST_STEP_S = 20.0
+"""For this long a run that reports no step is shown at step 0; arbitrary."""
 
 
 class Output(enum.StrEnum):
-    """What `-o` knows."""
+    """The formats of `-o`."""
 
     TABLE = "table"
     JSON = "json"
     YAML = "yaml"
 
 
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print it.")]
+OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Output format.")]
 
 
 def data(value: Any, output: Output) -> None:
@@ -59,7 +59,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def fields(pairs: Mapping[str, object]) -> str:
-    """Names and values, one a line; a value that is None or empty is left out."""
+    """Names and values, one per line, without values that are None or empty."""
     width = max(map(len, pairs), default=0)
     given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
     return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
@@ -92,28 +92,28 @@ def world(status: JobStatus) -> str:
 
 
 def steps(status: JobStatus) -> str:
-    """`812/1560`, or `812` while nobody has said how many there are."""
+    """`812/1560`, or `812` while the total is unknown."""
     return str(status.step) if status.steps is None else f"{status.step}/{status.steps}"
 
 
 _TOLD = {"log": " (read from the log)"}
-_UNTOLD = "none told; a line such as `step 120/2000` on rank 0 is read, outlast.training.progress(120, 2000) is exact"
+_UNTOLD = "none reported; a line such as `step 120/2000` on rank 0 is read, outlast.training.progress(120, 2000) is exact"
 
 
 def _steps_known(status: JobStatus) -> bool:
-    """Whether there is a step to show; a run that has just begun is at step 0."""
+    """Whether there is a step to show; a run that has just started is at step 0."""
     return bool(
-        status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _BEGINNING_S)
+        status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
     )
 
 
 def session(status: JobStatus) -> bool:
-    """Whether the training was seen to have a session: it tells its steps by that, or has committed a checkpoint."""
+    """Whether the training has a session: it reports its steps through one, or has committed a checkpoint."""
     return status.told == "session" or status.checkpoint is not None
 
 
 def no_checkpoint(status: JobStatus) -> str:
-    """What to say where no checkpoint is known: only of a session we know that there is none."""
+    """How to say that no checkpoint is known: only with a session do we know that there is none."""
     return "yet" if session(status) or not status.started else "seen"
 
 
@@ -129,7 +129,7 @@ def state(status: JobStatus) -> str:
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
-    """`step 800, 12s ago, 36 MiB`; of a plain script the newest file that looks like one."""
+    """`step 800, 12s ago, 36 MiB`; for a plain script the newest file that looks like a checkpoint."""
     if status.checkpoint is None:
         return saves.sentence(status.saved, now) if status.saved else None
     newest = status.checkpoint
@@ -139,20 +139,20 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
 
 
 def in_store(there: StoreStatus, now: float) -> str:
-    """`s3://bucket/runs/digits: step 800, all pushed 12s ago`, or since when it fails and why."""
+    """`s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when uploads fail and why."""
     said = [f"step {there.step}"] if there.step else []
-    pushed = "pushed" if there.backlog else "all pushed"
+    uploaded = "uploaded" if there.backlog else "all uploaded"
     if there.pushed or not said:
-        said += [f"{pushed} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing pushed yet"]
+        said += [f"{uploaded} {units.human_seconds(now - there.pushed)} ago"] if there.pushed else ["nothing uploaded yet"]
     said += [f"now {there.doing}"] if there.doing else []
-    said += [f"{units.human_bytes(there.backlog)} of checkpoints wait"] if there.backlog else []
+    said += [f"{units.human_bytes(there.backlog)} of checkpoints to upload"] if there.backlog else []
     if there.since:
         said.append(f"fails since {moment(there.since)} ({units.human_seconds(now - there.since)}): {there.error}")
     return f"{there.url}: {', '.join(said)}"
 
 
 def failure(failed: Failure) -> str:
-    """The first failing rank, how it ended, and the tail of its traceback, else of its log."""
+    """The first failing rank, how it ended, and the end of its traceback or, without one, of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
@@ -163,7 +163,7 @@ def failure(failed: Failure) -> str:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """All there is to know about a job, for a person."""
+    """Everything known about a job, for people."""
     running = units.human_seconds(lasted(status, now))
     rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
     left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
@@ -202,18 +202,18 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _told(there: StoreStatus, status: JobStatus) -> bool:
-    """Whether there is more to say of the store than its URL: of a job in a cluster that is the output, and only agents know."""
+    """Whether there is more to show than the URL of the store: in a cluster that is the output, and only agents know more."""
     return there.url != status.output or bool(there.step or there.pushed or there.since)
 
 
 def jobs(statuses: Sequence[JobStatus], now: float) -> str:
-    """One line a job."""
+    """One line per job."""
     rows = [
         (
             s.name,
             s.state,
             world(s),
-            steps(s),
+            steps(s) if _steps_known(s) else None,
             s.restarts,
             percent(s.goodput),
             units.human_seconds(now - s.submitted),
@@ -229,7 +229,7 @@ def _rank(rank: RankStatus) -> str:
 
 
 def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
-    """What a reader who has seen `old` must be told now, one sentence a line."""
+    """What has changed for a reader who has seen `old`, one sentence per line."""
     same = old is not None and old.state == new.state and (new.waits or new.reason) in ("", old.waits or old.reason)
     told = [] if same else [state(new)]
     known = old.warnings if old is not None else []
@@ -237,7 +237,7 @@ def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
 
 
 def one_of(what: str, given: str | None, known: Sequence[str], *, none: str) -> str:
-    """`given` if it is known, or the only one known when nothing is given; NotFound names what there is and the nearest."""
+    """`given` if it is known, or the only known one if nothing is given. Raises NotFound with the closest match."""
     if given is not None and given in known:
         return given
     if not known:

@@ -28,12 +28,14 @@ def submit(
     file: FileOrScript,
     topology: TopologyOption = "elasticjob",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Let the cluster check it, and show what would change; change nothing.")
+        bool, typer.Option("--dry-run", help="Have the cluster check it and show what would change, without changing anything.")
     ] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Show the logs until the job ends.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="End what there is of this job, and begin from the beginning.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="End the present run of this job, and start from the beginning.")
+    ] = False,
     take_over: Annotated[
-        bool, typer.Option("--take-over", help="Go on with its run in the store even if another cluster or namespace trains it.")
+        bool, typer.Option("--take-over", help="Take its run in the store from another cluster or namespace that trains it.")
     ] = False,
     module: ModuleOption = False,
     workers: WorkersOption = None,
@@ -42,10 +44,11 @@ def submit(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Train in a cluster: apply the job of a file, or of a script.
+    """Train in a cluster: apply the job in a file, or a script.
 
-    elasticjob needs the operator (outlast install); the other topologies need nothing. The same file again changes nothing while
-    the job runs, and goes on with one that is suspended, has failed or was cancelled. One that has succeeded is not run again.
+    elasticjob needs the operator (outlast install); the other topologies need nothing. Submitting the same file again changes
+    nothing while the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is
+    not run again.
 
     \b
     Examples:

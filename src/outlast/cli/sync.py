@@ -1,4 +1,4 @@
-"""`outlast sync`: a directory and a place in a store, made alike."""
+"""`outlast sync`: synchronise a directory with a place in a store."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _LISTED = 20
 
 def sync(
     source: Annotated[str, typer.Argument(metavar="SRC", help="A directory, or the URL of a place in a store.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Likewise.")],
-    delete: Annotated[bool, typer.Option("--delete", help="Delete what DST has and SRC has not.")] = False,
+    target: Annotated[str, typer.Argument(metavar="DST", help="A directory, or the URL of a place in a store.")],
+    delete: Annotated[bool, typer.Option("--delete", help="Delete from DST what SRC does not have.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be done.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="List the store, in case others wrote there.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="List the store, in case something else has written there.")] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Make DST like SRC: a place in a store like a directory, or vice versa.
+    """Make DST equal to SRC; one is a directory, the other a place in a store.
 
-    Only what has changed is transferred; an unchanged tree costs one request.
-    Ctrl-C stops, and the same command goes on from there. What others write in
-    the store is noticed once a day, or with --check. The exit code is 1 when some
-    files could not be transferred; they are named.
+    Only changes are transferred; an unchanged tree costs one request. Ctrl-C stops,
+    and the same command continues from there. Changes that others make in the store
+    are noticed once a day, or with --check. The exit code is 1 when some files could
+    not be transferred; they are listed.
 
     \b
     Examples:

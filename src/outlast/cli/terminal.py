@@ -1,7 +1,7 @@
-"""The one way to the terminal: what is printed can change nothing there.
+"""Output to the terminal: text from elsewhere cannot control it.
 
 Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
-clear the terminal of whoever looks, hide lines or imitate others. So `cli.main` calls `guard`: from then on `sys.stdout` and
+clear the terminal, hide lines or imitate others. So `cli.main` calls `guard`: from then on `sys.stdout` and
 `sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). No command has to remember it.
 
 Only this module writes control sequences: `log` for workers' lines, `console` for rich. Of a worker's own sequences colours (SGR)
@@ -59,7 +59,7 @@ def one_line(text: str) -> str:
 
 
 class _Guarded:
-    """A stream that writes what is safe. It has no `buffer`: bytes would pass by."""
+    """A stream that writes safe text. It has no `buffer`, which would bypass the check."""
 
     def __init__(self, raw: TextIO) -> None:
         self.raw = raw
@@ -79,7 +79,7 @@ class _Guarded:
 
 
 def guard() -> None:
-    """From now on this process prints nothing that is not safe."""
+    """Make all output of this process safe from now on."""
     if sys.stdout is not None:
         sys.stdout = cast(TextIO, _Guarded(_raw(sys.stdout)))
     if sys.stderr is not None:
@@ -87,7 +87,7 @@ def guard() -> None:
 
 
 def release() -> None:
-    """Print as it is again: in a pod standard output is the worker's log, whatever its script writes."""
+    """Undo `guard`: in a pod standard output is the worker's log, whatever its script writes."""
     if sys.stdout is not None:
         sys.stdout = _raw(sys.stdout)
     if sys.stderr is not None:

@@ -1,4 +1,4 @@
-"""Long transfers on the command line: a bar, or a line now and then; and Ctrl-C, after which the same command goes on."""
+"""Long transfers on the command line: progress as a bar or as lines, and Ctrl-C, after which the same command continues."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import typer
 from outlast import backoff, units
 from outlast.errors import Stopped
 
-_TELL_S = 5.0
-"""How often there is a line where there is no terminal."""
+_LINE_INTERVAL_S = 5.0
+"""Interval of progress lines without a terminal."""
 
 
 class Tell(Protocol):
-    """To be told how far a transfer is."""
+    """Callback for the progress of a transfer."""
 
     def __call__(self, done: int, total: int, files: str = "") -> None:
         """`done` of `total` bytes; `files` in words, where they are counted."""
@@ -70,13 +70,13 @@ def interruptible() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
-    """Something to be told of progress: a bar on a terminal, else a line now and then."""
+    """Yields a callback that shows progress: a bar on a terminal, otherwise a line now and then."""
     began = told = time.monotonic()
 
     def say(done: int, total: int, files: str = "") -> None:
         nonlocal told
         now = time.monotonic()
-        if now - told >= _TELL_S:
+        if now - told >= _LINE_INTERVAL_S:
             told = now
             print(line(done, total, verb, now - began, files), file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What `outlast validate` does: says of job files whether they are right, or everything that is wrong with them."""
+"""`outlast validate`: checks job files, and prints every mistake in them."""
 
 from __future__ import annotations
 

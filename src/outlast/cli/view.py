@@ -1,8 +1,8 @@
-"""The view of a run: what the workers write and what becomes of the job, until it ends or the user leaves.
+"""The view of a run: the workers' lines and the state of the job, until the job ends or the user stops it.
 
-The first Ctrl-C (or SIGTERM) asks the job to save and leave, the second kills it. A closed terminal (SIGHUP) leaves it running.
-If whatever drives the job dies while somebody looks, it is started again. What is shown how is the screen's business: `Plain`
-here, for pipes and files, and `live.Terminal`.
+The first Ctrl-C (or SIGTERM) asks the job to save and stop, the second kills it. A closed terminal (SIGHUP) leaves it running. If
+the launcher of the job dies meanwhile, it is started again. How things look is up to the screen: `Plain` here, for pipes and
+files, and `live.Terminal`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
     from outlast.backends import Backend, LogLine
 
-_LOOK_S = 0.2
-"""How often the status is read: what a person takes for at once."""
-_ENSURE_S = 1.0
-"""How often the view looks whether the job is still driven."""
-_DRAIN_S = 1.0
+_POLL_S = 0.2
+"""Poll interval for the status; people perceive it as at once."""
+_ENSURE_INTERVAL_S = 1.0
+"""Interval of checks that the job still has a launcher."""
+_DRAIN_TIMEOUT_S = 1.0
 """How long to wait for one more log line after the job has ended."""
-_KILL_S = 5.0
-"""How long to wait until a killed job is gone."""
+_KILL_TIMEOUT_S = 5.0
+"""How long to wait for a killed job to be gone."""
 _BATCH = 1000
-"""Log lines taken in one go, and held back before the reader of the logs has to wait."""
+"""Most log lines taken at once, and buffered before the reader of the logs has to wait."""
 
 KILLED = 130
 """Exit code after the second Ctrl-C."""
 
 
 class Screen(Protocol):
-    """Where a run is shown."""
+    """Shows a run."""
 
     def lines(self, lines: Sequence[LogLine]) -> None:
-        """Show what workers wrote."""
+        """Show lines of workers."""
 
     def say(self, sentence: str) -> None:
         """Show a sentence of ours."""
@@ -66,7 +66,7 @@ class Plain:
         print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
     def update(self, status: JobStatus) -> None:
-        """Nothing: what changed has been said."""
+        """Nothing: changes are shown as sentences."""
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ class Signals:
 
 
 def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: int | None) -> tuple[JobStatus, int]:
-    """Show a run until it ends or is killed; returns its last status and the exit code that it means.
+    """Show a run until it ends or is killed; returns its last status and the exit code.
 
     `tail` is that of `Backend.logs`.
     """
@@ -115,7 +115,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
         shown.update(new)
         status = new
         over = not status.state.active
-        if not obeyed and not status.state.final and (over or time.monotonic() - ensured > _ENSURE_S):
+        if not obeyed and not status.state.final and (over or time.monotonic() - ensured > _ENSURE_INTERVAL_S):
             ensured = time.monotonic()
             if place.ensure(name):
                 shown.say("the job's launcher was gone; started it again")
@@ -124,7 +124,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
             for lines in logs.rest():
                 shown.lines(lines)
             return status, exit_code(status)
-        shown.lines(logs.take(_LOOK_S))
+        shown.lines(logs.take(_POLL_S))
         while obeyed < signals.count:
             obeyed += 1
             if obeyed > 1:
@@ -132,18 +132,18 @@ def follow(place: Backend, name: str, shown: Screen, signals: Signals, *, tail: 
                 for sentence in show.changes(status, killed):
                     shown.say(sentence)
                 return killed, KILLED
-            shown.say(f"{leaving(status)}; once more kills at once")
+            shown.say(f"{leaving(status)}; press Ctrl-C again to kill it")
             with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
                 place.steer(name, "interrupt")
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
-    """End the job now; returns when it has ended, or soon."""
+    """Kill the job; returns its status once it has ended, or after a timeout."""
     with contextlib.suppress(OutlastError):  # it has ended this very moment: the status says so
         place.steer(name, "kill")
-    deadline = time.monotonic() + _KILL_S
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
     while (status := place.status(name)).state.active and time.monotonic() < deadline:
-        time.sleep(_LOOK_S / 4)
+        time.sleep(_POLL_S / 4)
     return status
 
 
@@ -175,10 +175,10 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 
 def leaving(status: JobStatus) -> str:
-    """What the training does when it is told to leave."""
+    """What the training does when it is asked to stop."""
     if show.session(status):
-        return "saving and leaving"
-    return "the script gets SIGTERM and interruption.grace to save and leave" if status.told else "the training is told to leave"
+        return "saving and stopping"
+    return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"
 
 
 class _Logs:
@@ -199,7 +199,7 @@ class _Logs:
         self._queue.put(end)
 
     def take(self, wait_s: float) -> list[LogLine]:
-        """The lines that are there, after waiting for `wait_s` so that they come in few pieces; raises what the reader raised."""
+        """The lines that arrive within `wait_s`; raises what the reader raised."""
         deadline = time.monotonic() + wait_s
         lines: list[LogLine] = []
         while len(lines) < _BATCH:
@@ -217,9 +217,9 @@ class _Logs:
         return lines
 
     def rest(self) -> Iterator[list[LogLine]]:
-        """What is still to come."""
+        """The remaining lines."""
         quiet_since = time.monotonic()
-        while not self._over and time.monotonic() - quiet_since < _DRAIN_S:
-            if lines := self.take(_LOOK_S):
+        while not self._over and time.monotonic() - quiet_since < _DRAIN_TIMEOUT_S:
+            if lines := self.take(_POLL_S):
                 quiet_since = time.monotonic()
                 yield lines

@@ -1,7 +1,7 @@
-"""Which job is meant, and where it runs: what every command that names a job shares.
+"""Finding a job: which one a command means, and which backend runs it.
 
-One rule: with `-n` or `--context` the job is in a cluster. Else it is the job of this name in this directory; and when there is
-none here, and there is a kubeconfig, it is the one in the namespace of its current context.
+With `-n` or `--context` the job is in a cluster. Otherwise it is the job of that name in this directory or, if there is none here
+and there is a kubeconfig, in the namespace of its current context.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
 FileOrScript = Annotated[
     str,
-    typer.Argument(metavar="FILE", help="A job file, or a Python script; the script's arguments follow.", show_default=False),
+    typer.Argument(metavar="FILE", help="A job file, or a Python script followed by its arguments.", show_default=False),
 ]
-TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of the file's.")]
+TitleOption = Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job, instead of that in the file.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Another value for a field of `spec`, as YAML; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a field of `spec` to this value (YAML); may be repeated."),
 ]
 TopologyOption = Annotated[
     str, typer.Option("--as", metavar="TOPOLOGY", help="elasticjob, job, indexed-job, statefulset or volcano.")
 ]
 NamespaceOption = Annotated[
-    str | None, typer.Option("-n", "--namespace", metavar="NAME", help="In a cluster: this namespace.", show_default=False)
+    str | None,
+    typer.Option("-n", "--namespace", metavar="NAME", help="The job is in this namespace of a cluster.", show_default=False),
 ]
 ContextOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="In a cluster: that of this context of the kubeconfig.", show_default=False)
+    str | None, typer.Option(metavar="NAME", help="The job is in the cluster of this kubeconfig context.", show_default=False)
 ]
 
 
@@ -63,7 +64,7 @@ def backend(ctx: typer.Context) -> Backend:
 
 
 def place(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Backend:
-    """Where the job of this name is, or where the only one is."""
+    """The backend of the job of this name, or of the only job."""
     if ctx.obj is not None or namespace or context:
         return backend(ctx) if ctx.obj is not None else cluster(ctx, namespace, context)
     here = this_machine()
@@ -86,7 +87,7 @@ def cluster(ctx: typer.Context, namespace: str | None = None, context: str | Non
 
 
 def checked(namespace: str | None) -> str | None:
-    """The namespace that is asked for; raises OutlastError when it cannot be one."""
+    """The namespace; raises OutlastError when it is not a valid name."""
     if namespace is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", namespace):
         raise OutlastError(f"--namespace {namespace}: must be at most 63 lower-case letters, digits and dashes")
     return namespace
@@ -104,12 +105,12 @@ def in_cluster(where: Backend) -> KubernetesBackend | None:
 
 
 def suffix(namespace: str | None, context: str | None) -> str:
-    """The options that were given, for a command that is proposed."""
+    """The options that were given, to append to a suggested command."""
     return "".join([f" -n {namespace}" if namespace else "", f" --context {context}" if context else ""])
 
 
 def names(incomplete: str) -> list[str]:
-    """For the shell's completion."""
+    """Names for shell completion."""
     return [status.name for status in this_machine().list() if status.name.startswith(incomplete)]
 
 
@@ -125,11 +126,13 @@ NameArgument = Annotated[
 
 
 def job(place: Backend, name: str | None) -> str:
-    """The name of the job that is meant; raises NotFound with the names that there are."""
+    """The name of the job that a command means; raises NotFound with the existing names."""
     if (there := in_cluster(place)) is not None:
         if name is not None:
-            return name  # the cluster says what is wrong with it
-        none = f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE makes one"
+            return name  # the cluster checks it
+        none = (
+            f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
+        )
         names = [status.name for status in place.list()]
         if not names and not there.cluster.has_namespace():
             raise there.workloads.nowhere()
@@ -143,8 +146,8 @@ def job(place: Backend, name: str | None) -> str:
 
 
 def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
-    """Of several jobs (the newest last) the one that a command without a name means, and why: the only unfinished one, or the
-    newest when all have finished. None when several are unfinished."""
+    """Which of several jobs (the newest last) a command without a name means, and why: the only unfinished one, or the newest if
+    all have finished. None if several are unfinished."""
     match [status.name for status in statuses if not status.state.final]:
         case []:
             return statuses[-1].name, f"the newest of {len(statuses)} jobs"
@@ -155,9 +158,9 @@ def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 
 
 def in_store(given: str | None) -> str | None:
-    """The URL of a job's output in a store, when that is given in place of a name: the URL itself, or the job's file.
+    """The URL of a job's output in a store, if that or a job file is given in place of a name.
 
-    So commands work on any machine, not only on the one that runs the job.
+    This lets commands work on machines other than the one that runs the job.
     """
     if given is None or "://" in given:
         return given
@@ -167,12 +170,12 @@ def in_store(given: str | None) -> str | None:
 
     job = spec.load(given)
     if job.spec.output is None or spec.local(job.spec.output) is not None:
-        raise NotFound(f"{given}: the output is no place in a store; give the name of the job, in the directory that it runs in")
+        raise NotFound(f"{given}: its output is not in a store; give the name of the job, in the directory that it runs in")
     return f"{job.spec.output.rstrip('/')}/{job.metadata.name}"
 
 
 def takes(words: str) -> type[TyperCommand]:
-    """A command whose usage says `words`, such as `[NAME] N`: an optional word before one that is needed."""
+    """A command class with these words in its usage, such as `[NAME] N`: an optional word before a required one."""
 
     class Command(TyperCommand):
         def collect_usage_pieces(self, ctx: Any) -> list[str]:

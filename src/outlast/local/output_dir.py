@@ -31,7 +31,7 @@ def directory(job: spec.Job, state: Path) -> Path:
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning when a launcher with its state elsewhere drives a job of this output; one that dies gets a moment."""
+    """Raise AlreadyRunning when a launcher with another state directory uses this output; a dying one gets a moment."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
@@ -43,13 +43,13 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Whether a run that was left can go on: see `stored.ours`, and no job with its state elsewhere has had its output since."""
+    """Whether a run can go on: see `stored.ours`; and no job with another state directory has used its output since."""
     return stored.ours(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """The state directory of another job that was the last to train in an output; empty if it was this one, or nobody. One that
-    is not there may be ours, before it was moved."""
+    """The state directory of another job that used an output last; empty if this job did, or none. A directory that no longer
+    exists may be ours before it was moved."""
     try:
         whose = (output / contract.OWNER).read_text()
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def last_owner(output: Path, state_dir: StateDir) -> str:
 
 
 def check_apart(output: Path, *sources: Path) -> None:
-    """Raise OutlastError when the output, which is emptied for a new run, holds the job's file or its code."""
+    """Raise OutlastError when the output, which is emptied for a new run, contains the job file or the code."""
     for path in sources:
         if output.resolve() in (path.resolve(), *path.resolve().parents):
             raise OutlastError(
@@ -67,13 +67,13 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 
 def make_room(output: Path, run: str) -> Path | None:
-    """An output directory for `run`; what an earlier one left there, its working directory included, is moved to `previous/`.
-    Returns where that is kept, None if there was nothing."""
+    """Make an output directory for `run`; files of an earlier run, its working directory included, are moved to `previous/`.
+    Returns where they are kept, None if there were none."""
     kept = None
     try:
         output.mkdir(parents=True, exist_ok=True)
         if checkpoints.generation(output / contract.CHECKPOINTS, run):
-            return None  # it is the run's own: only what this machine knew of it is lost
+            return None  # it is the run's own: only its state directory was lost
         earlier = [entry for entry in output.iterdir() if entry.name != runs.PREVIOUS]
         if earlier:
             kept = output / runs.PREVIOUS / time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
@@ -89,7 +89,7 @@ def make_room(output: Path, run: str) -> Path | None:
 
 
 def without_secrets(job: spec.Job) -> spec.Job:
-    """The job as it may be read by whoever reads the output."""
+    """The job without values of `env` that look like secrets, for readers of the output."""
     env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
@@ -103,4 +103,4 @@ def _free(output: Path) -> bool:
 
 def _unwritable(output: Path, problem: OSError) -> OutlastError:
     why = problem.strerror or problem
-    return OutlastError(f"output: cannot write to {output}: {why}; choose another directory or mend its rights")
+    return OutlastError(f"output: cannot write to {output}: {why}; choose another directory or change its permissions")

@@ -1,7 +1,7 @@
-"""What people should know of a run that is taken up again: where it goes on, and what has changed in its job since.
+"""What users should know about a run that is resumed: where it goes on, and what has changed in its job since.
 
 A run is over for good only when it has succeeded. One that failed or was cancelled goes on from its newest checkpoint when its
-job is run again, as one that was interrupted does. Docs: docs/decisions/0021-a-run-goes-on.md.
+job is run again, like one that was interrupted. Docs: docs/decisions/0021-a-run-goes-on.md.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LEFT = {
     State.SUSPENDED: "was suspended",
 }
 _HERE = ("code", "data", "env", "environment")
-"""Fields that name what is on a machine, or that are not kept in the output."""
+"""Fields that name files of a machine, or that are not kept in the output."""
 _OF_A_SHELL = re.compile(
     r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
     r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
     r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
 )
-"""Variables that differ from shell to shell and that no training reads, and ours."""
+"""Variables that differ between shells and that no training reads, and ours."""
 _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
 """Arguments that may be secrets, as in `manifests.labels`."""
 _LONGEST = 60
@@ -48,18 +48,18 @@ _LONGEST = 60
 
 @dataclasses.dataclass(frozen=True)
 class GoesOn:
-    """A run is taken up again."""
+    """A run that is resumed."""
 
     state: State
-    """How it ended or was left."""
+    """Its last state."""
     step: int
-    """Of its newest checkpoint; 0 when it has none."""
+    """Step of its newest checkpoint; 0 when it has none."""
     ago_s: float | None = None
-    """Seconds since it ended; None when nobody wrote that down."""
+    """Seconds since it ended; None when that is unknown."""
     where: str = ""
-    """The URL of its output, if it is taken up from a store; empty if this machine had it."""
+    """The URL of its output, if it comes from a store; empty if this machine had it."""
     saved: saves.Save | None = None
-    """What a plain script has saved, as far as names tell."""
+    """What a plain script has saved, judged by file names."""
 
     @property
     def short(self) -> str:
@@ -84,7 +84,7 @@ class GoesOn:
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> GoesOn:
-    """How a run was left, here (`status`) or `elsewhere`, and where it goes on: the newest checkpoint here or in the store."""
+    """How a run ended, here (`status`) or `elsewhere`, and where it goes on: the newest checkpoint here or in the store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     there = register.read(place, run) if place else None
     step = max(here.step if here else 0, there.step if there else 0)
@@ -97,23 +97,23 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], kept: str, output: str) -> Iterator[str]:
-    """What has changed in a job since its run was begun or taken up last, by its job file then, `old`.
+    """What has changed in a job since its run was last submitted with the job file `old`.
 
-    `files` of the code are different. Its output is `kept`, whatever `output` the job names now; empty if the run was on another
-    machine, whose directories are others.
+    These `files` of the code are different. The output stays in `kept`, even if the job names another `output` now; `kept` is
+    empty if the run was on another machine, with other directories.
     """
     if kept and files:
         yield f"changed since: {tree.some(files)}"
-    with contextlib.suppress(OSError, OutlastError):  # it is of another version, or nobody could keep it
+    with contextlib.suppress(OSError, OutlastError):  # of another version, or it could not be kept
         yield from changes(spec.load(old), job, but=("output",) if kept else ("output", *_HERE))
     if kept and output != kept:
         yield f"output: the run stays where its checkpoints are, in {kept}; --fresh starts anew in {output}"
 
 
 def changes(old: spec.Job, new: spec.Job, but: Collection[str] = ()) -> Iterator[str]:
-    """What a job has become since: a sentence for each field of `spec`, but for those that begin with one of `but`.
+    """A sentence for each changed field of `spec`, except fields that begin with one of `but`.
 
-    Values of `env` are not shown: they may be secret.
+    Values of `env` are not shown, since they may be secret.
     """
     before, after = (dict(_flat(job.spec.model_dump(mode="json", by_alias=True))) for job in (old, new))
     for path in dict.fromkeys([*before, *after]):
@@ -127,13 +127,13 @@ def changes(old: spec.Job, new: spec.Job, but: Collection[str] = ()) -> Iterator
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """A mark of each variable of a shell, which tells another value: 16 bits of a hash, from which nobody learns a secret."""
+    """16 bits of a hash of each variable of a shell: enough to notice another value, too few to reveal a secret."""
     names = (name for name in environ if not _OF_A_SHELL.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 
 
 def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
-    """What the training inherited from its shell and does not any more, from the `marks` of both; `env` are the job's own."""
+    """What the training no longer inherits from its shell, by the `marks` of both shells; `env` are the job's own variables."""
     gone = sorted(name for name in was if name not in now and name not in env)
     other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
     said = [f"no longer has {tree.some(gone)}"] if gone else []

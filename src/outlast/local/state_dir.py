@@ -1,8 +1,8 @@
-"""The state of one local job on disk: where each file is, and those that the command line and the launcher share.
+"""The state directory of one job on this machine: where each file is, and those that the command line and the launcher share.
 
-Every file is replaced as a whole, so whoever is killed half-way leaves the old truth. Written by: job, run, wanted, shell: the
-command line; memory, status: the launcher; workers/<index>: that worker's agent. After a power loss all but shell and status are
-whole, too.
+Every file is replaced as a whole, so a process that is killed half-way leaves the old one. The command line writes `job.yaml`,
+`run.json`, `wanted.json` and `shell.json`; the launcher `launcher.json` and `status.json`; a worker's agent `workers/<index>/`.
+All but `shell.json` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StateDir:
 
     @property
     def run(self) -> Path:
-        """A `Run`; written last at submission: a run exists from then on."""
+        """A `Run`, written last at submission: from then on the run exists."""
         return self.path / "run.json"
 
     @property
@@ -50,27 +50,27 @@ class StateDir:
 
     @property
     def recovery(self) -> Path:
-        """What a launcher must know to take over from one that died."""
+        """What the next launcher needs if this one dies."""
         return self.path / "launcher.json"
 
     @property
     def shell(self) -> Path:
-        """What the environment of the shell was that took the run up last: `goes_on.marks`."""
+        """`resumption.marks` of the shell that last submitted or resumed the run."""
         return self.path / "shell.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the launcher as long as it lives."""
+        """Held by the launcher while it lives."""
         return self.path / "launcher.lock"
 
     @property
     def socket(self) -> Path:
-        """Where workers find the launcher."""
+        """The launcher's socket, for workers."""
         return self.path / "launcher.sock"
 
     @property
     def log(self) -> Path:
-        """What the launcher decided, for people."""
+        """The launcher's log, for people."""
         return self.path / "launcher.log"
 
     def worker(self, index: int) -> Path:
@@ -90,8 +90,7 @@ class StateDir:
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Whether a process belongs to a worker: its agent, or one of its training processes. A number written down before may
-        be anybody's today."""
+        """Whether a process belongs to a worker: its agent, or one of its training processes. Process ids are reused."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
@@ -120,9 +119,9 @@ class Run:
     store: str = ""
     """URL of the job's output in its store; empty when the output is that directory alone."""
     generation: int = 0
-    """The newest generation that the run had when it was taken up."""
+    """The newest generation of the run when it was submitted or resumed."""
     owner: str = ""
-    """See `remote.Run.owner`."""
+    """See `runs.Run.owner`."""
     command: str = ""
     """See `Backend.submit`."""
 
@@ -132,13 +131,13 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the run: it exists from now on, and it was taken up now."""
+        """Record the run: it exists from now on, submitted or resumed now."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the user wants of a running job."""
+    """What the user requests of a running job."""
 
     replicas: int
     end: str = ""
@@ -146,7 +145,7 @@ class Request:
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Request:
-        """The newest wish; raises OutlastError."""
+        """The newest request; raises OutlastError."""
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:

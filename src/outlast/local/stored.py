@@ -28,7 +28,7 @@ _ADVICE = (
 
 
 def reach(url: str) -> store.Store:
-    """The place, after trying whether we may write there."""
+    """The place, after checking that we may write there."""
     place = store.open_(url)
     place.conditional()
     return place
@@ -45,8 +45,8 @@ def unfinished(
 ) -> runs.Run | None:
     """The run that owns the place and has not succeeded; None when there is none, or it is the one that has `ended` here.
 
-    Raises OutlastError when `ours`, the unfinished run of this machine, owns it no longer, and AlreadyRunning when another than
-    `home` trains it, unless we are to `take_over`; waits while it may, of which `say` is told.
+    Raises OutlastError when `ours`, the unfinished run of this machine, no longer owns it, and AlreadyRunning when a machine
+    other than `home` trains it, unless `take_over`. While that is unclear it waits, and calls `say`.
     """
     record = runs.read(place)
     if ours and record and record.run != ours.run:
@@ -65,8 +65,8 @@ def unfinished(
 
 
 def ours(run: Run) -> bool:
-    """Whether a run that has failed or was cancelled here can go on: its output is there, it is still this run's, and the run has
-    not succeeded elsewhere."""
+    """Whether a run that failed or was cancelled here can go on: its output exists and is still its own, and the run has not
+    succeeded elsewhere."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
@@ -74,8 +74,8 @@ def ours(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """Where this machine's jobs with their state there are trained, see `runs.alive`. Machines may be called the same, e.g.
-    `localhost` or `ubuntu`, so what they are told apart by is drawn once and kept beside the jobs."""
+    """The identity of this machine and state directory, see `runs.alive`. Machines may share a host name such as `localhost`, so
+    the identity includes a random id that is kept beside the jobs."""
     kept = state.parent / ".id"
     if not kept.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -86,11 +86,11 @@ def home(state: Path) -> str:
 
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | None, replace: bool = False) -> int:
-    """Take a run up: from now on others add nothing to it. What it has left there and is not here is brought, but for
-    checkpoints. The generation that is fenced off; the next one is ours.
+    """Claim a run: from now on other owners cannot add to it. Downloads its files that are missing here, except checkpoints.
+    Returns the generation that is fenced off; ours is the next one.
 
-    `before` is the run as this machine has had it. If somebody else has had it since, what lies here is older and goes aside.
-    Raises AlreadyRunning when another run has the place by now and has not ended, unless that is to be replaced.
+    `before` is the run as this machine knew it. If another owner has had it since, the older files here are archived. Raises
+    AlreadyRunning when another run has the place and has not ended, unless `replace`.
     """
     old = runs.claim(place, new, replace=replace)
     runs.archive(place, new.run)
@@ -111,7 +111,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, before: Run | 
 
 
 def _put_aside(output: Path) -> None:
-    """Move what lies in an output directory, but for checkpoints, to `previous/`."""
+    """Move everything in an output directory except checkpoints to `previous/`."""
     kept = (contract.CHECKPOINTS, OWN, runs.PREVIOUS)
     found = [entry for entry in output.iterdir() if entry.name not in kept] if output.is_dir() else []
     stale = [entry for entry in found if entry.is_file() or any(entry.iterdir())]
@@ -123,7 +123,7 @@ def _put_aside(output: Path) -> None:
 
 
 def end(run: Run, state: State, reason: str, code: int | None) -> str:
-    """Record how a run has ended; why that could not be, or an empty text."""
+    """Record in the store how a run ended; returns why that failed, or an empty text."""
     try:
         runs.end(store.open_(run.store), run.run, state, reason, code, by=run.owner)
     except OutlastError as problem:

@@ -42,7 +42,7 @@ def of(fields: dict[str, Any], *, source: str = "job") -> Job:
 
 
 def dump(job: Job) -> str:
-    """The job as YAML that `parse` reads as an equal job; what is as by default is left out."""
+    """The job as YAML that `parse` reads as an equal job, without fields that have their default."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read its own U+0085
 
@@ -73,13 +73,13 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def absent(spec: Spec) -> Iterator[str]:
-    """What should be on this machine and is not, or is not what it should be; of a job that `load` has read."""
+    """Sentences about files that a job read by `load` names and that are missing or of the wrong kind."""
     for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
         yield sentence
 
 
 def no_such_file(path: Path, pattern: str, wanted: str) -> NotFound:
-    """The error for a missing file; names the file of this pattern that may have been meant."""
+    """The error for a missing file, with the closest existing name of this pattern."""
     near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
     remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {wanted}"
     return NotFound(f"{path}: there is no such file; {remedy}")
@@ -96,7 +96,7 @@ def _text(path: Path) -> str:
     except IsADirectoryError as error:
         raise OutlastError(f"{path} is a directory; give the path of a job file, e.g. {path / 'job.yaml'}") from error
     except UnicodeDecodeError as error:
-        raise InvalidJob([(None, "this is not text in UTF-8; save it as that")], source=str(path)) from error
+        raise InvalidJob([(None, "this is not UTF-8 text; save it as UTF-8")], source=str(path)) from error
     except OSError as error:
         raise OutlastError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -106,7 +106,7 @@ def _document(text: str, source: str) -> document.Document:
 
 
 def _verbatim(place: Place) -> bool:
-    """Arguments, environment variables and labels are what is written: `3e-3` and `yes` are no numbers and truths there."""
+    """Arguments, environment variables and labels stay as written: there `3e-3` is not a number, nor `yes` a boolean."""
     return place[:-1] in (
         ("spec", "args"),
         ("spec", "env"),
@@ -117,7 +117,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Code and requirements that should be on this machine and are not."""
+    """Code and requirements that are missing on this machine."""
     place, checksum = pinned(spec.code or "")
     code = local(place) if place else None
     if code and not code.exists():
@@ -125,7 +125,7 @@ def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
     elif code and code.is_dir() and checksum:
         yield ("spec", "code"), f"code ({code}) is a directory, and only archives have a checksum; remove #sha256=..."
     elif code and code.is_dir() and spec.script and not (code / spec.script).is_file():
-        yield ("spec", "script"), f"script ({spec.script}) is not in {code}; correct it, or say with code: where it is"
+        yield ("spec", "script"), f"script ({spec.script}) is not in {code}; correct it, or set code: to its directory"
     elif code and not code.is_dir() and not archive(place):
         kinds = ", ".join(ARCHIVES)
         yield ("spec", "code"), f"code ({code}) is neither a directory nor an archive ({kinds}); give one of them"
@@ -135,7 +135,7 @@ def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
 
 
 def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Data and models that should be on this machine and are not."""
+    """Data and models that are missing on this machine."""
     sources = [(("data", i, "from"), data.from_) for i, data in enumerate(spec.data)]
     sources += [(("models", i, "from"), model.from_) for i, model in enumerate(spec.models)]
     for place, source in sources:

@@ -1,6 +1,6 @@
-"""What a job file says in vain: fields that nothing reads yet, or that have no meaning where the job runs.
+"""Fields of a job file without effect: nothing reads them yet, or they mean nothing where the job runs.
 
-Said by `validate`, `run`, `submit` and `render`, in sentences. Pure.
+`validate`, `run`, `submit` and `render` print these sentences. Pure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from outlast.spec import Job
 
 FIELDS = ("tracking",)
-"""Those of `spec` that nothing reads yet, wherever the job runs."""
+"""Fields of `spec` that nothing reads yet."""
 
 
 def anywhere(job: Job) -> Iterator[str]:
-    """What has no effect at all."""
+    """Fields that have no effect anywhere."""
     for field in FIELDS:
         if getattr(job.spec, field) != type(job.spec).model_fields[field].default:
             yield f"{field} has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
@@ -27,10 +27,10 @@ def anywhere(job: Job) -> Iterator[str]:
 
 
 def here(job: Job) -> Iterator[str]:
-    """What has no effect for processes of this machine."""
+    """Fields that have no effect on this machine."""
     if job.spec.secrets:
         named = ", ".join(secret.name for secret in job.spec.secrets)
-        yield f"secrets ({named}) are for pods; on this machine set what they hold in the shell, or keep it in files"
+        yield f"secrets ({named}) are for pods; on this machine set their variables in the shell, or keep their values in files"
     if job.spec.volumes:
         places = ", ".join(volume.to for volume in job.spec.volumes)
         yield f"volumes ({places}) are for pods; on this machine these are ordinary directories"

@@ -1,7 +1,7 @@
-"""What is wrong with a document, in sentences: every mistake at once, each with its line, its value and the way out.
+"""Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
 
-`spec.parse` validates with it. Unknown fields are looked at first and, where it is clear what was meant, read as that, so that
-one misspelt word does not hide the mistakes after it. Then pydantic looks at the rest, and its findings become our sentences.
+Unknown fields are checked first and, where the intended name is clear, read as that field, so that one misspelt word does not
+hide the mistakes after it. Then pydantic validates the rest, and its errors become our sentences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound="Checked")
 
 
 class Broken(ValueError):
-    """Rules between the fields of a model that do not hold: (place below the model, sentence) of each."""
+    """Violated rules between the fields of a model: (place below the model, sentence) for each."""
 
     def __init__(self, rules: list[tuple[Place, str]]) -> None:
         self.rules = rules
@@ -39,15 +39,15 @@ class Checked(BaseModel):
     )
 
     instead: ClassVar[Mapping[str, str]] = {}
-    """Names that other tools have for something that is said otherwise here: what to write."""
+    """Names from other tools, and what to write here instead."""
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """What is wrong with the choice of fields that are given, whatever their values: place below this part, and sentence."""
+        """Mistakes in which fields are given, whatever their values: place below this part, and sentence."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        """Rules between the values of the fields that do not hold: place below this part, and sentence."""
+        """Violated rules between the values of fields: place below this part, and sentence."""
         return iter(())
 
     @model_validator(mode="after")
@@ -59,7 +59,7 @@ class Checked(BaseModel):
 
 
 def name(place: Place) -> str:
-    """A place as users write it: `data[0].from`; `spec.` goes without saying."""
+    """A place as users write it: `data[0].from`, without `spec.`."""
     if len(place) > 1 and place[0] == "spec":
         place = place[1:]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
@@ -70,7 +70,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     problems: list[tuple[int | None, str]] = list(document.problems)
     data = document.data
     if isinstance(data, dict):
-        data = _Look(model, document, problems).known(model, data, ())
+        data = _Names(model, document, problems).known(model, data, ())
     try:
         valid = model.model_validate(data)
     except ValidationError as error:
@@ -84,14 +84,14 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 # ------------------------------------------------------------------------------------------------------------ unknown fields
 
 
-class _Look:
-    """A look at the names in a document: which are unknown, what was meant, which do not go together."""
+class _Names:
+    """Checks the names in a document: which are unknown, what was meant, which exclude each other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document
         self.problems = problems
         self.elsewhere: dict[str, list[str]] = {}
-        """Full names of the fields that are called so: `{"replicas": ["spec.workers.replicas"]}`."""
+        """Full names of the fields by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
         self._index(model, ())
 
     def _index(self, model: type[Checked], place: Place) -> None:
@@ -101,7 +101,7 @@ class _Look:
                 self._index(annotation, (*place, field))
 
     def known(self, model: type[Checked], data: dict[str, Any], place: Place) -> dict[str, Any]:
-        """The data without fields that `model` does not have, and without those that are given as nothing (`args:`)."""
+        """The data without unknown fields, and without fields that are given no value (`args:`)."""
         known = fields(model)
         result: dict[str, Any] = {}
         for field, value in data.items():
@@ -143,7 +143,7 @@ class _Look:
         return spelt[near[0]] if near else None
 
     def _rename(self, old: Place, new: Place) -> None:
-        """From now on, what was at `old` is at `new`."""
+        """Move the lines of what was at `old` to `new`."""
         for place, line in list(self.document.lines.items()):
             if place[: len(old)] == old:
                 self.document.lines[(*new, *place[len(old) :])] = line
@@ -204,7 +204,7 @@ def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallbac
 
 
 def _shown(value: Any) -> str:
-    """A value as it stands in a document, shortened."""
+    """A value as written in a document, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):
