@@ -20,7 +20,7 @@ from torch import nn
 import worlds
 from outlast import checkpoints, contract, ledger
 from outlast.errors import OutlastError
-from outlast.local.state_dir import logged
+from outlast.local import state_dir
 from outlast.training import Batch, Stream, checkpoint, metrics, session
 from outlast.workerfiles import progress
 from worlds import LAST, Calm, Training, damage, hashes, world
@@ -321,8 +321,8 @@ def test_metrics_hold_every_step_once_however_often_it_ran(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, LAST + 1))
     assert [line["loss"] for line in lines][end.results[0]["resumed"] :] == end.results[0]["losses"]
-    assert logged(tmp_path) == {"step": LAST, "loss": end.results[0]["losses"][-1]}
-    assert logged(tmp_path / "nowhere") == {}
+    assert state_dir.newest_metrics(tmp_path) == {"step": LAST, "loss": end.results[0]["losses"][-1]}
+    assert state_dir.newest_metrics(tmp_path / "nowhere") == {}
     assert {line["generation"] for line in lines} == {1, 2}
 
 

@@ -77,7 +77,7 @@ class Watched:
         self._hand("copy", key, lambda: self._store.copy(key, to))
 
 
-class WorkQueue:
+class Turns:
     """Writers, each in a thread of its own, of whose requests exactly one happens at a time.
 
     Whenever all that live wait for a request to happen, `rng` chooses which one does. `after` is called when a write has
