@@ -121,8 +121,7 @@ def test_every_way_to_print_is_guarded(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_nothing_prints_beside_the_guard() -> None:
-    """What would: the descriptors, the streams of before, a console of rich's own. `exec` passes a command's bytes, as kubectl
-    does, and this module has to."""
+    """What would: the descriptors, the streams of before, a console of rich's own. Only the guard has to."""
     source = Path(cli.__file__).parent
     beside = re.compile(r"__std(out|err)__|std(out|err)\.buffer|os\.write|\bConsole\(|_raw\(")
     assert {path.name for path in source.glob("*.py") if beside.search(path.read_text())} == {"terminal.py"}
