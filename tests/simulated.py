@@ -22,7 +22,7 @@ from outlast.operator import job_status, snapshot
 from outlast.operator.cache import CachedJob
 from outlast.operator.decide import decide
 from outlast.operator.plan import Plan
-from outlast.operator.queues import ClusterFeatures, KueueObjects, Share
+from outlast.operator.queues import ClusterFeatures, KueueObjects, WorkloadSlice
 from outlast.operator.snapshot import HEARD
 from simulated_deciders import Deciders, Node
 
@@ -230,7 +230,7 @@ class Cluster:
     def apply(self, document: Document) -> None:
         """What is there keeps what it does not say."""
         there = self.documents.get((document["kind"], document["metadata"]["name"]), {})
-        assert document["kind"] != "Workload" or not there or Share(there).waits, "what has quota cannot be changed"
+        assert document["kind"] != "Workload" or not there or WorkloadSlice(there).waits, "what has quota cannot be changed"
         self.put({**there, **document, "metadata": {**there.get("metadata", {}), **document["metadata"]}})
 
     def has(self) -> ClusterFeatures:
@@ -586,8 +586,8 @@ class Kueue:
         workloads = copy.deepcopy(self.cluster.all("Workload"))
         return KueueObjects(kinds.WORKLOAD_V1BETA2, workloads, {"spot": self.flavor}, self.classes)
 
-    def shares(self) -> list[Share]:
-        return [Share(each) for each in self.cluster.all("Workload")]
+    def shares(self) -> list[WorkloadSlice]:
+        return [WorkloadSlice(each) for each in self.cluster.all("Workload")]
 
     @property
     def used(self) -> int:
@@ -612,7 +612,7 @@ class Kueue:
             else:
                 self._say(share, ("QuotaReserved", False, "Pending", f"{share.asked} more pods are needed, {free} are free"))
 
-    def evict(self, share: Share, message: str = "Preempted to accommodate a workload") -> None:
+    def evict(self, share: WorkloadSlice, message: str = "Preempted to accommodate a workload") -> None:
         self._say(share, ("Evicted", True, "Preempted", message))
 
     def told(self, document: Document) -> None:
@@ -621,14 +621,14 @@ class Kueue:
         assert before is not None
         assert before["metadata"]["uid"] == document["metadata"]["uid"]
         before["status"] = document["status"]
-        if not Share(before).true("QuotaReserved") or Share(before).true("Finished"):
+        if not WorkloadSlice(before).true("QuotaReserved") or WorkloadSlice(before).true("Finished"):
             assert not self.using(before["metadata"]["name"]), "quota is given back while pods use it"
-        assert self.using(before["metadata"]["name"]) <= Share(before).count
+        assert self.using(before["metadata"]["name"]) <= WorkloadSlice(before).count
 
     def allows(self, pod: Document) -> None:
         """No pod without quota."""
         named = pod["metadata"]["annotations"][kueue.WORKLOAD]
-        share = Share(self.cluster.documents["Workload", named])
+        share = WorkloadSlice(self.cluster.documents["Workload", named])
         assert share.holds, f"{named} is not admitted"
         assert self.using(named) < share.count, f"{named} has no quota for another pod"
         assert pod["spec"]["nodeSelector"]["pool"] == "spot"
@@ -639,10 +639,10 @@ class Kueue:
         there = [pod for pod in self.cluster.pods if pod["status"]["phase"] in ("Pending", "Running")]
         return sum(pod["metadata"]["annotations"].get(kueue.WORKLOAD) == name for pod in there)
 
-    def _say(self, share: Share, *conditions: tuple[str, bool, str, str], **fields: Any) -> None:
-        said = Share(self.cluster.documents["Workload", share.name])
+    def _say(self, share: WorkloadSlice, *conditions: tuple[str, bool, str, str], **fields: Any) -> None:
+        said = WorkloadSlice(self.cluster.documents["Workload", share.name])
         changed = [each for each in conditions if each[1] != said.true(each[0]) or each[3] or said.condition(each[0])]
-        share.document["status"] = said.but(self.cluster.now, changed, **fields)["status"]
+        share.document["status"] = said.with_status(self.cluster.now, changed, **fields)["status"]
 
 
 def stored(value: Any) -> Any:

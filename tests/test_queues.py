@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from outlast.kube import kinds
 from outlast.manifests import kueue
-from outlast.operator.queues import Share
+from outlast.operator.queues import WorkloadSlice
 from simulated import Cluster, Killed, Kueue, trains
 
 
@@ -35,7 +35,7 @@ def asked(cluster: Cluster) -> dict[str, tuple[int, int]]:
     return {share.name.rpartition("-")[2]: (share.asked, share.count if share.holds else 0) for share in shares}
 
 
-def share(cluster: Cluster, number: int = 0) -> Share:
+def share(cluster: Cluster, number: int = 0) -> WorkloadSlice:
     return next(share for share in kueue_of(cluster).shares() if share.name.endswith(f"-{number}"))
 
 

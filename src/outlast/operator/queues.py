@@ -1,4 +1,4 @@
-"""Jobs that wait in a queue of Kueue: what Kueue has admitted of them, and what it is to be asked for or told.
+"""Kueue: the Workloads of a job, what they have admitted, and how they are to change.
 
 A job has a Workload for its first workers, and one more for each addition while it trains: for what was admitted in part, and for
 what `outlast scale` adds. So training goes on with what there is, and never asks for quota that it holds already. Each can be
@@ -30,12 +30,12 @@ Make = Callable[[str, int, int, Priority], Document]
 
 @dataclass(frozen=True)
 class KueueObjects:
-    """What Kueue says, as documents."""
+    """The objects of Kueue that matter to a job."""
 
     kind: Kind
-    """Of Workloads, in the version that the cluster serves."""
+    """The kind of Workloads, in the version that the cluster serves."""
     workloads: Sequence[Document] = ()
-    """Those with the label of the job."""
+    """Workloads with the label of the job."""
     flavors: Mapping[str, Document] = field(default_factory=dict)
     """All ResourceFlavors, by name."""
     classes: Sequence[Document] = ()
@@ -44,17 +44,17 @@ class KueueObjects:
 
 @dataclass(frozen=True)
 class ClusterFeatures:
-    """What else the cluster has."""
+    """What the cluster offers beside Kubernetes."""
 
     groups: frozenset[str] = frozenset()
-    """API groups of Kueue and of schedulers of gangs."""
+    """API groups of Kueue and of gang schedulers."""
     kueue: KueueObjects | None = None
-    """None until it is known what Kueue says."""
+    """None until the watches of Kueue's objects are synced."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """A Workload of the job: the quota of some of its workers."""
+class WorkloadSlice:
+    """A Workload of the job: a slice of its workers with quota of its own."""
 
     document: Document
 
@@ -68,12 +68,12 @@ class Share:
 
     @property
     def asked(self) -> int:
-        """For how many workers."""
+        """The number of workers that it asks quota for."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """How many workers it has quota for, once it is admitted."""
+        """The number of workers that it has quota for, once admitted."""
         return kueue.admitted(self.document) - self.given_back
 
     @property
@@ -82,27 +82,27 @@ class Share:
 
     @property
     def over(self) -> bool:
-        """Whether it counts no more."""
+        """Whether it is finished or being deleted."""
         return bool(self.document["metadata"].get("deletionTimestamp")) or self.true("Finished")
 
     @property
     def holds(self) -> bool:
-        """Whether pods may be there because of it."""
+        """Whether it is admitted, so that its pods may exist."""
         return not self.over and self.true("Admitted") and not self.true("Evicted")
 
     @property
     def leaves(self) -> bool:
-        """Whether it is to give up the quota that it still has."""
+        """Whether it is evicted and still has quota."""
         return not self.over and self.true("QuotaReserved") and self.true("Evicted")
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for quota; until then it can be changed."""
+        """Whether it waits for quota; it can still be changed then."""
         return not self.over and not self.true("QuotaReserved")
 
     @property
     def checked(self) -> bool:
-        """Whether it has quota, and waits for what else the queue asks for."""
+        """Whether it has quota and waits for admission checks."""
         return not self.over and not self.holds and not self.leaves and not self.waits
 
     @property
@@ -128,7 +128,7 @@ class Share:
 
     # what it can be told
 
-    def but(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
+    def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
         """The Workload with other conditions (type, whether it is true, reason, message), and other fields of its status."""
         made = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, holds, reason, message in conditions:
@@ -146,7 +146,7 @@ class Share:
         return {**self.document, "status": {key: value for key, value in status_.items() if value is not None}}
 
     def cleared(self, now: float) -> Document:
-        """Its pods have gone: it has no quota any more, and waits again if Kueue lets it."""
+        """Its pods are gone: it gives its quota back, and is queued again if Kueue allows."""
         evicted = self.condition("Evicted")
         assert evicted is not None, "only what was evicted is cleared"
         reason, message = evicted["reason"], evicted.get("message", "")
@@ -162,24 +162,24 @@ class Share:
             spent = {"accumulatedPastExecutionTimeSeconds": before + max(0, int(now - began))}
         if self.condition("PodsReady") is not None:
             conditions.append(("PodsReady", False, "WaitForStart", "Its pods have gone"))
-        return self.but(now, conditions, admission=None, reclaimablePods=None, **spent)
+        return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
     def reduced(self, by: int, now: float) -> Document:
-        """So many of its workers are needed no more."""
-        return self.but(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.given_back + by}])
+        """With fewer workers: the rest of its quota is reclaimable."""
+        return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.given_back + by}])
 
     def trains(self, now: float) -> Document:
-        """Its workers train: it does not run out of the time that Kueue may give it to start."""
-        return self.but(now, [("PodsReady", True, "Started", "Its workers train")])
+        """With PodsReady, so that Kueue's start timeout does not evict it."""
+        return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def finished(self, well: bool, reason: str, now: float) -> Document:
-        """The job has ended."""
-        return self.but(now, [("Finished", True, "Succeeded" if well else "Failed", reason)])
+        """With Finished."""
+        return self.with_status(now, [("Finished", True, "Succeeded" if well else "Failed", reason)])
 
 
 @dataclass(frozen=True)
-class Todo:
-    """What is to be done about a job's Workloads."""
+class Changes:
+    """Changes of a job's Workloads."""
 
     apply: tuple[Document, ...] = ()
     statuses: tuple[Document, ...] = ()
@@ -188,60 +188,60 @@ class Todo:
 
 @dataclass(frozen=True)
 class Queue:
-    """The queue of a job, and its Workloads."""
+    """The queue of a job and its Workloads."""
 
     name: str
-    """Empty for a job that waits in none any more."""
+    """Empty for a job that was taken out of its queue."""
     job: Mapping[str, Any]
-    sight: KueueObjects
-    shares: tuple[Share, ...]
+    objects: KueueObjects
+    slices: tuple[WorkloadSlice, ...]
     """Oldest first."""
 
     @property
-    def holding(self) -> list[Share]:
-        return [share for share in self.shares if share.holds]
+    def holding(self) -> list[WorkloadSlice]:
+        return [part for part in self.slices if part.holds]
 
     @property
     def admitted(self) -> int:
-        """How many workers there may be."""
-        return sum(share.count for share in self.holding)
+        """The number of workers with quota."""
+        return sum(part.count for part in self.holding)
 
     def largest(self, wanted: int, sizes: Sequence[int]) -> int:
-        """How many workers there are to be: an allowed number, of those that are wanted; 0 when too few were admitted."""
+        """The largest allowed number of workers, up to `wanted`, that has quota; 0 when too few were admitted."""
         if not self.name:
             return wanted
         return max((size for size in sizes if size <= min(wanted, self.admitted)), default=0)
 
     def refuses(self, pod: Mapping[str, Any]) -> bool:
-        """Whether a pod is there because of a Workload that no longer holds."""
+        """Whether a pod belongs to a Workload that is no longer admitted."""
         named = _workload(pod)
-        return bool(self.name and named) and not any(share.name == named for share in self.holding)
+        return bool(self.name and named) and not any(part.name == named for part in self.holding)
 
     def reason(self) -> str:
         """Why too few workers are admitted."""
-        if leaving := next((share for share in self.shares if share.leaves), None):
+        if leaving := next((part for part in self.slices if part.leaves), None):
             return f"the queue {self.name} takes its quota back: {leaving.reason or 'no reason is given'}"
-        waiting = next((share for share in self.shares if share.waits or share.checked), None)
+        waiting = next((part for part in self.slices if part.waits or part.checked), None)
         said = f": {waiting.reason}" if waiting and waiting.reason else ""
         return f"waits in the queue {self.name} to be admitted{said}"
 
     def lacking(self) -> str:
-        """What is named and not there: a sentence, else empty."""
-        for share in self.holding:
-            for flavor in sorted(kueue.flavors(share.document) - self.sight.flavors.keys()):
+        """A sentence about a missing flavor or priority class; else empty."""
+        for part in self.holding:
+            for flavor in sorted(kueue.flavors(part.document) - self.objects.flavors.keys()):
                 return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which is not there"
         priority = self.priority()
         return priority if isinstance(priority, str) else ""
 
     def place(self, pod: Document, room: dict[str, int]) -> Document | None:
-        """A new pod, with a Workload that has room, which it takes; None while none has, or its nodes are unknown."""
-        for share in self.holding:
-            if room[share.name] > 0 and kueue.flavors(share.document) <= self.sight.flavors.keys():
-                room[share.name] -= 1
-                return kueue.placed(pod, share.document, self.sight.flavors)
+        """A new pod, assigned to a Workload with room; None while none has room, or its flavor is missing."""
+        for part in self.holding:
+            if room[part.name] > 0 and kueue.flavors(part.document) <= self.objects.flavors.keys():
+                room[part.name] -= 1
+                return kueue.placed(pod, part.document, self.objects.flavors)
         return None
 
-    def todo(
+    def changes(
         self,
         wanted: int,
         sizes: Sequence[int],
@@ -249,75 +249,73 @@ class Queue:
         trains: bool,
         make: Make,
         now: float,
-    ) -> Todo:
-        """What Kueue is to be asked for and told.
+    ) -> Changes:
+        """The changes of the Workloads.
 
         `wanted` workers are asked for by the user, a number of these `sizes`; `pods` are all that still use anything; `trains`:
         there is a world. `make` makes a Workload.
         """
-        live = [share for share in self.shares if not share.over]
+        live = [part for part in self.slices if not part.over]
         if not self.name or not wanted:  # quota is given back when the pods of a suspended job have gone
-            return Todo(deletes=tuple(_delete(share, "the job needs no quota") for share in live if not self.name or not pods))
+            return Changes(deletes=tuple(_delete(part, "the job needs no quota") for part in live if not self.name or not pods))
         stands = self.largest(wanted, sizes)
-        if leaving := [share for share in live if share.leaves]:
-            used = {
-                share.name: bool(pods) if not stands else any(_workload(pod) == share.name for pod in pods) for share in leaving
-            }
-            return Todo(statuses=tuple(share.cleared(now) for share in leaving if not used[share.name]))
+        if leaving := [part for part in live if part.leaves]:
+            used = {part.name: bool(pods) if not stands else any(_workload(pod) == part.name for pod in pods) for part in leaving}
+            return Changes(statuses=tuple(part.cleared(now) for part in leaving if not used[part.name]))
         if not stands and self.holding:  # they are asked for again, together with the others: quota must not wait for quota
             left = () if pods else self.holding
-            return Todo(deletes=tuple(_delete(share, "too few workers are admitted") for share in left))
+            return Changes(deletes=tuple(_delete(part, "too few workers are admitted") for part in left))
         back = self._surplus(wanted, pods, now)
-        ready = [share.trains(now) for share in self.holding if trains and back == Todo() and not share.true("PodsReady")]
+        ready = [part.trains(now) for part in self.holding if trains and back == Changes() and not part.true("PodsReady")]
         asked = self._asked(wanted, sizes, pods, make)
-        return Todo(asked.apply, (*back.statuses, *ready), (*asked.deletes, *back.deletes))
+        return Changes(asked.apply, (*back.statuses, *ready), (*asked.deletes, *back.deletes))
 
     def ended(self, well: bool, reason: str, now: float) -> tuple[Document, ...]:
-        """The job has: its quota is free."""
-        return tuple(share.finished(well, reason, now) for share in self.shares if not share.over)
+        """The job has ended: its quota is free."""
+        return tuple(part.finished(well, reason, now) for part in self.slices if not part.over)
 
     def priority(self) -> Priority | str:
-        """The priority that its Workloads have; a sentence when its class is not there."""
-        return kueue.priority(self.job, self.sight.classes)
+        """The priority of its Workloads; a sentence when its class is missing."""
+        return kueue.priority(self.job, self.objects.classes)
 
-    def _asked(self, wanted: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make: Make) -> Todo:
-        """One Workload waits for the workers that are still to be admitted, and no other."""
-        missing = wanted - self.admitted - sum(share.asked for share in self.shares if share.checked)
-        waiting = [share for share in self.shares if share.waits]
+    def _asked(self, wanted: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make: Make) -> Changes:
+        """Keep exactly one waiting Workload, for the workers that are not admitted yet."""
+        missing = wanted - self.admitted - sum(part.asked for part in self.slices if part.checked)
+        waiting = [part for part in self.slices if part.waits]
         if missing <= 0:
-            return Todo(deletes=tuple(_delete(share, "the job needs no more quota") for share in waiting))
-        extra = tuple(_delete(share, "another Workload asks for it") for share in waiting[1:])
+            return Changes(deletes=tuple(_delete(part, "the job needs no more quota") for part in waiting))
+        extra = tuple(_delete(part, "another Workload asks for it") for part in waiting[1:])
         stands = self.largest(wanted, sizes)
         least = next(size for size in sizes if size > stands) - self.admitted
         least, priority = max(1, min(least, missing)), self.priority()
         if isinstance(priority, str) or (waiting and _asks(waiting[0], self.name, missing, priority)):
-            return Todo(deletes=extra)
-        return Todo((make(waiting[0].name if waiting else self._free(pods), missing, least, priority),), (), extra)
+            return Changes(deletes=extra)
+        return Changes((make(waiting[0].name if waiting else self._free(pods), missing, least, priority),), (), extra)
 
     def _free(self, pods: Sequence[Mapping[str, Any]]) -> str:
-        """A name that no Workload of the job has, nor had while a pod that is there was made."""
-        meta, taken = self.job["metadata"], {share.name for share in self.shares} | {_workload(pod) for pod in pods}
+        """A name that neither a Workload of the job nor an existing pod uses."""
+        meta, taken = self.job["metadata"], {part.name for part in self.slices} | {_workload(pod) for pod in pods}
         names = (kueue.name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
         return next(name for name in names if name not in taken)
 
-    def _surplus(self, wanted: int, pods: Sequence[Mapping[str, Any]], now: float) -> Todo:
-        """What is admitted and no longer wanted is given back, the newest first, as far as no pods use it."""
+    def _surplus(self, wanted: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
+        """Give back surplus quota that no pods use, the newest Workload first."""
         surplus, room = self.admitted - wanted, self.room(pods)
         statuses, deletes = [], []
-        for share in reversed(self.holding):
-            back = min(surplus, room[share.name])
+        for part in reversed(self.holding):
+            back = min(surplus, room[part.name])
             if back <= 0:
                 continue
             surplus -= back
-            if back == share.count:
-                deletes.append(_delete(share, "the job needs it no more"))
+            if back == part.count:
+                deletes.append(_delete(part, "the job needs it no more"))
             else:
-                statuses.append(share.reduced(back, now))
-        return Todo((), tuple(statuses), tuple(deletes))
+                statuses.append(part.reduced(back, now))
+        return Changes((), tuple(statuses), tuple(deletes))
 
     def room(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """For how many more pods each Workload has quota. Pods that name none, of before there was a queue, take what is free."""
-        room = {share.name: share.count for share in self.holding}
+        """Free quota of each Workload, in pods. Pods that name none, from before there was a queue, take what is free."""
+        room = {part.name: part.count for part in self.holding}
         nobodys = 0
         for pod in pods:
             if (named := _workload(pod)) in room:
@@ -332,34 +330,34 @@ class Queue:
 
 
 def of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
-    """The queue of a job; None for one that waits in none and has no Workloads, and without Kueue."""
+    """The queue of a job; None without Kueue, or for a job without queue and Workloads."""
     if features.kueue is None:
         return None
     own = (each for each in features.kueue.workloads if owned_by(each, job))
-    shares = tuple(sorted((Share(each) for each in own), key=lambda share: (_born(share), len(share.name), share.name)))
+    slices = tuple(sorted((WorkloadSlice(each) for each in own), key=lambda part: (_born(part), len(part.name), part.name)))
     name = kueue.queue(job)
-    return Queue(name, job, features.kueue, shares) if name or shares else None
+    return Queue(name, job, features.kueue, slices) if name or slices else None
 
 
 def unknown(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
-    """Whether it is not known yet what Kueue says of a job that waits for it."""
+    """Whether Kueue's objects are not synced yet for a job in a queue."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue(job))
 
 
-def _born(share: Share) -> str:
-    return str(share.document["metadata"].get("creationTimestamp") or "")
+def _born(part: WorkloadSlice) -> str:
+    return str(part.document["metadata"].get("creationTimestamp") or "")
 
 
 def _workload(pod: Mapping[str, Any]) -> str:
-    """The Workload whose quota a pod uses; empty for one that was made without."""
+    """The Workload whose quota a pod uses; else empty."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 
-def _asks(share: Share, queue: str, count: int, priority: Priority) -> bool:
-    """Whether it asks for just this. Not by `minCount`: where Kueue admits nothing in part, it drops that."""
-    fields = share.document["spec"]
-    return (fields.get("queueName"), share.asked, fields.get("priority", 0)) == (queue, count, priority.value)
+def _asks(part: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
+    """Whether it asks for exactly this. Ignores `minCount`, which Kueue drops where partial admission is off."""
+    fields = part.document["spec"]
+    return (fields.get("queueName"), part.asked, fields.get("priority", 0)) == (queue, count, priority.value)
 
 
-def _delete(share: Share, reason: str) -> Deletion:
-    return Deletion(share.name, share.uid, reason, kind=kind_of(share.document))
+def _delete(part: WorkloadSlice, reason: str) -> Deletion:
+    return Deletion(part.name, part.uid, reason, kind=kind_of(part.document))

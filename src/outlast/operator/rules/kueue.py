@@ -23,11 +23,11 @@ def queued(rec: Reconcile) -> None:
     sizes, trains = rec.spec.workers.allowed(), kept.world is not None and kept.called is None and kept.result is None
 
     def make(name: str, count: int, least: int, priority: Priority) -> Document:
-        return desired.workload(rec.snapshot, queue.sight.kind, name, count, least, priority)
+        return desired.workload(rec.snapshot, queue.objects.kind, name, count, least, priority)
 
-    todo = queue.todo(rec.asked, sizes, rec.using, trains, make, rec.now)
-    rec.apply, rec.statuses = (*rec.apply, *todo.apply), todo.statuses
-    for deletion in todo.deletes:
+    changes = queue.changes(rec.asked, sizes, rec.using, trains, make, rec.now)
+    rec.apply, rec.statuses = (*rec.apply, *changes.apply), changes.statuses
+    for deletion in changes.deletes:
         rec.deletes[deletion.uid] = deletion
     rec.update(queue=queue.name)
     if lacking := queue.lacking():
