@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
     from outlast.kube import Cluster, Document
+    from outlast.shipping.parcel import Parcel
     from outlast.spec import Job
 
 
@@ -70,7 +71,7 @@ def submit(
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(job), *manifests.warnings(job, topology)):
         _say(f"{title}: {sentence}")
     if dry_run:
-        made = documents(job, topology, source=source, namespace=place.cluster.namespace, put=False)
+        made = documents(job, topology, source=source, namespace=place.cluster.namespace, ship=_describe)
         for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
             _say(sentence)
         for document in made:
@@ -94,19 +95,25 @@ def documents(
     namespace: str | None,
     run: str | None = None,
     fresh: bool = False,
-    put: bool = True,
-    say: bool = True,
+    ship: Callable[[Parcel], None] = lambda _: None,
 ) -> list[Document]:
-    """The documents of a job, in the order in which they are to be applied; its code is where they say, unless not to be `put`
-    there. Raises InvalidJob with the name of its file."""
+    """The documents of a job, in the order in which they are to be applied; `ship` is called with its code. Raises InvalidJob with
+    the name of its file."""
     from outlast.cli import render
 
     with render.rendered(job, topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
-        if parcel.sentence and say:
-            _say(parcel.sentence)
-        if put:
-            parcel.put()
+        ship(parcel)
         return made
+
+
+def _describe(parcel: Parcel) -> None:
+    if parcel.sentence:
+        _say(parcel.sentence)
+
+
+def _ship(parcel: Parcel) -> None:
+    _describe(parcel)
+    parcel.put()
 
 
 def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
@@ -119,8 +126,9 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
         cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
     def made(wanted: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-        own = run is not None  # else it is only compared with what is there
-        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh, put=own, say=own)
+        if run is None:  # only to compare with what is there
+            return documents(wanted, topology, source=source, namespace=cluster.namespace, fresh=fresh)
+        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh, ship=_ship)
 
     place = backend.KubernetesBackend(cluster, documents=made)
     if not cluster.has_namespace():
