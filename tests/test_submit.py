@@ -359,7 +359,7 @@ def test_a_job_that_is_not_here_is_looked_for_in_the_cluster(api: apiserver.ApiS
     said = "its pods are not created yet; if it stays so, outlast why train says why"
     assert (code, out.splitlines()[0]) == (0, f"train: Pending: {said}")
     code, out, _ = outlast("scale", "train", "1")
-    assert (code, out) == (0, "train is to have 1 worker\n")
+    assert (code, out) == (0, "train is scaled to 1 worker\n")
     code, _, err = outlast("status", "other")
     assert code == 2
     assert err == "Error: there is no job other in namespace default of here; there are train\n"

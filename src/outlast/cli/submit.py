@@ -97,8 +97,8 @@ def documents(
     fresh: bool = False,
     ship: Callable[[Parcel], None] = lambda _: None,
 ) -> list[Document]:
-    """The documents of a job, in the order in which they are to be applied; `ship` is called with its code. Raises InvalidJob with
-    the name of its file."""
+    """The documents of a job, in the order in which they are to be applied; `ship` is called with its code. Raises InvalidJob
+    with the name of its file."""
     from outlast.cli import render
 
     with render.rendered(job, topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
