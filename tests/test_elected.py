@@ -16,9 +16,10 @@ from outlast.clock import Clock
 from outlast.errors import EtcdAway, Superseded
 from outlast.etcd import Outcome
 from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, schema
 from outlast.rendezvous.etcd.member import Identity, Membership
-from outlast.rendezvous.transports import etcd, sockets
+from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd

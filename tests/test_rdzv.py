@@ -16,7 +16,7 @@ import etcds
 from outlast import cli, etcd
 from outlast.cli import rdzv
 from outlast.rendezvous.etcd import schema
-from outlast.rendezvous.transports.etcd import Present, Run
+from outlast.rendezvous.etcd.client import Present, Run
 from outlast.rendezvous.transports.sockets import Closed, Report
 from outlast.rendezvous.world import Call, World
 

@@ -21,9 +21,9 @@ from etcds import Server
 from outlast import contract, etcd, spec
 from outlast.errors import EtcdAway, EtcdRefused, OutlastError
 from outlast.rendezvous import coordinator, torchrun, transport
+from outlast.rendezvous.etcd import client as rendezvous
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.election import ElectionConfig
-from outlast.rendezvous.transports import etcd as rendezvous
 from outlast.rendezvous.transports import sockets
 from outlast.rendezvous.world import Standing
 

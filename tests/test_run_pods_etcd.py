@@ -9,7 +9,7 @@ import pytest
 
 from etcds import Server
 from outlast import contract
-from outlast.rendezvous.transports import etcd
+from outlast.rendezvous.etcd import client as etcd
 from test_run_pods import ARGS, Final, Pods, pods
 
 __all__ = ["pods"]

@@ -16,7 +16,7 @@ import pytest
 
 import processes
 from etcds import Server
-from outlast.rendezvous.transports import etcd
+from outlast.rendezvous.etcd import client as etcd
 
 SCRIPT = """
 import json, os, sys, time, torch, torch.distributed as dist

@@ -23,7 +23,7 @@ from outlast.rendezvous.transport import Mode
 if TYPE_CHECKING:
     from outlast import spec
     from outlast.agent import ownership
-    from outlast.rendezvous.transports import etcd
+    from outlast.rendezvous.etcd import client as etcd
     from outlast.rendezvous.worker0 import Host
     from outlast.runs import alive
     from outlast.workerfiles.output import Output
@@ -124,9 +124,9 @@ class Coordination:
         """Run for election as the coordinator, see `rendezvous.etcd.election`."""
         from outlast import etcd as servers
         from outlast.rendezvous import coordinator
+        from outlast.rendezvous.etcd import client as etcd
         from outlast.rendezvous.etcd import schema
         from outlast.rendezvous.etcd.election import ElectionConfig
-        from outlast.rendezvous.transports import etcd
 
         environ = self._environ
         config = ElectionConfig(

@@ -1,6 +1,6 @@
 """`outlast rdzv show`: the rendezvous of runs that coordinate through an etcd.
 
-Reads the keys of members and coordinators (`rendezvous.transports.etcd.look`), and writes none.
+Reads the keys of members and coordinators (`rendezvous.etcd.client.look`), and writes none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outlast.errors import NotFound
 
 if TYPE_CHECKING:
     from outlast.etcd import Etcd
-    from outlast.rendezvous.transports.etcd import Run
+    from outlast.rendezvous.etcd.client import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -123,7 +123,7 @@ def _client(endpoint: str) -> Iterator[Etcd]:
 
 def _look(client: Etcd, run: str | None) -> list[Run]:
     """All runs, or one. Raises NotFound, EtcdError."""
-    from outlast.rendezvous.transports import etcd
+    from outlast.rendezvous.etcd import client as etcd
 
     found = etcd.look(client, run)
     if run is not None and not found:

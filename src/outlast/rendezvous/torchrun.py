@@ -20,8 +20,8 @@ from typing import Any
 from outlast import etcd as servers
 from outlast.errors import EtcdAway, OutlastError
 from outlast.rendezvous import coordinator, restarts, world
+from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd.member import TTL_S, Identity
-from outlast.rendezvous.transports import etcd
 from outlast.rendezvous.transports.reconnect import pause
 from outlast.status import State
 

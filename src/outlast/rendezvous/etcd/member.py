@@ -1,6 +1,6 @@
 """A member's side of the rendezvous by etcd, without threads: what it writes, and how it reads what is published.
 
-`rendezvous.transports.etcd.Client` calls it from two threads: one that tells (`tell`, again and again), and one that hears.
+`rendezvous.etcd.client.Client` calls it from two threads: one that tells (`tell`, again and again), and one that hears.
 All that comes from the etcd may come late, twice, or not at all.
 """
 

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Any
 
 from outlast import contract
+from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import schema
-from outlast.rendezvous.transports import etcd, kubernetes
+from outlast.rendezvous.transports import kubernetes
 from outlast.rendezvous.transports.sockets import Called, Closed
 from outlast.rendezvous.world import World
 

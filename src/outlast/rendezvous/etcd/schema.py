@@ -4,7 +4,7 @@
     <prefix>/<run>/decided/leader      Leader: the coordinator                    under its short lease
     <prefix>/<run>/decided/said        Said: all that it has published            under its long lease
 
-Written by `rendezvous.transports.etcd` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. It holds
+Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. It holds
 no clock time that another machine would compare with its own. Field names are the wire format.
 """
 
