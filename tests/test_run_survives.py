@@ -61,15 +61,16 @@ def test_whatever_is_killed_or_stopped_changes_nothing_in_the_result(machine, un
 
 
 def trains_again(machine, name: str, before: JobStatus) -> JobStatus:
-    """Wait until all processes of the next world have made steps."""
+    """Wait until all processes of the next world have made steps: more than the restored one, which they report first."""
 
     def trains(status: JobStatus) -> bool:
+        restored = [e for e in machine.backend.events(name) if e["kind"] == "restored" and e["generation"] == status.generation]
         ranks = [rank for worker in status.workers for rank in worker.ranks]
         return (
             status.generation > before.generation
-            and bool(ranks)
+            and bool(restored and ranks)
             and len(ranks) == len(status.world)
-            and all(r.step for r in ranks)
+            and all((rank.step or 0) > restored[0]["step"] for rank in ranks)
         )
 
     return machine.wait(name, trains)
