@@ -176,11 +176,14 @@ def test_the_grace_of_a_deletion_is_passed_on(api: apiserver.ApiServer, cluster:
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({"mine": True, "going": True}, "Pod train-worker-0 is still going; it is made anew when it has gone"),
-        ({"mine": False, "going": True}, "Pod train-worker-0 of another job is still going; this job's is made when it has gone"),
+        ({"mine": True, "going": True}, "Pod train-worker-0 is still terminating; it is created again when it is gone"),
+        (
+            {"mine": False, "going": True},
+            "Pod train-worker-0 of another job is still terminating; this one is created when it is gone",
+        ),
         (
             {"mine": False, "going": False},
-            "Pod train-worker-0 is there and not of this job; delete it, or give the job another name",
+            "Pod train-worker-0 exists and does not belong to this job; delete it, or give the job another name",
         ),
         ({"mine": True, "going": False}, ""),
     ],
@@ -216,7 +219,7 @@ def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
     job = a_job(api)
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
     plan = Plan(prerequisites=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
-    said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
+    said = "Service train of an earlier job of this name still exists; this one is created when it is gone"
     assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
     assert told(cluster) == [("Normal", "NameTaken", said)]
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
@@ -237,7 +240,9 @@ def test_what_is_not_of_the_job_is_used_and_said(
     job = a_job(api)
     api.put(a_service() if owner is None else an_owned_service(job, **owner))
     assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Done(None)
-    said = "Service train is there and not of this job, and stays as it is; give the job another name if that is not meant"
+    said = (
+        "Service train exists and does not belong to this job, and stays as it is; give the job another name if that is not meant"
+    )
     assert told(cluster) == [("Warning", "NameTaken", said)]
     assert len(cluster.list_(kinds.POD)) == 1
 
@@ -257,7 +262,8 @@ def test_what_others_have_made_is_not_changed_when_the_job_changes(
     for plan in (Plan(prerequisites=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
         assert act(cluster, job, plan, NOW) == Done(None)
     assert cluster.get(kind, "train") == theirs
-    said = f"{kind.kind} train is there and not of this job, and stays as it is; give the job another name if that is not meant"
+    there = f"{kind.kind} train exists and does not belong to this job, and stays as it is"
+    said = f"{there}; give the job another name if that is not meant"
     assert told(cluster) == [("Warning", "NameTaken", said)]
 
 
@@ -267,7 +273,7 @@ def test_what_is_the_jobs_follows_its_changes_and_what_is_an_earlier_jobs_is_wai
     job = a_job(api)
     plan = Plan(apply=({**an_owned_service(job), "spec": {"n": 2}},), status={"n": 2})
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
-    said = "Service train of an earlier job of this name is still there; this job's is made when it has gone"
+    said = "Service train of an earlier job of this name still exists; this one is created when it is gone"
     assert act(cluster, job, plan, NOW) == Done(NOW + RETRY_S, said)
     assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train"), "what is written there is not asked for again"
     api.remove("services", "train")
@@ -286,7 +292,7 @@ def test_rights_that_others_have_given_are_not_handed_to_pods(
     api.put(theirs := {**head, "metadata": {"name": "train", "namespace": "default"}, "rules": [{"verbs": ["*"]}]})
     with pytest.raises(errors.Refused) as caught:
         act(cluster, job, Plan(prerequisites=(owned,), creates=(a_pod(job),)), NOW)
-    said = f"{kind.kind} train is there and not of this job; delete it, or give the job another name"
+    said = f"{kind.kind} train exists and does not belong to this job; delete it, or give the job another name"
     assert (str(caught.value), told(cluster)) == (said, [("Warning", "FailedCreate", said)])
     assert cluster.get(kind, "train")["rules"] == theirs["rules"]
     assert not cluster.list_(kinds.POD)
@@ -366,7 +372,10 @@ def test_the_same_event_within_ten_minutes_is_one() -> None:
 
 
 def test_what_is_said_again_is_counted(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job, plan = a_job(api), Plan(events=(Event("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is made anew"),))
+    job, plan = (
+        a_job(api),
+        Plan(events=(Event("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is created again"),)),
+    )
     for after in (0, 60, 120, 600):
         act(cluster, job, plan, NOW + after)
     told = [(each["count"], each["firstTimestamp"][11:19], each["lastTimestamp"][11:19]) for each in cluster.list_(kinds.EVENT)]

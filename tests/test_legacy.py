@@ -617,7 +617,7 @@ def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count()
     cluster = running()
     cluster.leaving = {"node-1": "aws-node-termination-handler/spot-itn"}
     plan = cluster.look()
-    reason = "its node node-1 is going away (aws-node-termination-handler/spot-itn); it is made anew elsewhere"
+    reason = "its node node-1 is about to be terminated (aws-node-termination-handler/spot-itn); it is created again elsewhere"
     assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", None, reason)]
     cluster.settle()
     assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)

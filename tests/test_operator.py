@@ -8,6 +8,10 @@ import dataclasses
 import functools
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -888,6 +892,40 @@ def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
     assert world.pods() == []
 
 
+@pytest.mark.parametrize(
+    ("end", "code", "last"), [("SIGTERM", 0, "stopped"), ("lost", 1, "stopped: this operator may act no more")]
+)
+def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
+    world: World, end: str, code: int, last: str
+) -> None:
+    released = threading.Event()
+
+    def hangs(handler: BaseHTTPRequestHandler) -> bool:
+        released.wait(60)
+        return False
+
+    world.api.prescribe("POST .*/pods", hangs, hangs)
+    spec = {"image": "i", "module": "m", "workers": {"replicas": 2}}
+    world.api.put({"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a"}, "spec": spec})
+    here = {contract.Env.NAMESPACE: "default", contract.Env.PROBE_PORT: "0"}
+    command = [Path(sys.executable).with_name("outlast"), "operator"]
+    with subprocess.Popen(command, env={**os.environ, **here}, stdout=subprocess.PIPE, text=True) as process_:
+        try:
+            world.api.until(lambda: not world.api.prescribed)
+            place = LEASE.resource, "default", contract.OPERATOR
+            if end == "SIGTERM":
+                process_.send_signal(signal.SIGTERM)
+            else:
+                lease = world.api.documents[place]
+                world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
+            log, _ = process_.communicate(timeout=30)
+        finally:
+            released.set()
+            process_.kill()
+    assert (process_.returncode, json.loads(log.splitlines()[-1])["message"]) == (code, last)
+    assert world.api.documents[place]["spec"]["holderIdentity"] == ("" if end == "SIGTERM" else "b")
+
+
 def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.api.unserved = ("outlast.dev", "kueue.x-k8s.io")
     with caplog.at_level(logging.INFO, "outlast"):
@@ -925,10 +963,10 @@ def test_a_decider_that_never_settles_is_slowed_down_and_named(world: World, cap
     running = world.start(reconcilers={ELASTIC_JOB: restless})
     running._busy[Key(ELASTIC_JOB, "default", "b")] = 10_000  # for some days already
     world.apply("b")
-    world.api.until(lambda: "10001 looks in a row found something to do; the next is in 60 s" in caplog.text)
+    world.api.until(lambda: "10001 passes in a row found something to do; the next is in 60 s" in caplog.text)
     caplog.clear()
     world.apply("a")
-    world.api.until(lambda: "looks in a row found something to do" in caplog.text)
+    world.api.until(lambda: "passes in a row found something to do" in caplog.text)
     assert len(world.writes()) <= operator.BUSY_PASSES + 3
     world.api.put(
         {
@@ -990,7 +1028,7 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     head = {"apiVersion": ELASTIC_JOB.api_version, "kind": "ElasticJob", "metadata": {"name": "a", "generation": 1}}
     world.api.put({**head, "spec": {"image": "i", "module": "m", "workers": {"replicas": 2}}})
     world.start(reconcilers=reconcilers.of(Limits()))
-    world.api.until(lambda: "Pod a-worker-0 is there and not of this job" in world.status("a").get("reason", ""))
+    world.api.until(lambda: "Pod a-worker-0 exists and does not belong to this job" in world.status("a").get("reason", ""))
     assert (world.status("a")["state"], world.status("a")["replicas"]) == ("Pending", 1)
     world.settled(["a"])
 

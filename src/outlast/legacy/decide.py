@@ -114,7 +114,7 @@ def _go_on(snapshot: Snapshot) -> Plan:
         if (rest := until(podwords.born(pod), _PAUSE_S, snapshot.now)) is not None:
             later.append(rest)  # it was put there all the same; the next one would be, too
         else:
-            delete(pod, f"its node {node} is going away ({taint}); it is made anew elsewhere")
+            delete(pod, f"its node {node} is about to be terminated ({taint}); it is created again elsewhere")
     for pod in snapshot.stale.values():
         said, told = legacy.nnodes(snapshot.job), nnodes_of(pod)
         why = f"there may be {said} now, and not {told}" if told else "this one meets elsewhere than a new one would"

@@ -18,7 +18,7 @@ from outlast import accelerators, contract
 from outlast.contract import Label
 from outlast.kube import ownership
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import cel, names
+from outlast.manifests import cel, crd, names
 from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document
 
@@ -269,48 +269,15 @@ def _service(job: str) -> str:
 
 def definition() -> Document:
     """The CustomResourceDefinition."""
-    group, version = LEGACY_JOB.api_version.split("/")
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{LEGACY_JOB.plural}.{group}",
-            "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"},
-        },
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {
-                "kind": LEGACY_JOB.kind,
-                "listKind": f"{LEGACY_JOB.kind}List",
-                "plural": LEGACY_JOB.plural,
-                "singular": LEGACY_JOB.kind.lower(),
-            },
-            "versions": [
-                {
-                    "name": version,
-                    "served": True,
-                    "storage": True,
-                    "additionalPrinterColumns": [
-                        {"name": "Min", "type": "integer", "jsonPath": ".spec.minReplicas"},
-                        {"name": "Max", "type": "integer", "jsonPath": ".spec.maxReplicas"},
-                        {"name": "Desired", "type": "integer", "jsonPath": ".spec.replicaSpecs.Worker.replicas"},
-                        {"name": "State", "type": "string", "jsonPath": ".status.state"},
-                        {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
-                    ],
-                    "subresources": {
-                        "status": {},
-                        "scale": {
-                            "specReplicasPath": ".spec.replicaSpecs.Worker.replicas",
-                            "statusReplicasPath": ".status.replicaStatuses.Worker.active",
-                            "labelSelectorPath": ".status.selector",
-                        },
-                    },
-                    "schema": {"openAPIV3Schema": schema()},
-                }
-            ],
-        },
-    }
+    columns = [
+        crd.column("Min", ".spec.minReplicas", "integer"),
+        crd.column("Max", ".spec.maxReplicas", "integer"),
+        crd.column("Desired", ".spec.replicaSpecs.Worker.replicas", "integer"),
+        crd.column("State", ".status.state"),
+        crd.column("Age", ".metadata.creationTimestamp", "date"),
+    ]
+    wanted, there = ".spec.replicaSpecs.Worker.replicas", ".status.replicaStatuses.Worker.active"
+    return crd.resource(LEGACY_JOB, schema(), columns, wanted, there, {})
 
 
 def schema() -> Schema:
@@ -337,9 +304,9 @@ def _spec() -> Schema:
         "description": "What to run, and with how many workers.",
         "required": ["replicaSpecs"],
         "properties": {
-            "rdzvEndpoint": _is("string", f"Address of an etcd v3. It is used when the annotation {RENDEZVOUS} says etcd."),
-            "minReplicas": _is("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
-            "maxReplicas": _is("integer", "Training takes no more workers. Default: replicas.", minimum=1),
+            "rdzvEndpoint": crd.known("string", f"Address of an etcd v3. It is used when the annotation {RENDEZVOUS} says etcd."),
+            "minReplicas": crd.known("integer", "Training goes on with no fewer workers. Default: replicas.", minimum=1),
+            "maxReplicas": crd.known("integer", "Training takes no more workers. Default: replicas.", minimum=1),
             "replicaSpecs": {
                 "type": "object",
                 "description": "What to run.",
@@ -348,11 +315,13 @@ def _spec() -> Schema:
                 # Other types are kept, so that the job can say that they are not used.
                 "x-kubernetes-preserve-unknown-fields": True,
             },
-            "activeDeadlineSeconds": _is("integer", "The job fails when it has run for longer. Default: no limit.", minimum=1),
-            "backoffLimit": _is(
+            "activeDeadlineSeconds": crd.known(
+                "integer", "The job fails when it has run for longer. Default: no limit.", minimum=1
+            ),
+            "backoffLimit": crd.known(
                 "integer", f"The job fails after more restarts of its workers than this. Default: {MAX_RESTARTS}.", minimum=0
             ),
-            "cleanPodPolicy": _is(
+            "cleanPodPolicy": crd.known(
                 "string",
                 "Which pods are deleted when the job ends; running ones always are. Default: None.",
                 enum=["All", "Running", "None"],
@@ -361,9 +330,9 @@ def _spec() -> Schema:
                 "type": "object",
                 "description": "For gang schedulers. It is not used.",
                 "x-kubernetes-preserve-unknown-fields": True,
-                "properties": {"minAvailable": _is("integer", "Workers that are started all or none.")},
+                "properties": {"minAvailable": crd.known("integer", "Workers that are started all or none.")},
             },
-            "ttlSecondsAfterFinished": _is(
+            "ttlSecondsAfterFinished": crd.known(
                 "integer", "A finished job is deleted after this time. Default: it is kept.", minimum=0
             ),
         },
@@ -393,14 +362,14 @@ def _replicas() -> Schema:
         "description": "The workers.",
         "required": ["template"],
         "properties": {
-            "replicas": _is(
+            "replicas": crd.known(
                 "integer",
                 "How many are wanted; 0 suspends the job. Default: 1.",
                 minimum=0,
                 maximum=10_000,
                 default=1,
             ),
-            "restartPolicy": _is(
+            "restartPolicy": crd.known(
                 "string",
                 "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
                 "began, are replaced; any other failure fails the job. Default: ExitCode.",
@@ -464,18 +433,18 @@ def _template() -> Schema:
 
 def _status() -> Schema:
     counts = {
-        "active": _is("integer", "Pods that are there and have not ended."),
-        "succeeded": _is("integer", "Pods that have ended with success."),
-        "failed": _is("integer", "Pods that have failed."),
+        "active": crd.known("integer", "Pods that are there and have not ended."),
+        "succeeded": crd.known("integer", "Pods that have ended with success."),
+        "failed": crd.known("integer", "Pods that have failed."),
     }
     return {
         "type": "object",
         "description": "What is known of the job, written by the operator.",
         "x-kubernetes-preserve-unknown-fields": True,
         "properties": {
-            "state": _is("string", "Created, Running, Restarting, Suspended, Succeeded or Failed."),
-            "selector": _is("string", "Labels of the pods, for the scale subresource."),
-            "restarts": _is("integer", "Restarts that count against backoffLimit."),
+            "state": crd.known("string", "Created, Running, Restarting, Suspended, Succeeded or Failed."),
+            "selector": crd.known("string", "Labels of the pods, for the scale subresource."),
+            "restarts": crd.known("integer", "Restarts that count against backoffLimit."),
             "judged": {
                 "type": "array",
                 "description": "Uids of failed pods that are counted already.",
@@ -491,9 +460,9 @@ def _status() -> Schema:
                 "description": "Pods by what they are.",
                 "additionalProperties": {"type": "object", "properties": counts},
             },
-            "startTime": _is("string", "When the first pods were made.", format="date-time"),
-            "completionTime": _is("string", "When the job ended.", format="date-time"),
-            "lastReconcileTime": _is("string", "Written by the archived controller.", format="date-time"),
+            "startTime": crd.time("When the first pods were made."),
+            "completionTime": crd.time("When the job ended."),
+            "lastReconcileTime": crd.time("Written by the archived controller."),
             "conditions": {
                 "type": "array",
                 "description": "Created, Running, Restarting, Succeeded, Failed; Limited says what cannot be honoured.",
@@ -512,7 +481,3 @@ def _status() -> Schema:
             },
         },
     }
-
-
-def _is(kind: str, description: str, **more: Any) -> Schema:
-    return {"type": kind, "description": description, **more}

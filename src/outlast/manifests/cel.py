@@ -2,11 +2,11 @@
 
     {"Workers": [{"rule": ..., "message": ...}, ...]}        by the name of the model in `spec`
 
-A rule says what must hold, its message the same sentence as `spec`. The API server estimates what a rule may cost and refuses
-expensive ones, so the lists that rules go through are bounded (`BOUNDS`).
+A rule is a condition and the same message as in `spec`. The API server rejects rules that it estimates to be expensive, so
+the lists that rules iterate over are bounded (`BOUNDS`).
 
-What a job is cannot change while it is there (`FIXED`): pods of before and after would train together. How many workers it has,
-how long it may take and what happens at its end can.
+What a job runs is immutable (`FIXED`): pods of the old and the new specification would train together. The number of workers,
+the deadlines and what happens at the end are mutable.
 https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """
 
@@ -23,7 +23,7 @@ BOUNDS = {
     ("Spec", "secrets"): 32,
     ("Workers", "sizes"): 256,
 }
-"""The most items of lists that rules go through."""
+"""Maximum number of items of lists that rules iterate over."""
 TEXT_BOUNDS = {
     ("Data", "from"): 1024,
     ("Data", "to"): 256,
@@ -33,16 +33,16 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""The most characters of texts in those lists."""
+"""Maximum length of strings in those lists."""
 
 
 def rule(holds: str, message: str, *, at: str = "") -> Rule:
-    """A rule. Its message is a text: those made from values are estimated too dear by the API server."""
+    """A rule. Its message is constant: the API server estimates the cost of `messageExpression` too high."""
     return {"rule": holds, "message": message, **({"fieldPath": at} if at else {})}
 
 
 def _fixed(name: str, *, within: str = "") -> Rule:
-    """A field that cannot change; `within`: the part of the specification that it is in."""
+    """An immutable field of the specification, or of its section `within`."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     holds = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -51,14 +51,14 @@ def _fixed(name: str, *, within: str = "") -> Rule:
 
 
 def _all_different(lists: str, field: str, sentence: str) -> Rule:
-    """No two items of a list that have this field have the same."""
+    """The values of this field are unique in a list; items without it do not count."""
     given = f"self.{lists}.filter(x, has(x.{field}))"
     same = f"self.{lists}.exists_one(y, has(y.{field}) && y.{field} == x.{field})"
     return rule(f"!has(self.{lists}) || {given}.all(x, {same})", sentence, at=f".{lists}")
 
 
 def _apart(left: str, left_place: str, right: str, right_place: str, sentence: str, *, but: str = "") -> Rule:
-    """No item of one list is where an item of another is; x is of the left, y of the right list. `but`: unless this holds."""
+    """No item of the left list (x) has the place of an item of the right list (y), except where `but` holds."""
     meet = f"has(y.to) && {left_place} == {right_place}" if right == "secrets" else f"{left_place} == {right_place}"
     unless = f"!({but}) && " if but else ""
     return rule(
@@ -69,7 +69,7 @@ def _apart(left: str, left_place: str, right: str, right_place: str, sentence: s
 
 
 def _elsewhere(lists: str) -> Rule:
-    """No item of a list is over a place of Outlast or of the system."""
+    """No item of a list is mounted over a directory of Outlast or of the system."""
     return rule(
         f"!has(self.{lists}) || !self.{lists}.exists(x, has(x.to) && x.to.matches('^({spec.OWN})$'))",
         f"{lists} has a place (to) of Outlast or of the system; choose another, e.g. /mnt/data",
@@ -78,38 +78,23 @@ def _elsewhere(lists: str) -> Rule:
 
 
 _HERE = "!x.from.contains('://') || x.from.startsWith('file://')"
-"""Whether data is of the machine that a job is submitted from; then a volume may be at its place."""
+"""Whether data is on the machine that submits the job; a volume may have the same place then."""
 _DATA_TO = "(has(x.to) ? x.to : '/data')"
 
-FIXED = (
-    "image",
-    "module",
-    "script",
-    "args",
-    "code",
-    "data",
-    "models",
-    "output",
-    "processesPerWorker",
-    "resources",
-    "rendezvous",
-    "checkpoint",
-    "sync",
-    "interruption",
-    "hang",
-    "environment",
-    "env",
-    "managedBy",
-    "volumes",
-    "nodeSelector",
-    "tolerations",
-    "secrets",
-    "tracking",
-    "template",
-)
+_MUTABLE = {
+    "workers",
+    "restarts",
+    "scheduling",
+    "suspend",
+    "activeDeadlineSeconds",
+    "startupDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+    "cleanPodPolicy",
+}
+FIXED = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 """Fields of the specification that cannot change."""
 FIXED_SCHEDULING = ("queue", "gang", "spot")
-"""Those of `scheduling`: the priority of pods that are still to be made can change."""
+"""Those of `scheduling`; its priority can change, for pods that are created later."""
 
 NAME = rule(
     f"size(self.metadata.name) <= {contract.LONGEST_NAME}",
@@ -117,7 +102,7 @@ NAME = rule(
     f"{contract.worker_name('NAME', contract.MOST_WORKERS - 1)}, in at most {contract.LONGEST_HOST}",
     at=".metadata.name",
 )
-"""Of the whole document. A `maxLength` would keep all rules from being asked, and say less."""
+"""Of the whole document. A `maxLength` would keep all other rules from being evaluated, and its message says less."""
 
 RULES: dict[str, list[Rule]] = {
     "Workers": [

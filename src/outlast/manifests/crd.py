@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from outlast import contract, spec
+from outlast import spec
+from outlast.kube.kinds import ELASTIC_JOB, Kind
 from outlast.manifests import cel
 from outlast.manifests.request import Document
 
-PLURAL = "elasticjobs"
 SHORT = ("ej", "ejob")
 
 Schema = dict[str, Any]
@@ -25,39 +25,39 @@ Schema = dict[str, Any]
 
 def definition() -> Document:
     """The CustomResourceDefinition."""
+    more = {"shortNames": list(SHORT), "categories": ["all", "training"]}
+    return resource(ELASTIC_JOB, schema(), _columns(), ".spec.workers.replicas", ".status.replicas", more)
+
+
+def resource(kind: Kind, schema: Schema, columns: list[Document], wanted: str, there: str, names: Document) -> Document:
+    """A CustomResourceDefinition with the subresources status and scale; `wanted` and `there` are the paths of the latter."""
+    group, version = kind.api_version.split("/")
+    scale = {"specReplicasPath": wanted, "statusReplicasPath": there, "labelSelectorPath": ".status.selector"}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         "metadata": {
-            "name": f"{PLURAL}.{contract.GROUP}",
+            "name": kind.resource,
             "labels": {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"},
         },
         "spec": {
-            "group": contract.GROUP,
+            "group": group,
             "scope": "Namespaced",
             "names": {
-                "kind": contract.KIND,
-                "listKind": f"{contract.KIND}List",
-                "plural": PLURAL,
-                "singular": contract.KIND.lower(),
-                "shortNames": list(SHORT),
-                "categories": ["all", "training"],
+                "kind": kind.kind,
+                "listKind": f"{kind.kind}List",
+                "plural": kind.plural,
+                "singular": kind.kind.lower(),
+                **names,
             },
             "versions": [
                 {
-                    "name": contract.API_VERSION.partition("/")[2],
+                    "name": version,
                     "served": True,
                     "storage": True,
-                    "additionalPrinterColumns": _columns(),
-                    "subresources": {
-                        "status": {},
-                        "scale": {
-                            "specReplicasPath": ".spec.workers.replicas",
-                            "statusReplicasPath": ".status.replicas",
-                            "labelSelectorPath": ".status.selector",
-                        },
-                    },
-                    "schema": {"openAPIV3Schema": schema()},
+                    "additionalPrinterColumns": columns,
+                    "subresources": {"status": {}, "scale": scale},
+                    "schema": {"openAPIV3Schema": schema},
                 }
             ],
         },
@@ -191,38 +191,38 @@ def _status() -> Schema:
         "description": "What is known of the job, written by the operator.",
         "x-kubernetes-preserve-unknown-fields": True,
         "properties": {
-            "observedGeneration": _known("integer", "The metadata.generation that this status is about."),
-            "state": _known("string", "Where the job stands: Pending, Running, Restarting, Succeeded, Failed and so on."),
-            "reason": _known("string", "The sentence of the last decision."),
-            "replicas": _known("integer", "Workers that there are."),
-            "selector": _known("string", "Labels of the workers' pods, for the scale subresource."),
-            "workersText": _known("string", "Workers that there are, and how many there may be: 3/1-4."),
-            "run": _known("string", "Unique id of this run."),
-            "generation": _known("integer", "Generation of the world."),
+            "observedGeneration": known("integer", "The metadata.generation that this status is about."),
+            "state": known("string", "Where the job stands: Pending, Running, Restarting, Succeeded, Failed and so on."),
+            "reason": known("string", "The sentence of the last decision."),
+            "replicas": known("integer", "Workers that there are."),
+            "selector": known("string", "Labels of the workers' pods, for the scale subresource."),
+            "workersText": known("string", "Workers that there are, and how many there may be: 3/1-4."),
+            "run": known("string", "Unique id of this run."),
+            "generation": known("integer", "Generation of the world."),
             "world": _many("integer", "The workers that train together, in rank order; empty while there is no world."),
-            "step": _known("integer", "Steps done."),
-            "steps": _known("integer", "Steps of the whole run, when known."),
-            "progress": _known("string", "Share of the steps that is done: 42 %."),
-            "rate": _known("number", "Steps per second, recently."),
-            "restarts": _known("integer", "Failures that counted since the start of the run."),
-            "interruptions": _known("integer", "Workers that were told to leave since the start of the run."),
+            "step": known("integer", "Steps done."),
+            "steps": known("integer", "Steps of the whole run, when known."),
+            "progress": known("string", "Share of the steps that is done: 42 %."),
+            "rate": known("number", "Steps per second, recently."),
+            "restarts": known("integer", "Failures that counted since the start of the run."),
+            "interruptions": known("integer", "Workers that were told to leave since the start of the run."),
             "checkpoint": _part(
                 "The newest committed checkpoint.",
-                step=_known("integer", "Its step."),
-                time=_known("number", "When it was committed, seconds since the epoch."),
-                path=_known("string", "Where it is."),
-                bytes=_known("integer", "Its size."),
+                step=known("integer", "Its step."),
+                time=known("number", "When it was committed, seconds since the epoch."),
+                path=known("string", "Where it is."),
+                bytes=known("integer", "Its size."),
             ),
-            "goodput": _known("number", "Share of the wall time spent on steps that were kept, 0 to 1."),
-            "goodputText": _known("string", "The same in per cent: 97.1 %."),
+            "goodput": known("number", "Share of the wall time spent on steps that were kept, 0 to 1."),
+            "goodputText": known("string", "The same in per cent: 97.1 %."),
             "lastFailure": _failure(),
-            "startTime": _time("When the operator took the job up."),
-            "completionTime": _time("When the job ended."),
+            "startTime": time("When the operator took the job up."),
+            "completionTime": time("When the job ended."),
             "rendezvous": _rendezvous(),
             "judged": _judged(),
             "failures": _failures(),
-            "queue": _known("string", "The queue that the job waits in, or was admitted by."),
-            "gang": _known("string", "Who starts the workers all or none: volcano or coscheduling; nobody when it is not there."),
+            "queue": known("string", "The queue that the job waits in, or was admitted by."),
+            "gang": known("string", "Who starts the workers all or none: volcano or coscheduling; nobody when it is not there."),
             "conditions": _conditions(),
         },
     }
@@ -231,20 +231,20 @@ def _status() -> Schema:
 def _judged() -> Schema:
     return _part(
         "Failures that are already counted.",
-        generation=_known("integer", "The newest generation whose failure is."),
+        generation=known("integer", "The newest generation whose failure is."),
         pods=_many("string", "Uids of pods whose end is."),
         silent={
             "type": "array",
             "description": "Pods that were told to go since nothing was heard of them: not counted yet.",
             "items": _part(
                 "One of them.",
-                uid=_known("string", "Its uid."),
-                worker=_known("integer", "Its worker."),
-                node=_known("string", "Its node."),
-                since=_known("number", "When it was told to go, seconds since the epoch."),
+                uid=known("string", "Its uid."),
+                worker=known("integer", "Its worker."),
+                node=known("string", "Its node."),
+                since=known("number", "When it was told to go, seconds since the epoch."),
             ),
         },
-        elected=_known("integer", "Where agents decide by an etcd: how many of `restarts` they have counted."),
+        elected=known("integer", "Where agents decide by an etcd: how many of `restarts` they have counted."),
     )
 
 
@@ -254,10 +254,10 @@ def _failures() -> Schema:
         "description": "Failures that still count against restarts.limit, oldest first.",
         "items": _part(
             "One of them.",
-            time=_known("number", "When it was counted, seconds since the epoch."),
-            committedStep=_known("integer", "The newest committed step then."),
-            failedStep=_known("integer", "The step that raised, when known."),
-            node=_known("string", "The node where it was."),
+            time=known("number", "When it was counted, seconds since the epoch."),
+            committedStep=known("integer", "The newest committed step then."),
+            failedStep=known("integer", "The step that raised, when known."),
+            node=known("string", "The node where it was."),
         ),
     }
 
@@ -266,17 +266,17 @@ def _failure() -> Schema:
     """As `status.Failure`, with the place and the last lines, which only pods have."""
     return _part(
         "The last failure: the first process that failed.",
-        worker=_known("integer", "Its worker."),
-        rank=_known("integer", "Its rank, when known."),
-        code=_known("integer", "Its exit code."),
-        reason=_known("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
-        traceback=_known("string", "The tail of its traceback, where there was one."),
-        step=_known("integer", "The step that it was at."),
-        generation=_known("integer", "The generation of its world."),
-        time=_known("number", "When it failed, seconds since the epoch."),
-        counted=_known("boolean", "Whether it counts against restarts.limit."),
-        node=_known("string", "The node of its pod."),
-        logTail=_known("string", "The last lines of its worker's log."),
+        worker=known("integer", "Its worker."),
+        rank=known("integer", "Its rank, when known."),
+        code=known("integer", "Its exit code."),
+        reason=known("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
+        traceback=known("string", "The tail of its traceback, where there was one."),
+        step=known("integer", "The step that it was at."),
+        generation=known("integer", "The generation of its world."),
+        time=known("number", "When it failed, seconds since the epoch."),
+        counted=known("boolean", "Whether it counts against restarts.limit."),
+        node=known("string", "The node of its pod."),
+        logTail=known("string", "The last lines of its worker's log."),
     )
 
 
@@ -284,45 +284,45 @@ def _rendezvous() -> Schema:
     """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.transports.sockets`."""
     return _part(
         "What the operator tells the workers; they watch it.",
-        run=_known("string", "The run that it is about."),
+        run=known("string", "The run that it is about."),
         world=_part(
             "The newest world.",
-            generation=_known("integer", "Its generation."),
+            generation=known("integer", "Its generation."),
             members=_many("integer", "Its workers in rank order."),
-            address=_known("string", "Where they meet: host and port of rank 0."),
-            reason=_known("string", "Why it was formed."),
-            at=_known("number", "When, seconds since the epoch."),
+            address=known("string", "Where they meet: host and port of rank 0."),
+            reason=known("string", "Why it was formed."),
+            at=known("number", "When, seconds since the epoch."),
         ),
         called=_part(
             "The workers are called together for a generation.",
-            generation=_known("integer", "The generation to come."),
-            reason=_known("string", "Why they are."),
-            planned=_known("boolean", "Whether training saves first."),
-            deadline=_known("number", "Until when it may, seconds since the epoch."),
-            at=_known("number", "When they were called, seconds since the epoch."),
+            generation=known("integer", "The generation to come."),
+            reason=known("string", "Why they are."),
+            planned=known("boolean", "Whether training saves first."),
+            deadline=known("number", "Until when it may, seconds since the epoch."),
+            at=known("number", "When they were called, seconds since the epoch."),
             leaving=_many("integer", "Workers that go."),
         ),
         closed=_part(
             "There will be no further world.",
-            reason=_known("string", "Why not."),
-            code=_known("integer", "What workers exit with."),
+            reason=known("string", "Why not."),
+            code=known("integer", "What workers exit with."),
         ),
-        born=_known("string", "Where agents decide by an etcd: their word for the run."),
+        born=known("string", "Where agents decide by an etcd: their word for the run."),
         wanted=_part(
             "Where agents decide by an etcd: what is wanted of them.",
-            number=_known("integer", "A greater one is newer."),
-            replicas=_known("integer", "Workers; 0 while the job is suspended."),
+            number=known("integer", "A greater one is newer."),
+            replicas=known("integer", "Workers; 0 while the job is suspended."),
             sizes=_many("integer", "Numbers of workers that may train together."),
             expected=_many("integer", "Workers that are to be members."),
         ),
     )
 
 
-def _known(kind: str, description: str) -> Schema:
-    return {"type": kind, "description": description}
+def known(kind: str, description: str, **more: Any) -> Schema:
+    return {"type": kind, "description": description, **more}
 
 
-def _time(description: str) -> Schema:
+def time(description: str) -> Schema:
     return {"type": "string", "format": "date-time", "description": description}
 
 
@@ -361,16 +361,16 @@ def _conditions() -> Schema:
 def _columns() -> list[Document]:
     """What `kubectl get ej` shows, the reason with `-o wide` only. Numbers that stand in a sentence come as texts."""
     return [
-        _column("State", ".status.state"),
-        _column("Workers", ".status.workersText"),
-        _column("Step", ".status.step", "integer"),
-        _column("Progress", ".status.progress"),
-        _column("Restarts", ".status.restarts", "integer"),
-        _column("Goodput", ".status.goodputText"),
-        _column("Age", ".metadata.creationTimestamp", "date"),
-        {**_column("Reason", ".status.reason"), "priority": 1},
+        column("State", ".status.state"),
+        column("Workers", ".status.workersText"),
+        column("Step", ".status.step", "integer"),
+        column("Progress", ".status.progress"),
+        column("Restarts", ".status.restarts", "integer"),
+        column("Goodput", ".status.goodputText"),
+        column("Age", ".metadata.creationTimestamp", "date"),
+        {**column("Reason", ".status.reason"), "priority": 1},
     ]
 
 
-def _column(name: str, path: str, kind: str = "string") -> Document:
+def column(name: str, path: str, kind: str = "string") -> Document:
     return {"name": name, "type": kind, "jsonPath": path}

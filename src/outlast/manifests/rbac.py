@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from outlast import contract
 from outlast.contract import OPERATOR
-from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import crd, kueue
+from outlast.kube.kinds import ELASTIC_JOB, LEGACY_JOB
+from outlast.manifests import kueue
 from outlast.manifests.request import Document
 
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
@@ -20,7 +20,7 @@ _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "ou
 
 def operator(meta: Document, namespace: str) -> list[Document]:
     """The operator's account, what it may do in all namespaces, and its own Lease: exactly what it does, no more."""
-    jobs = crd.PLURAL
+    jobs = ELASTIC_JOB.plural
     kept = ["get", "create"]
     rules = [
         _rule(_GROUPS, [jobs], [*_READ, "delete"]),  # to delete: when their time after the end is over
@@ -59,11 +59,11 @@ def users() -> list[Document]:
 
     https://kubernetes.io/docs/reference/access-authn-authz/rbac/#aggregated-clusterroles
     """
-    view = [_rule(_GROUPS, [crd.PLURAL, f"{crd.PLURAL}/status", f"{crd.PLURAL}/scale"], _READ)]
+    view = [_rule(_GROUPS, [ELASTIC_JOB.plural, f"{ELASTIC_JOB.plural}/status", f"{ELASTIC_JOB.plural}/scale"], _READ)]
     edit = [
-        _rule(_GROUPS, [crd.PLURAL], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
-        _rule(_GROUPS, [f"{crd.PLURAL}/scale"], ["get", "update", "patch"]),
-        _rule(_GROUPS, [f"{crd.PLURAL}/status"], _READ),
+        _rule(_GROUPS, [ELASTIC_JOB.plural], [*_READ, "create", "update", "patch", "delete", "deletecollection"]),
+        _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/scale"], ["get", "update", "patch"]),
+        _rule(_GROUPS, [f"{ELASTIC_JOB.plural}/status"], _READ),
     ]
     return [
         _role("ClusterRole", _aggregated("view", "view"), view),
@@ -89,7 +89,7 @@ def members(job: str, namespace: str, most: int, labels: dict[str, str], owner: 
             **_rule(_LEASES, ["leases"], ["create", "patch"]),
             "resourceNames": [contract.worker_name(job, index) for index in range(most)],
         },
-        {**_rule(contract.GROUP, [crd.PLURAL], _READ), "resourceNames": [job]},
+        {**_rule(contract.GROUP, [ELASTIC_JOB.plural], _READ), "resourceNames": [job]},
     ]
     return [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta, "automountServiceAccountToken": False},

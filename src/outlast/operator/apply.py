@@ -11,15 +11,16 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from outlast.contract import OPERATOR, Label
 from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, Taken
 from outlast.kube import ownership
-from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, Kind, kind_of
+from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
 from outlast.operator import job_status
 from outlast.operator.parallel import ForEach, immediately, in_order
 from outlast.operator.plan import Deletion, Document, Event, Plan
+from outlast.operator.writer import Writer
 
 log = logging.getLogger(__name__)
 
@@ -29,30 +30,6 @@ EVENT_WINDOW_S = 600
 """The same sentence within this time is one Event with a count. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
 """Reason of the Event when a pod cannot be created, as of Kubernetes' own controllers."""
-
-
-class Writes(Protocol):
-    """What is needed of `kube.Cluster`."""
-
-    def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
-        """Raises Absent."""
-
-    def create(self, document: Document) -> Document:
-        """Raises Taken."""
-
-    def apply(self, document: Document) -> Document:
-        """Server-side apply."""
-
-    def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Raises Conflict."""
-
-    def patch(self, kind: Kind, name: str, change: Document, *, namespace: str | None = None) -> Document:
-        """JSON merge patch. Raises Absent."""
-
-    def delete(
-        self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
-    ) -> Document:
-        """Raises Absent; Conflict for another uid."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class Done:
 
 
 def act(
-    cluster: Writes,
+    cluster: Writer,
     job: Mapping[str, Any],
     plan: Plan,
     now: float,
@@ -122,7 +99,7 @@ class _Applying:
 
     def __init__(
         self,
-        cluster: Writes,
+        cluster: Writer,
         job: Mapping[str, Any],
         now: float,
         each: ForEach,
@@ -177,7 +154,7 @@ class _Applying:
         except Absent:
             if refused is not None:
                 raise refused from None
-            return f"{kind} {meta['name']} was in the way and has just gone"
+            return f"{kind} {meta['name']} existed and is just gone"
         return self._others(document, found) or ""
 
     def _change(self, document: Document) -> str:
@@ -186,7 +163,7 @@ class _Applying:
         try:
             found = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except Absent:
-            return "" if _create(self.cluster, document) else f"{kind} {meta['name']} has just come; it is looked at anew"
+            return "" if _create(self.cluster, document) else f"{kind} {meta['name']} was just created; it is checked again"
         if (others := self._others(document, found)) is not None:
             return others
         self.cluster.apply(document)
@@ -202,11 +179,11 @@ class _Applying:
         if ownership.owned_by(found, self.job):
             return None
         if ownership.owned_by_predecessor(found, self.job):
-            return f"{name} of an earlier job of this name is still there; this job's is made when it has gone"
+            return f"{name} of an earlier job of this name still exists; this one is created when it is gone"
         if kind_of(document) in (ROLE, ROLE_BINDING):
-            raise Refused(f"{name} is there and not of this job; delete it, or give the job another name")
+            raise Refused(f"{name} exists and does not belong to this job; delete it, or give the job another name")
         remedy = "give the job another name if that is not meant"
-        self._foreign.append(f"{name} is there and not of this job, and stays as it is; {remedy}")
+        self._foreign.append(f"{name} exists and does not belong to this job, and stays as it is; {remedy}")
         return ""
 
     def _create_pod(self, wanted: Document) -> _Obstacle | None:
@@ -219,18 +196,18 @@ class _Applying:
         try:
             document = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
         except Absent:
-            return _Obstacle(f"{name} was in the way and has just gone; it is made in a moment")
+            return _Obstacle(f"{name} existed and is just gone; it is created in a moment")
         found = document["metadata"]
         if ownership.owned_by(document, self.job):
             if found.get("deletionTimestamp"):
-                return _Obstacle(f"{name} is still going; it is made anew when it has gone")
+                return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
             if (found.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
-                log.info("%s of this job had not its label, by which it is watched, and goes on with it", name)
+                log.info("%s of this job lacked the label by which it is watched; it has it now", name)
                 self.cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
             return None
         if found.get("deletionTimestamp"):
-            return _Obstacle(f"{name} of another job is still going; this job's is made when it has gone")
-        return _Obstacle(f"{name} is there and not of this job; delete it, or give the job another name", stays=True)
+            return _Obstacle(f"{name} of another job is still terminating; this one is created when it is gone")
+        return _Obstacle(f"{name} exists and does not belong to this job; delete it, or give the job another name", stays=True)
 
 
 @dataclass(frozen=True)
@@ -258,7 +235,7 @@ def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
     }
 
 
-def _create(cluster: Writes, document: Document) -> bool:
+def _create(cluster: Writer, document: Document) -> bool:
     """Create it; False when an object of its name exists."""
     try:
         cluster.create(document)
@@ -267,7 +244,7 @@ def _create(cluster: Writes, document: Document) -> bool:
     return True
 
 
-def delete(cluster: Writes, deletion: Deletion, namespace: str | None) -> None:
+def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
     """Delete an object, but not a newer one of its name."""
     try:
         cluster.delete(deletion.kind, deletion.name, namespace=namespace, grace_s=deletion.grace_s, uid=deletion.uid)
@@ -276,7 +253,7 @@ def delete(cluster: Writes, deletion: Deletion, namespace: str | None) -> None:
     log.info("%s %s is deleted: %s", deletion.kind, deletion.name, deletion.reason)
 
 
-def _write_event(cluster: Writes, job: Mapping[str, Any], note: Event, now: float) -> None:
+def _write_event(cluster: Writer, job: Mapping[str, Any], note: Event, now: float) -> None:
     """Write an Event. Its name is a hash of its content and the time window, so that a repetition is counted on the existing one,
     also after a restart of the operator. A failure is only logged, as nothing depends on Events."""
     made = event(job, note, now)

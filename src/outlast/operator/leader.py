@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from outlast import kube
 from outlast.contract import OPERATOR
 from outlast.errors import Absent, ClusterError, Conflict, Taken
-from outlast.kube.kinds import LEASE, Kind
+from outlast.kube.kinds import LEASE
 
 Document = dict[str, Any]
 
@@ -40,19 +41,6 @@ def asleep_or_awake() -> float:
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """Only Linux has the first one."""
-
-
-class Cluster(Protocol):
-    """What is needed of `kube.Cluster`."""
-
-    def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
-        """Raises Absent."""
-
-    def create(self, document: Document) -> Document:
-        """Raises Taken."""
-
-    def replace(self, document: Document) -> Document:
-        """Raises Conflict."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,7 @@ class Leadership:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: kube.Cluster,
         me: str,
         namespace: str,
         *,

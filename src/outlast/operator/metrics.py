@@ -42,11 +42,11 @@ class Metrics:
         self._registry.register(self._jobs)
         self._reconciles = Histogram(
             "outlast_reconcile_seconds",
-            "Time of one look at a job, its writes included.",
+            "Time of one reconcile pass over a job, including its writes.",
             buckets=_RECONCILE_BUCKETS,
             registry=self._registry,
         )
-        self._restarts = self._counter("outlast_restarts_total", "Failures that were restarted after, by cause.", "cause")
+        self._restarts = self._counter("outlast_restarts_total", "Restarts after failures, by cause.", "cause")
         self._interruptions = self._counter(
             "outlast_interruptions_total", "Workers that left without a fault, by cause.", "cause"
         )
@@ -57,8 +57,8 @@ class Metrics:
             registry=self._registry,
         )
         self._writes = self._counter("outlast_operator_writes_total", "Requests that change something.", "kind", "verb")
-        self._errors = self._counter("outlast_operator_errors_total", "Looks at a job or at a kind that ended in an error.")
-        self._leader = Gauge("outlast_operator_leader", "1 for the operator that acts.", registry=self._registry)
+        self._errors = self._counter("outlast_operator_errors_total", "Reconcile passes and watches that ended in an error.")
+        self._leader = Gauge("outlast_operator_leader", "1 for the leader, 0 for a standby.", registry=self._registry)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(name, help, labels, registry=self._registry)
@@ -158,7 +158,7 @@ def _more(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
 
 def _broken_since(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
     """When the world failed, or was lost, in whose place another one trains now; None when none does, or it was left as planned.
-    A failure and the next world may come in one look."""
+    A failure and the next world may be found in one reconcile pass."""
     if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
         return None
     restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}

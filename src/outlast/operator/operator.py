@@ -226,7 +226,7 @@ class Operator:
                 self.queue.add_at(key, plan.requeue_at)
             raise
         if done.stale:
-            log.info("%s; it is looked at anew", done.stale, extra=_about(key))
+            log.info("%s; the job is reconciled again", done.stale, extra=_about(key))
         return done
 
     def _requeue(self, key: Key, plan: Plan, done: apply.Done, now: float) -> None:
@@ -242,7 +242,7 @@ class Operator:
             self.queue.add(key)
         else:
             pause = backoff.exponential(busy - BUSY_PASSES, 1.0, LONGEST_BACKOFF_S)
-            log.warning("%d looks in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
+            log.warning("%d passes in a row found something to do; the next is in %.0f s", busy, pause, extra=_about(key))
             self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
     def _gone(self, key: Key, cached: CachedJob, now: float) -> None:
@@ -291,7 +291,7 @@ class Operator:
         if dead:
             reason = f"{', '.join(dead)} ended"
         elif stuck:
-            reason = f"a look at {stuck[0].namespace}/{stuck[0].name} takes longer than {STUCK_S:.0f} s"
+            reason = f"a reconcile pass of {stuck[0].namespace}/{stuck[0].name} takes longer than {STUCK_S:.0f} s"
         elif missing:
             reason = f"waiting until all is known of {', '.join(kind.resource for kind in missing)}"
         else:

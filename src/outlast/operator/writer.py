@@ -19,7 +19,7 @@ class NotLeader(ClusterError):
 
 
 class Writer:
-    """`apply.Writes` over a cluster. All writes raise NotLeader when this operator does not lead."""
+    """The operator's writes to a cluster. All of them raise NotLeader when this operator does not lead."""
 
     def __init__(self, cluster: kube.Cluster, cache: Cache, metrics: Metrics, leads: Callable[[], bool]) -> None:
         self._cluster, self._cache, self._metrics, self._leads = cluster, cache, metrics, leads
@@ -68,7 +68,7 @@ class Writer:
 
     def _begin(self, kind: Kind, verb: str) -> Kind:
         if not self._leads():
-            raise NotLeader(f"{kind} cannot be written: this operator is not the leader; look for who holds its lease")
+            raise NotLeader(f"{kind} cannot be written: this operator is not the leader; see which one holds the Lease")
         self._metrics.count_write(kind.kind, verb)
         return kind
 

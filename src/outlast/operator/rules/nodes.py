@@ -40,6 +40,6 @@ def leaving_nodes(rec: Reconcile) -> None:
             if (rest := rec.until(pod.created, FAST_LOSS_S)) is not None:
                 rec.requeue_at(rest)  # scheduled there despite the taint; the next one would be, too
                 continue
-            sentence = f"worker {pod.index} leaves: its node {pod.node} is going away ({pod.node_leaves})"
+            sentence = f"worker {pod.index} leaves: its node {pod.node} is about to be terminated ({pod.node_leaves})"
             failures.interrupted(rec, pod, "NodeLeaving", sentence)
             rec.delete(pod, sentence)

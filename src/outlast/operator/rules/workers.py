@@ -52,7 +52,7 @@ def ended_workers(rec: Reconcile) -> None:
             else:
                 if rec.wanted:
                     rec.update(interruptions=rec.status.interruptions + 1)
-                    sentence = f"worker {pod.index} {end.sentence}; it is made anew"
+                    sentence = f"worker {pod.index} {end.sentence}; it is created again"
                     rec.events.append(Event("Normal", "WorkerInterrupted", sentence))
                 failures.expect_others(rec, pod)
         if not counted and rec.wanted and (rest := rec.until(_lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
