@@ -28,7 +28,7 @@ def a_policy(limit=10, window=timedelta(hours=1)):
 
 
 def a_history(*failures):
-    return History(tuple(Record(*failure) for failure in failures))
+    return tuple(Record(*failure) for failure in failures)
 
 
 def judged(failure, *failures, committed=20, now=NOW, policy=None):
@@ -89,12 +89,12 @@ def test_failures_outside_the_window_are_forgiven():
 
 
 def test_a_job_that_may_fail_a_million_times_keeps_what_matters():
-    history = History()
+    history: History = ()
     for n in range(3000):
         verdict = judge(history, a_kill() if n % 3 else a_failure(step=n), n, 60.0 * n, a_policy(10**6))
         assert isinstance(verdict, Restart)
         history = verdict.history
-    assert len(history.failures) <= 60 + 3, "its status would grow too large to be written"
+    assert len(history) <= 60 + 3, "its status would grow too large to be written"
 
 
 def test_an_interruption_costs_nothing():
@@ -106,7 +106,7 @@ def test_an_interruption_costs_nothing():
 
 def test_a_failure_that_is_marked_as_not_counted_costs_nothing():
     assert judged(a_failure(counted=False), policy=a_policy(limit=0)) == Restart(
-        History(), 0, "rank 1 on worker 1 raised ValueError at step 40; interruptions do not count", counted=False
+        (), 0, "rank 1 on worker 1 raised ValueError at step 40; interruptions do not count", counted=False
     )
 
 
@@ -176,7 +176,7 @@ def test_hangs_at_different_steps_are_only_counted():
 def test_an_error_of_the_script_on_every_rank_before_the_first_step_stops_the_job():
     first, other = a_failure(step=0, early="ImportError"), a_failure(step=0, early="ImportError").model_copy(update={"worker": 0})
     assert failures.raised_everywhere(first, [Pending(False, first), Pending(False, other)], [0, 1])
-    assert judge(History(), first, 0, NOW, a_policy(), everywhere=True) == Stop(
+    assert judge((), first, 0, NOW, a_policy(), everywhere=True) == Stop(
         "rank 1 on worker 1 raised ValueError; every rank raises it before the first step, a restart would not help",
         78,
         contract.End.MISCONFIGURED,
@@ -214,7 +214,7 @@ FAILURES = st.lists(
 
 @given(failures=FAILURES, limit=st.integers(0, 4))
 def test_a_job_is_restarted_at_most_limit_times_without_progress(failures, limit):
-    policy, history, now, committed = a_policy(limit), History(), NOW, 0
+    policy, history, now, committed = a_policy(limit), (), NOW, 0
     without_progress: list[float] = []
     for code, step, progress, seconds in failures:
         now += seconds
@@ -229,7 +229,7 @@ def test_a_job_is_restarted_at_most_limit_times_without_progress(failures, limit
             assert verdict.code == code
             break
         history = verdict.history
-        assert len(history.failures) <= max(limit, policy.same_step)
+        assert len(history) <= max(limit, policy.same_step)
         without_progress = [min(time, now) for time in without_progress if now - time < 3600]
         if verdict.counted:
             without_progress.append(now)
@@ -238,7 +238,7 @@ def test_a_job_is_restarted_at_most_limit_times_without_progress(failures, limit
 
 @given(limit=st.integers(1, 20), extra=st.integers(0, 5))
 def test_a_job_that_advances_between_failures_runs_for_ever(limit, extra):
-    history = History()
+    history: History = ()
     for step in range(limit + extra + 1):
         verdict = judge(history, a_failure(step=step), step, NOW + step, a_policy(limit))
         assert isinstance(verdict, Restart)

@@ -560,11 +560,6 @@ def test_a_resumed_job_waits_for_its_workers_like_at_the_start():
 # A decider that was started again
 
 
-def test_the_newest_reported_world_is_learned():
-    assert world.learned([a_world(0, 1, generation=3), None, a_world(1, 0, generation=4)]) == a_world(1, 0, generation=4)
-    assert world.learned([None]) is None
-
-
 def test_a_decider_started_again_lets_training_go_on_while_members_report():
     members = training(1)
     assert decided(*members, world=a_world(0, 1), since=NOW - 2) == Wait("waiting for worker 0 to report (8 s left)", NOW + 8)

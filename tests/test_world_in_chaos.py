@@ -289,7 +289,8 @@ class Chaos(RuleBasedStateMachine):
     def decider_is_started_again(self) -> None:
         job = self.job
         reports = [w.world for w in job.workers.values() if w.connected and w.world and w.now.generation == w.world.generation]
-        job.state = State({}, world.learned([*job.worlds[-1:], *reports]), since=job.now)
+        newest = max(filter(None, [*job.worlds[-1:], *reports]), key=lambda each: each.generation, default=None)
+        job.state = State({}, newest, since=job.now)
 
     @rule(rarely=st.sampled_from([False, False, False, True]))
     def decider_has_lost_its_memory(self, rarely: bool) -> None:

@@ -22,7 +22,7 @@ import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outlast.contract import ETCD, Env
 from outlast.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
@@ -46,10 +46,24 @@ _AGAIN = (1, 4, 8, 10, 13, 14)
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
 """Users or roles have changed since a token was given: one that is a JWT is refused from then on."""
-_NOBODY = "user name is empty"
-_NO_ROOM = "database space exceeded"
-_GATEWAY = "enable-grpc-gateway, --listen-client-http-urls"
-"""What in an etcd's configuration takes the JSON gateway away from the port for clients."""
+_NO_USER = "user name is empty"
+_REFUSALS = {
+    "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
+    _NO_USER: f"wants to know who asks; say user and password ({Env.ETCD_USER}, ...)",
+    "authentication failed": "does not accept user {to.user}: {message}; correct user or password",
+    "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
+    "grant its role readwrite on all keys that begin with {to.prefix}/",
+}
+"""What etcd's message contains, and what is printed."""
+_EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
+_NO_ETCD = {
+    b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
+    b"CommonName": "rejects logins with a client certificate that has a common name; use one without (cert: {to.cert})",
+    b"404": "answers a request of v3 with HTTP {status}, as an etcd that speaks v2 only, or one whose JSON gateway is not on "
+    f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
+    b"": f"answers a request of v3 with HTTP {{status}}, which no etcd does; {_EXPECTED}",
+}
+"""The same for answers that are not JSON, by their status and body."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -61,11 +75,21 @@ OPTIONS = {
 """Options besides the endpoint, and the variable that is read where an option is absent."""
 
 
+class Host(NamedTuple):
+    """An endpoint."""
+
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+
 @dataclass(frozen=True)
 class Address:
     """Endpoints and credentials of an etcd."""
 
-    hosts: tuple[tuple[str, int], ...]
+    hosts: tuple[Host, ...]
     prefix: str = PREFIX
     """What all keys begin with."""
     tls: bool = False
@@ -77,7 +101,7 @@ class Address:
     password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        return "etcd at " + ", ".join(_shown(*host) for host in self.hosts)
+        return "etcd at " + ", ".join(map(str, self.hosts))
 
 
 @dataclass(frozen=True)
@@ -129,7 +153,7 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
         port = int((match[2] or match[4] or PORT) if match else 0)
         if not match or not 0 < port < 65536:
             raise OutlastError(f"{endpoint!r} is no address of an etcd; expected etcd://host:2379, with commas between several")
-        found.append((match[1] or match[3], port))
+        found.append(Host(match[1] or match[3], port))
     if bool(said["cert"]) != bool(said["key"]):
         raise OutlastError(f"of cert ({said['cert']!r}) and key ({said['key']!r}) one is missing; say both or neither")
     if bool(said["user"]) != bool(said["password"]):
@@ -219,14 +243,14 @@ class Etcd:
                 while line := answer.readline():
                     said = json.loads(line)
                     if "error" in said:
-                        raise EtcdAway(f"{self._named(where)} ended a watch: {said['error'].get('message', said['error'])}")
+                        raise EtcdAway(f"etcd at {where} ended a watch: {said['error'].get('message', said['error'])}")
                     result = said["result"]
                     if result.get("canceled") or (result.get("created") and int(result["header"]["revision"]) < after):
-                        raise Behind(f"{self._named(where)} has nothing of revision {after + 1}")
+                        raise Behind(f"etcd at {where} has nothing of revision {after + 1}")
                     yield [_event(event) for event in result.get("events", ())]
-            raise EtcdAway(f"{self._named(where)} ended a watch")
+            raise EtcdAway(f"etcd at {where} ended a watch")
         except (OSError, ValueError, http.client.HTTPException) as problem:
-            raise EtcdAway(f"{self._named(where)} ended a watch: {_why(problem)}") from problem
+            raise EtcdAway(f"etcd at {where} ended a watch: {_why(problem)}") from problem
         finally:
             self._watching.discard(sock)
             connection.close()
@@ -295,67 +319,63 @@ class Etcd:
             except TimeoutError as problem:
                 if not kept:  # an etcd that has lost its data lets a token of before wait, perhaps for ever
                     self._token = ""
-                raise EtcdAway(f"{self._named(where)} does not answer within {self._answer_s:.2g} s") from problem
+                raise EtcdAway(f"etcd at {where} does not answer within {self._answer_s:.2g} s") from problem
             except (OSError, http.client.HTTPException) as problem:
                 self._hang_up()
-                self._certificates(where, problem)  # with TLS 1.3, ours is refused with the first answer
-                if kept:
+                failed = self._failed(where, problem)  # with TLS 1.3, our certificate is refused with the first answer
+                if kept and isinstance(failed, EtcdAway):
                     kept = False
                     continue
-                raise self._silent(where, problem) from problem
+                raise failed from problem
             if answer.status == 200:
                 self._spoken = True
                 with contextlib.suppress(ValueError):
                     said = json.loads(text)
                     if isinstance(said, dict) and ("header" in said or "result" in said):
                         return said
-                raise _Useless(f"{self._named(where)} is no etcd: it answers {text[:60]!r}")
+                raise _Useless(f"etcd at {where} is no etcd: it answers {text[:60]!r}")
             try:
                 self._refused(where, answer.status, text, self._token)
             except _Expired as problem:
                 if logged_in:
                     raise EtcdRefused(
-                        f"{self._named(where)} does not accept the token that it has given to user {self.address.user}"
+                        f"etcd at {where} does not accept the token that it has given to user {self.address.user}"
                     ) from problem
                 kept, logged_in, self._token = False, True, ""
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
         """A connection to an endpoint, and a token if there is a user. Raises EtcdAway, EtcdRefused."""
-        host, port = where = self.address.hosts[at]
+        where = self.address.hosts[at]
+        connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                host, port, timeout=self._answer_s, context=self._context()
-            )
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=self._answer_s)
+            connection = http.client.HTTPSConnection(*where, timeout=self._answer_s, context=self._context())
+        reached = False
         try:
             connection.connect()
-        except OSError as problem:
+            reached = True
+            self.local = connection.sock.getsockname()[0]
+            if self.address.user and not self._token:
+                self._log_in(connection, where)
+        except OutlastError:
             connection.close()
-            self._certificates(where, problem)
-            met = self.address.tls and not isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
-            hint = f"; if it speaks no TLS, write {SCHEME}{_shown(*where)}{self._hint(where)}" if met else ""
-            raise EtcdAway(f"{self._named(where)} cannot be reached: {_why(problem)}{hint}") from problem
-        self.local = connection.sock.getsockname()[0]
-        if self.address.user and not self._token:
-            login = {"name": self.address.user, "password": self.address.password}
-            try:
-                connection.sock.settimeout(LOGIN_S)
-                with self._send(connection, "auth/authenticate", login, "") as answer:
-                    text = answer.read()
-                if connection.sock:
-                    connection.sock.settimeout(self._answer_s)
-            except (OSError, http.client.HTTPException) as problem:
-                connection.close()
-                self._certificates(where, problem)
-                raise self._silent(where, problem) from problem
-            if answer.status == 200:
-                self._token = json.loads(text)["token"]
-            elif b"authentication is not enabled" not in text:
-                connection.close()
-                self._refused(where, answer.status, text, "")
+            raise
+        except (OSError, http.client.HTTPException) as problem:
+            connection.close()
+            raise self._failed(where, problem, reached=reached) from problem
         return connection
+
+    def _log_in(self, connection: http.client.HTTPConnection, where: Host) -> None:
+        login = {"name": self.address.user, "password": self.address.password}
+        connection.sock.settimeout(LOGIN_S)
+        with self._send(connection, "auth/authenticate", login, "") as answer:
+            text = answer.read()
+        if connection.sock:
+            connection.sock.settimeout(self._answer_s)
+        if answer.status == 200:
+            self._token = json.loads(text)["token"]
+        elif b"authentication is not enabled" not in text:
+            self._refused(where, answer.status, text, "")
 
     def _context(self) -> ssl.SSLContext:
         import ssl
@@ -379,74 +399,58 @@ class Etcd:
         connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
         return connection.getresponse()
 
-    def _refused(self, where: tuple[str, int], status: int, text: bytes, token: str) -> None:
-        """Raise what an answer that is none means."""
+    def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
+        """Raise the error for an answer that has another status than 200."""
+        user = self.address.user
         try:
             said = json.loads(text)
             code, message = int(said["code"]), str(said.get("message") or said.get("error")).removeprefix("etcdserver: ")
         except (ValueError, KeyError, TypeError):
             if status >= 500:
-                raise EtcdAway(f"{self._named(where)} is not well: HTTP {status}") from None
-            if b"HTTPS server" in text:
-                raise _Useless(f"{self._named(where)} speaks TLS; write {SECURE}{_shown(*where)}") from None
-            if b"CommonName" in text:
-                raise _Useless(
-                    f"{self._named(where)} lets nobody log in whose certificate has a common name; use one without "
-                    f"(cert: {self.address.cert})"
-                ) from None
-            what = "which no etcd does"
-            if status == 404:
-                what = f"as an etcd that speaks v2 only, or one whose JSON gateway is not on this port ({_GATEWAY})"
-            said = f"{self._named(where)} answers a request of v3 with HTTP {status}, {what}"
-            raise _Useless(f"{said}; expected the client port of an etcd of version 3.4 or newer") from None
+                raise EtcdAway(f"etcd at {where} is not well: HTTP {status}") from None
+            remedy = next(remedy for sign, remedy in _NO_ETCD.items() if sign in b"%d %s" % (status, text))
+            raise _Useless(f"etcd at {where} {remedy.format(where=where, to=self.address, status=status)}") from None
         if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
             raise _Expired(message)
-        if not token and self.address.user and _NOBODY in message:  # users were made since we came
+        if not token and user and _NO_USER in message:  # users were made since we came
             raise _Expired(message)
         if "lease not found" in message:
             raise LeaseGone(message)
-        if _NO_ROOM in message:
-            raise EtcdRefused(f"{self._named(where)} is full: {message}; compact and defragment it, or raise its quota")
-        denied = "permission denied" in message
-        if _NOBODY in message or code == _UNAUTHENTICATED or (denied and not self.address.user):
-            raise EtcdRefused(f"{self._named(where)} wants to know who asks; say user and password ({Env.ETCD_USER}, ...)")
-        if "authentication failed" in message:
-            raise EtcdRefused(
-                f"{self._named(where)} does not accept user {self.address.user}: {message}; correct user or password"
-            )
-        if denied:
-            who = f"user {self.address.user}"
-            remedy = f"grant its role readwrite on all keys that begin with {self.address.prefix}/"
-            raise EtcdRefused(f"{self._named(where)} does not let {who} read and write below {self.address.prefix}/; {remedy}")
+        anonymous = code == _UNAUTHENTICATED or ("permission denied" in message and not user)
+        for sign, remedy in _REFUSALS.items():
+            if sign in (_NO_USER if anonymous else message):
+                raise EtcdRefused(f"etcd at {where} {remedy.format(to=self.address, message=message)}")
         if code in _AGAIN:
-            raise EtcdAway(f"{self._named(where)} is not well: {message}")
-        raise EtcdError(f"{self._named(where)} refuses what it was asked: {message} (code {code})")
+            raise EtcdAway(f"etcd at {where} is not well: {message}")
+        raise EtcdError(f"etcd at {where} refuses what it was asked: {message} (code {code})")
 
-    def _certificates(self, where: tuple[str, int], problem: Exception) -> None:
-        """Raise EtcdRefused if that is what the problem is about."""
+    def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
+        """The error for a connection that could not be made or has ended without an answer.
+
+        A certificate that is missing, or not accepted, may look like the latter: with TLS 1.3 the server judges it after the
+        handshake, and its alert is lost if it hangs up at once.
+        """
         self._tls = None  # files that are renewed meanwhile are read again
-        if "CERTIFICATE_VERIFY_FAILED" in str(problem):
-            said = f"the certificate of {self._named(where)} is not accepted: {_why(problem)}"
-            unknown = re.search("unable to get|self.signed", str(problem))
-            remedy = "name the authority that signed it with cacert" if unknown else "it is for the etcd to get a valid one"
-            if "mismatch" in str(problem) or "not valid for" in str(problem):
+        text, tls = str(problem), self.address.tls
+        if "CERTIFICATE_VERIFY_FAILED" in text:
+            remedy = "it is for the etcd to get a valid one"
+            if re.search("mismatch|not valid for", text):
                 remedy = "write the endpoint as it is named there"
-            raise _Useless(f"{said}; {remedy}") from problem
-        if "CERTIFICATE" in str(problem):
-            raise _Useless(f"{self._named(where)} wants to see a certificate: {_why(problem)}; say cert and key") from problem
-
-    def _silent(self, where: tuple[str, int], problem: Exception) -> EtcdAway:
-        """A connection was made, and it has ended without an answer. A certificate that is missing, or not accepted, looks like
-        that as well: with TLS 1.3 the server judges it after the handshake, and its alert is lost when it hangs up at once."""
-        hint = "" if self._spoken else self._hint(where)
-        return EtcdAway(f"{self._named(where)} does not answer: {_why(problem)}{hint}")
-
-    def _hint(self, where: tuple[str, int]) -> str:
-        if not self.address.tls:
-            return f"; if it speaks TLS, write {SECURE}{_shown(*where)}"
-        if self.address.cert:
-            return f"; if it does not accept {self.address.cert}, give it one that its authority has signed"
-        return "; if it wants to see a certificate, say cert and key"
+            elif re.search("unable to get|self.signed", text):
+                remedy = "name the authority that signed it with cacert"
+            return _Useless(f"the certificate of etcd at {where} is not accepted: {_why(problem)}; {remedy}")
+        if "CERTIFICATE" in text:
+            return _Useless(f"etcd at {where} wants to see a certificate: {_why(problem)}; say cert and key")
+        hint = f"; if it speaks TLS, write {SECURE}{where}"
+        if tls:
+            hint = "; if it wants to see a certificate, say cert and key"
+            if self.address.cert:
+                hint = f"; if it does not accept {self.address.cert}, give it one that its authority has signed"
+        if reached:
+            return EtcdAway(f"etcd at {where} does not answer: {_why(problem)}{'' if self._spoken else hint}")
+        hint = f"; if it speaks no TLS, write {SCHEME}{where}{hint}"
+        shook_hands = tls and not isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
+        return EtcdAway(f"etcd at {where} cannot be reached: {_why(problem)}{hint if shook_hands else ''}")
 
     def _hang_up(self) -> None:
         if self._connection is not None:
@@ -459,9 +463,6 @@ class Etcd:
         for option, value in (("TCP_KEEPIDLE", _IDLE_S), ("TCP_KEEPINTVL", _PROBE_S), ("TCP_KEEPCNT", _PROBES)):
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-
-    def _named(self, where: tuple[str, int]) -> str:
-        return f"etcd at {_shown(*where)}"
 
 
 class _Useless(EtcdRefused):
@@ -530,10 +531,6 @@ def _keyvalue(kv: Mapping[str, Any]) -> KeyValue:
 def _event(event: Mapping[str, Any]) -> KeyValue | Gone:
     kv = event["kv"]
     return Gone(_text(kv["key"]), int(kv["mod_revision"])) if event.get("type") == "DELETE" else _keyvalue(kv)
-
-
-def _shown(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _why(problem: Exception) -> str:

@@ -169,7 +169,7 @@ class Launcher(Coordinator):
             memory = json.loads(self.state_dir.recovery.read_text())
         except FileNotFoundError:
             return
-        self.history = restarts.History(tuple(restarts.Record(*record) for record in memory["history"]))
+        self.history = tuple(restarts.Record(*record) for record in memory["history"])
         self.restarts, self.status.interruptions = memory["restarts"], memory["interruptions"]
         with contextlib.suppress(OSError, ValueError):
             before = JobStatus.model_validate_json(self.state_dir.status.read_text())
@@ -197,7 +197,7 @@ class Launcher(Coordinator):
         memory = {
             "generation": self.generation(),
             "world": dataclasses.asdict(self.known.world) if self.known.world else None,
-            "history": self.history.failures,
+            "history": self.history,
             "restarts": self.restarts,
             "interruptions": self.status.interruptions,
             "judged": self.judged,

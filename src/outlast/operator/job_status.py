@@ -150,7 +150,7 @@ class Status:
 
     @property
     def history(self) -> History:
-        return History(tuple(counted.record for counted in self.counted_failures))
+        return tuple(counted.record for counted in self.counted_failures)
 
 
 @dataclass(frozen=True)

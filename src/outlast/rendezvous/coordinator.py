@@ -51,7 +51,7 @@ class Coordinator:
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
         self.sizes, self.policy, self.patience = settings.sizes, settings.policy, settings.patience
         self.clock = clock
-        self.history = restarts.History()
+        self.history: restarts.History = ()
         self.restarts = 0
         """Failures that counted since the start of the run."""
         self.reports: dict[int, sockets.Report] = {}

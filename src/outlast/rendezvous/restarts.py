@@ -39,11 +39,8 @@ class Record(NamedTuple):
     """The step that raised or hung; None when it is not known, or somebody killed the process: that says nothing of the step."""
 
 
-@dataclass(frozen=True)
-class History:
-    """The failures that may still matter, oldest first."""
-
-    failures: tuple[Record, ...] = ()
+History = tuple[Record, ...]
+"""The failures that may still matter, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,13 @@ def judge(
     """
     # When the clock went back, a failure in the future is one of now; else it would stay in the window for too long.
     window = policy.window.total_seconds()
-    past = _that_matter([record._replace(time=min(record.time, now)) for record in history.failures], now, window, policy)
+    past = _that_matter([record._replace(time=min(record.time, now)) for record in history], now, window, policy)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     said = not failure.step or failure.hung  # a hang tells where in its reason; 0: at its start, or the script reports no steps
     what = failure.reason if said else f"{failure.reason} at step {failure.step}"
 
     if failure.code == contract.Exit.INTERRUPTED or not failure.counted:
-        return Restart(History(past), used, f"{what}; interruptions do not count", counted=False)
+        return Restart(past, used, f"{what}; interruptions do not count", counted=False)
     if failure.code == contract.Exit.MISCONFIGURED:
         return Stop(f"{what}; a restart would not help", failure.code, contract.End.MISCONFIGURED)
     if everywhere:
@@ -98,7 +95,7 @@ def judge(
     if number > policy.limit:
         budget = f"{policy.limit} within {units.duration_text(policy.window)} without a new checkpoint"
         return Stop(f"{what}; restarts.limit ({budget}) is used up", failure.code, contract.End.LIMIT)
-    return Restart(History(past[-max(policy.limit, policy.same_step) :]), number, f"{what}; restart {number} of {policy.limit}")
+    return Restart(past[-max(policy.limit, policy.same_step) :], number, f"{what}; restart {number} of {policy.limit}")
 
 
 def _that_matter(failures: list[Record], now: float, window: float, policy: Policy) -> tuple[Record, ...]:

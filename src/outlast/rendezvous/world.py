@@ -180,7 +180,7 @@ class State:
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """When this coordinator took over a world it has `learned`: the members get `Patience.answer` from then to report."""
+    """When this coordinator took over a world that is not its own: the members get `Patience.answer` from then to report."""
     floor: int = 0
     """Lower bound: no generation up to this one is used, since it may have existed unseen."""
 
@@ -214,11 +214,6 @@ class State:
             members = {id: m for id, m in self.members.items() if m.standing is not Standing.DONE}
             return replace(self, members=members, world=decision, called=None)
         return self
-
-
-def learned(reports: Iterable[World | None]) -> World | None:
-    """The newest world on record or that a worker reports to be in: how a restarted coordinator takes over."""
-    return max((world for world in reports if world is not None), key=lambda world: world.generation, default=None)
 
 
 def largest(sizes: Iterable[int], available: int) -> int:

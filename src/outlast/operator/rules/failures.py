@@ -85,7 +85,7 @@ def count(rec: Reconcile, failure: Failure, *, raised: int | None, node: str, pe
         code = contract.Exit.MISCONFIGURED if verdict.code == contract.Exit.MISCONFIGURED else contract.Exit.GIVEN_UP
         return rec.finish(State.FAILED, verdict.reason, code, verdict.kind)
     nodes = {counted.record: counted.node for counted in known.counted_failures}
-    counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history.failures)
+    counted_failures = tuple(CountedFailure(record, nodes.get(record, node)) for record in verdict.history)
     rec.update(counted_failures=counted_failures, restarts=known.restarts + verdict.counted)
     rec.prerequisites = desired.prerequisites(rec.snapshot)  # some may have been deleted, so that workers cannot report or meet
     rec.set_state(State.RESTARTING, verdict.reason, "WorkerFailed", event=True, warning=True)

@@ -209,7 +209,7 @@ class Client:
                     with self._changed:
                         self._changed.wait_for(lambda: self._membership.heard or self._stop.is_set(), LAST_S)
                     continue
-                if not 0 <= time.monotonic() - listed < LIST_S:
+                if time.monotonic() - listed >= LIST_S:
                     listed = time.monotonic()
                     self._listener.again()
                 self._membership.tell()

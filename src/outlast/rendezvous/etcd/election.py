@@ -135,8 +135,7 @@ class Term(coordinator.Coordinator):
             self._listen_until = now + LISTEN_S
         if said:
             self.judged, self.restarts, self._failure = said.judged, said.restarts, said.failure
-            records = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
-            self.history = restarts.History(records)
+            self.history = tuple(restarts.Record(now - ago, committed, step) for ago, committed, step in said.failures)
             restamped = said.world and replace(said.world, at=now), said.called and replace(said.called, at=now)
             self.known, self._tokens = world.State({}, restamped[0], restamped[1], floor=said.floor), said.tokens
         for kv in members:
@@ -234,7 +233,7 @@ class Term(coordinator.Coordinator):
         now = self.clock()
         self._keep()
         if self._listen_until is not None:
-            if not 0 < self._listen_until - now <= max(LISTEN_S, REPORT_S):
+            if now >= self._listen_until:
                 self._listened()
             else:
                 if self.known.world:
@@ -299,12 +298,12 @@ class Term(coordinator.Coordinator):
     def _publish(self) -> None:
         """Publish the state if it has changed. Raises Deposed when this term is over."""
         said, written, now = self._said(), self._written, self.clock()
-        if written and replace(said, why=written.why) == written and 0 <= now - self._written_at < WHY_S:
+        if written and replace(said, why=written.why) == written and now - self._written_at < WHY_S:
             said = written  # while many come one after the other, not each is worth a word to all
         if said != written:
             if self.known.world is None and said.why != (written.why if written else ""):
                 self._effects.append(lambda: self._config.events.say(said.why))
-            history = tuple((now - time_, committed, step) for time_, committed, step in self.history.failures)
+            history = tuple((now - time_, committed, step) for time_, committed, step in self.history)
             self._write(replace(said, failures=history).dumps())
             self._written, self._written_at = said, now
         effects, self._effects = self._effects, []
@@ -334,7 +333,7 @@ class Term(coordinator.Coordinator):
 
     def _keep(self) -> None:
         """Renew the lease of the published state; when it has ended, publish again."""
-        if self._lease is None or 0 <= self.clock() - self._kept < LINGER_S / 4:
+        if self._lease is None or self.clock() - self._kept < LINGER_S / 4:
             return
         try:
             self._store.keep(self._lease)
@@ -421,7 +420,7 @@ class Candidate:
             if self._leader != self.term.leader:
                 self._stand_down()
                 return
-            if not 0 <= self._config.clock() - self._kept < self._config.ttl / 2:
+            if self._config.clock() - self._kept >= self._config.ttl / 2:
                 self.term.forgive()
             self.term.listed(found)
 
@@ -463,14 +462,14 @@ class Candidate:
             if self._leader is not None and not mine:
                 self._run_at = None
                 return float(config.ttl)
-            if self._run_at is None or self._run_at > now + 2 * JITTER_S:
+            if self._run_at is None:
                 self._run_at = now + JITTER_S * (config.random() + (not self._born))
             if now < self._run_at and not mine:
                 return self._run_at - now
             self._run()
             return 0.0
         try:
-            if not 0 <= now - self._kept < config.ttl / 3:
+            if now - self._kept >= config.ttl / 3:
                 self._store.keep(self._lease or 0)
                 self._kept = now
             term.turn()

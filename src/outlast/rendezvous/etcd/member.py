@@ -72,9 +72,7 @@ class Membership:
         wall: Callable[[], float] = time.time,
         choose: Callable[[Sequence[int]], int] = RANDOM.choice,
     ) -> None:
-        self._store, self._keys, self._ttl = store, of, who.ttl
-        self._run, self._token, self._terms, self._most = who.run, who.token, who.nnodes, who.most
-        self._fixed = who.id is not None
+        self._store, self._keys, self._who = store, of, who
         self._floor = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
@@ -119,13 +117,13 @@ class Membership:
     def record(self) -> schema.Record:
         """What is to be in etcd."""
         report = replace(self.report, id=self.id, generation=self.report.generation or self._floor)
-        return schema.Record(report, self._token, self._terms, self._born, self._newest, self._tokens, self.wanted)
+        return schema.Record(report, self._who.token, self._who.nnodes, self._born, self._newest, self._tokens, self.wanted)
 
     def tell(self) -> None:
         """Have etcd know what we are: register, write what has changed, or renew. Raises EtcdError, Superseded."""
         for _ in range(100):
             if self._lease is None:
-                self._lease, self._kept = self._store.grant(self._ttl), self._clock()
+                self._lease, self._kept = self._store.grant(self._who.ttl), self._clock()
             try:
                 if self._modified:
                     if self._renew():
@@ -134,7 +132,7 @@ class Membership:
                     return
             except LeaseGone:
                 self._lease, self._modified = None, 0
-        raise Superseded(f"worker {self.id} finds no place in run {self._run}: others write there all the time")
+        raise Superseded(f"worker {self.id} finds no place in run {self._who.run}: others write there all the time")
 
     def _renew(self) -> bool:
         """Write our key if what it says has changed, and renew its lease if not, or if that is due: who writes all the time must
@@ -142,7 +140,7 @@ class Membership:
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
         same = (record.report, record.wanted) == self._written
-        if same or not 0 <= self._clock() - self._kept < self._ttl / 3:
+        if same or self._clock() - self._kept >= self._who.ttl / 3:
             self._store.keep(self._lease)
             self._kept = self._clock()
         if same:
@@ -161,7 +159,7 @@ class Membership:
             self._find_a_place()
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        take = self._fixed and not self._registered  # whoever was worker i before us is not any more
+        take = self._who.id is not None and not self._registered  # whoever was worker i before us is not any more
         written = put(key, record.dumps(), self._lease)
         outcome = self._store.txn([] if take else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
@@ -174,14 +172,14 @@ class Membership:
     def _find(self, there: KeyValue) -> None:
         """There is our key, not as we have it in mind. Raises Superseded when it is another's, and we may take no other."""
         found = schema.Record.loads(there.value)
-        if found and found.token == self._token:  # we wrote it, and the answer was lost
+        if found and found.token == self._who.token:  # we wrote it, and the answer was lost
             self._registered = self._registered or there.created
             if there.lease == self._lease:
                 self._modified, self._written = there.modified, (found.report, found.wanted)
             else:  # under a lease that we have lost sight of
                 self._store.txn([modified(there.key, there.modified)], [delete(there.key)])
-        elif self._fixed:
-            raise Superseded(f"another process is worker {self.id} of run {self._run} now, in the place of this one")
+        elif self._who.id is not None:
+            raise Superseded(f"another process is worker {self.id} of run {self._who.run} now, in the place of this one")
         else:
             self.id, self.world = -1, None
 
@@ -189,7 +187,7 @@ class Membership:
         """Any of the lowest free indices: not the lowest, which all who come together would want."""
         found = self._store.range(self._keys.members, prefix=True).found
         taken = {int(number) for kv in found if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
-        free = [index for index in range(max(self._most, len(taken) + 1)) if index not in taken]
+        free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]
         self.id = self._choose(free)
 
     def leave(self) -> None:
@@ -239,22 +237,22 @@ class Membership:
                 self.closed, self.said = said.closed, (kv.modified, said)
             return
         if self._born and said.before == self._born:
-            self.closed = Closed(f"run {self._run} is over, and another of this name has begun", contract.Exit.FAILED)
+            self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
         if said.born != self._born and not schema.live(said, self._leader):
             return  # of a run that is no more, or nobody has taken it up yet
-        if said.terms != self._terms:
+        if said.terms != self._who.nnodes:
             # A job that was killed leaves its key for as long as the lease lasts: only who is there for longer is another job.
-            if said.terms and self._terms and self._clock() - self._leads_since > self._ttl + 1:
-                theirs, ours = schema.asked(said.terms), schema.asked(self._terms)
-                reason = f"run {self._run} is of --nnodes={theirs}, and this is --nnodes={ours}"
+            if said.terms and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:
+                theirs, ours = schema.asked(said.terms), schema.asked(self._who.nnodes)
+                reason = f"run {self._who.run} is of --nnodes={theirs}, and this is --nnodes={ours}"
                 self.closed = Closed(f"{reason}: another job has this --rdzv-id; give each its own", contract.Exit.MISCONFIGURED)
             return
         self._born, self.why, self.said = said.born, said.why, (kv.modified, said)
         world = said.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
             self._newest, self._tokens = world, said.tokens
-            if (self.id, self._token) in zip(world.members, said.tokens, strict=False):  # and not one that was here before us
+            if (self.id, self._who.token) in zip(world.members, said.tokens, strict=False):  # and not one that was here before us
                 self.world = world
         call = said.called
         if call and (world is None or call.generation > world.generation):

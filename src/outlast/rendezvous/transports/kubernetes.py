@@ -28,7 +28,7 @@ from outlast.contract import Env
 from outlast.errors import Absent, ClusterError, Conflict, OutlastError, Superseded, Unauthorized
 from outlast.kube.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.transports.reconnect import Line, pause
-from outlast.rendezvous.transports.sockets import Called, Closed, Report
+from outlast.rendezvous.transports.sockets import Called, Closed, Report, published
 from outlast.rendezvous.world import World
 from outlast.workerfiles import progress
 
@@ -183,7 +183,7 @@ class Client:
         said = (document.get("status") or {}).get("rendezvous") or {}
         try:
             run = said.get("run") or self._of
-            world, called, closed = (_read(kind, said) for kind in (World, Called, Closed))
+            world, called, closed = published(World, said), published(Called, said), published(Closed, said)
         except (TypeError, AttributeError) as problem:
             print(f"outlast | what the operator says makes no sense: {problem}; is it of another version?", flush=True)
             run, world, called, closed = self._of, None, None, None
@@ -346,12 +346,3 @@ class Connection:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
-
-
-def _read(kind: Any, said: Mapping[str, Any]) -> Any:
-    """A World, a Called or a Closed from its JSON form, without what newer versions add; None if there is none."""
-    found = said.get(kind.__name__.lower())
-    if not found:
-        return None
-    fields = {field.name: found[field.name] for field in dataclasses.fields(kind) if field.name in found}
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})

@@ -9,8 +9,7 @@ closed connection is a death at once; a silent one is a death after `SILENCE_S`.
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
 A port can be reached by strangers, so there lines are sealed with the run's key (`rendezvous.transports.seal`), and whatever a
-peer sends
-costs that peer its connection at most. Of several processes of one index the one that came last is the member.
+peer sends costs that peer its connection at most. Of several processes of one index the one that came last is the member.
 
 Used by `rendezvous.handler` (the client, threads: torch's agent is synchronous); `local.launcher` and `rendezvous.worker0` (the
 server, asyncio).
@@ -34,7 +33,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from outlast import contract
 from outlast.rendezvous.transports import seal
@@ -61,6 +60,7 @@ _COMPLAIN_S = 1.0
 """Shortest interval of complaints about malformed messages."""
 _BEFORE = 64
 """How many replaced processes of one index are remembered."""
+Kind = TypeVar("Kind", bound="Called | Closed | World")
 _ADDRESS = re.compile(r"([!-~]{1,255}:[0-9]{1,5})?")
 SCHEME = "unix://"
 TCP = "c10d://"
@@ -268,15 +268,13 @@ class Client:
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         with self._changed:
-            if "called" in message:
-                called = Called(**_known(Called, message["called"]))
+            if called := published(Called, message):
                 if called.leave_s is not None:
                     called = dataclasses.replace(called, deadline=time.time() + called.leave_s)
                 self.called = called
             if "world" in message:
                 self.world = world_from(message["world"])
-            if "closed" in message:
-                self.closed = Closed(**_known(Closed, message["closed"]))
+            self.closed = published(Closed, message) or self.closed
             self._changed.notify_all()
 
 
@@ -299,9 +297,13 @@ class _Lines:
         return line
 
 
-def _known(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what newer versions add."""
-    return {each.name: said[each.name] for each in dataclasses.fields(cls) if each.name in said}
+def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
+    """The Called, Closed or World in a message, without fields of newer versions; None if there is none."""
+    if not (found := message.get(kind.__name__.lower())):
+        return None
+    names = [each.name for each in dataclasses.fields(kind) if each.name in found]
+    fields: dict[str, Any] = {name: tuple(found[name]) if isinstance(found[name], list) else found[name] for name in names}
+    return kind(**fields)
 
 
 def world_from(said: object) -> World:
@@ -407,9 +409,7 @@ class Server:
         if writer is not None:
             self._say(writer, kind, content)
 
-    def _say(self, writer: asyncio.StreamWriter, kind: str, content: object) -> None:
-        if not dataclasses.is_dataclass(content) or isinstance(content, type):
-            return
+    def _say(self, writer: asyncio.StreamWriter, kind: str, content: Any) -> None:
         if writer.transport.get_write_buffer_size() > _WORD_BYTES:
             writer.transport.abort()  # it reports and does not listen
             return
