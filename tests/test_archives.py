@@ -52,10 +52,10 @@ def a_zip_entry(name: str, mode: int) -> zipfile.ZipInfo:
 def unpack(tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Unpacks an archive; what is there then, by name: contents, and `-> target` for links."""
 
-    def unpack(archive: Path, **limits: int) -> dict[str, str]:
+    def unpack(archive: Path) -> dict[str, str]:
         into = tmp_path / "into"
         into.mkdir()
-        archives.extract(archive, into, name="code (x)", **limits)
+        archives.extract(archive, into, name="code (x)")
         found = {}
         for path in sorted(into.rglob("*")):
             name = str(path.relative_to(into))
@@ -74,10 +74,10 @@ def unpack(tmp_path: Path) -> Callable[..., dict[str, str]]:
 def refused(unpack: Callable[..., dict[str, str]], tmp_path: Path) -> Callable[..., str]:
     """Unpacks an archive that is refused; the sentence. Nothing may lie beside the directory afterwards."""
 
-    def refused(archive: Path, **limits: int) -> str:
+    def refused(archive: Path) -> str:
         before = {path.name for path in tmp_path.iterdir()} | {"into"}
         with pytest.raises(OutlastError) as caught:
-            unpack(archive, **limits)
+            unpack(archive)
         assert {path.name for path in tmp_path.iterdir()} <= before
         return str(caught.value)
 
@@ -191,22 +191,25 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, refused):
     assert refused(archive).startswith("code (x) holds a name that cannot be unpacked here")
 
 
-def test_bombs_are_refused_by_what_they_unpack_to(tmp_path: Path, refused, unpack):
+def test_bombs_are_refused_by_what_they_unpack_to(tmp_path: Path, refused, unpack, monkeypatch):
     zeros = bytes(1 << 20)
     for archive in (a_tar(tmp_path / "b.tgz", ("zeros", zeros)), a_zip(tmp_path / "b.zip", ("zeros", zeros))):
         assert archive.stat().st_size < 10_000
         unpacked = tmp_path / "into"
-        sentence = refused(archive, max_bytes=(1 << 20) - 1)
+        monkeypatch.setattr(archives, "MAX_BYTES", (1 << 20) - 1)
+        sentence = refused(archive)
         assert sentence == "code (x) unpacks to more than 1.0 MiB, the limit for code; keep data elsewhere"
         for path in unpacked.iterdir():
             path.unlink()
         unpacked.rmdir()
-    assert unpack(tmp_path / "b.tgz", max_bytes=1 << 20).keys() == {"zeros"}
+    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
+    assert unpack(tmp_path / "b.tgz").keys() == {"zeros"}
 
 
-def test_archives_with_too_many_entries_are_refused(tmp_path: Path, refused):
+def test_archives_with_too_many_entries_are_refused(tmp_path: Path, refused, monkeypatch):
     archive = a_tar(tmp_path / "a.tgz", *((f"d{i}/e/f", b"") for i in range(10)))
-    sentence = refused(archive, max_entries=29)
+    monkeypatch.setattr(archives, "MAX_ENTRIES", 29)
+    sentence = refused(archive)
     assert sentence == "code (x) holds more than 29 entries, the limit for code; keep data elsewhere"
 
 

@@ -208,13 +208,11 @@ def test_a_memory_is_one_within_a_process() -> None:
 # Contents
 
 
-def test_what_is_written_is_read(url: str, tmp_path: Path) -> None:
+def test_what_is_written_is_read(url: str) -> None:
     place = store.open_(url)
-    file = tmp_path / "file"
-    file.write_bytes(os.urandom(100_000))
-    for data in (b"", b"x", bytearray(b"array"), memoryview(b"view" * 1000), os.urandom(3 * MIB), file):
+    for data in (b"", b"x", bytearray(b"array"), memoryview(b"view" * 1000), os.urandom(3 * MIB)):
         etag = place.put("x", data)
-        expected = file.read_bytes() if isinstance(data, Path) else bytes(data)
+        expected = bytes(data)
         assert place.get("x") == expected
         content, entry = place.read("x")
         assert (content, entry.key, entry.size, entry.etag) == (expected, "x", len(expected), etag)
@@ -232,9 +230,9 @@ def test_an_etag_changes_with_the_content(url: str) -> None:
 
 def test_a_range_is_exactly_that(url: str) -> None:
     place = store.open_(url)
-    etag = place.put("x", b"0123456789")
+    place.put("x", b"0123456789")
     assert bytes(place.range("x", 0, 10)) == b"0123456789"
-    assert bytes(place.range("x", 3, 7, etag=etag)) == b"3456"
+    assert bytes(place.range("x", 3, 7)) == b"3456"
     assert bytes(place.range("x", 9, 10)) == b"9"
     assert bytes(place.range("x", 4, 4)) == b""
     for start, end in ((5, 11), (10, 12), (30, 40)):
@@ -243,16 +241,6 @@ def test_a_range_is_exactly_that(url: str) -> None:
         assert caught.value.retry
     with pytest.raises(Missing):
         place.range("y", 0, 1)
-
-
-def test_a_range_is_of_the_version_that_was_asked_for(url: str) -> None:
-    place = store.open_(url)
-    old = place.put("x", b"0123456789")
-    place.put("x", b"abcdefghijk")
-    if url.startswith("s3://") and not place.conditional():
-        pytest.skip("rclone takes no notice of If-Match")
-    with pytest.raises(Changed):
-        place.range("x", 0, 3, etag=old)
 
 
 def test_what_is_missing_is_missing(url: str) -> None:
@@ -410,10 +398,9 @@ def test_files_of_every_size_arrive(url: str, tmp_path: Path, size: int) -> None
 
 def test_a_file_that_cannot_be_read_is_said(url: str, tmp_path: Path) -> None:
     place = store.open_(url)
-    for attempt in (partial(place.upload, key="x"), lambda path: place.put("x", path)):
-        with pytest.raises(StoreError) as caught:
-            attempt(tmp_path / "gone")
-        assert str(caught.value) == f"{tmp_path}/gone cannot be read: No such file or directory"
+    with pytest.raises(StoreError) as caught:
+        place.upload(tmp_path / "gone", "x")
+    assert str(caught.value) == f"{tmp_path}/gone cannot be read: No such file or directory"
 
 
 def test_an_upload_stops_when_it_is_asked_to(url: str, file: Path, tmp_path: Path) -> None:

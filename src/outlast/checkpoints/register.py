@@ -10,7 +10,8 @@ start over. Docs: docs/decisions/0007-commits-in-a-store.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from outlast import contract, runs
@@ -40,9 +41,9 @@ class Register(Protocol):
         """Forget checkpoints, but none that might be needed (`rules.obsolete`); what the register says then."""
 
 
-def open_(store: Store, of: str, now: Callable[[], float]) -> Register:
+def open_(store: Store, of: str) -> Register:
     """The register of the run `of`, for writing: of the kind that the store is capable of."""
-    return Swapped(store, of, now) if store.conditional() else Named(store, of)
+    return Swapped(store, of) if store.conditional() else Named(store, of)
 
 
 def read(store: Store, of: str) -> Latest | None:
@@ -85,7 +86,6 @@ class Swapped:
 
     store: Store
     of: str
-    now: Callable[[], float]
 
     def acquire(self, generation: int) -> Latest:
         """See `Register`. A register of another run is taken over if the store's `runs.json` says that it is our turn."""
@@ -133,7 +133,7 @@ class Swapped:
         raise self._contended()
 
     def _swap(self, new: Latest, etag: str) -> bool:
-        text = new.text(self.now())
+        text = new.text(time.time())
         try:
             if etag:
                 self.store.replace(LATEST, text, etag)

@@ -19,7 +19,6 @@ import functools
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,14 +84,13 @@ class Outcome:
 class Checkpoints:
     """The checkpoints of `run` below the job's place `store`. Opening it asks nothing of the store."""
 
-    def __init__(self, store: Store, run: str, *, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
-        self._now = now
         self._generation: int | None = None
 
     @functools.cached_property
     def _register(self) -> register.Register:
-        return register.open_(self.store, self.run, self._now)
+        return register.open_(self.store, self.run)
 
     def _parts(self, place: Place) -> Parts:
         return Parts(self.store, self.run, place)

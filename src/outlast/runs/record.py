@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
-from outlast.errors import AlreadyRunning, Changed, Exists, Missing, Stopped, StoreError, Superseded, Unreachable
+from outlast.errors import AlreadyRunning, Changed, Exists, Missing, StoreError, Superseded, Unreachable
 from outlast.store import Store
 
 RUN = "run.json"
@@ -162,47 +161,31 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
     return update(store, run, by=by, state=str(state), reason=reason, exit_code=exit_code)
 
 
-def archive(
-    store: Store,
-    run: str,
-    *,
-    progress: Callable[[int], None] = lambda _: None,
-    stop: threading.Event | None = None,
-) -> int:
+def archive(store: Store, run: str) -> int:
     """Move what earlier runs have left to `previous/<their run>/`, so that `run` finds an empty place; the number of objects.
 
-    Does nothing when that has been done. `progress` is told the number of objects moved since the last call. An object is
-    deleted after its copy is there, and only while the record says that the old ones are still to be moved: one that was killed,
-    or goes on much too late, neither loses an object nor touches those of the new run.
+    Does nothing when that has been done. An object is deleted after its copy is there, and only while the record says that the
+    old ones are still to be moved: a process that is killed or very late neither loses an object nor touches those of the new
+    run.
     """
-    stop = stop or threading.Event()
     moved = 0
 
-    def told() -> str:
+    def to_move() -> str:
         record = read(store)
         if record is None or record.run != run:
             raise Superseded(f"run {run} no longer owns {store.url}: {f'run {record.run} does' if record else f'{RUN} is gone'}")
         return record.aside
 
-    if not (aside := told()):
+    if not (aside := to_move()):
         return 0
-
-    def copy(key: str) -> None:
-        if not stop.is_set():
-            store.copy(key, f"{PREVIOUS}/{aside}/{key}")
-
     keys = _lying(store)
     with ThreadPoolExecutor(_AT_ONCE, "outlast-aside") as pool:
         while batch := list(islice(keys, _BATCH)):
-            for _ in pool.map(copy, batch):
-                pass
-            if stop.is_set():
-                raise Stopped(f"moving what run {aside} has left in {store.url} was stopped; the next start goes on")
-            if told() != aside:
+            list(pool.map(lambda key: store.copy(key, f"{PREVIOUS}/{aside}/{key}"), batch))
+            if to_move() != aside:
                 return moved
             store.delete(batch)
             moved += len(batch)
-            progress(len(batch))
     update(store, run, aside="")
     return moved
 

@@ -54,18 +54,18 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def extract(archive: Path, into: Path, *, name: str, max_bytes: int = MAX_BYTES, max_entries: int = MAX_ENTRIES) -> None:
+def extract(archive: Path, into: Path, *, name: str) -> None:
     """Unpack an archive into an empty directory. `name` is what it is called in sentences.
 
     Raises OutlastError for one that is damaged, too large, or holds what may not be unpacked; OSError when the disk is at fault.
     """
-    tree = _Tree(into, name, max_bytes, max_entries)
+    tree = _Tree(into, name)
     try:
         with open(archive, "rb") as file:
             if archive.name.lower().endswith(".zip"):
                 _unzip(file, tree)
             else:
-                _untar(file, tree, max_bytes)
+                _untar(file, tree)
         tree.finish()
     except OutlastError:
         raise
@@ -115,9 +115,8 @@ def _holds(directory: Path, runs: str) -> bool:
 class _Tree:
     """The directory that an archive is unpacked into."""
 
-    def __init__(self, root: Path, name: str, max_bytes: int, max_entries: int) -> None:
+    def __init__(self, root: Path, name: str) -> None:
         self._root, self._name = root, name
-        self._max_bytes, self._max_entries = max_bytes, max_entries
         self._bytes = self._entries = 0
         self._directories = {root}
         self._links: dict[Path, str] = {}
@@ -133,8 +132,8 @@ class _Tree:
         with open(path, "xb") as file:
             while data := content.read(_CHUNK):
                 self._bytes += len(data)
-                if self._bytes > self._max_bytes:
-                    limit = units.human_bytes(self._max_bytes)
+                if self._bytes > MAX_BYTES:
+                    limit = units.human_bytes(MAX_BYTES)
                     raise OutlastError(f"{self._name} unpacks to more than {limit}, the limit for code; keep data elsewhere")
                 file.write(data)
         path.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
@@ -207,10 +206,8 @@ class _Tree:
 
     def _count(self) -> None:
         self._entries += 1
-        if self._entries > self._max_entries:
-            raise OutlastError(
-                f"{self._name} holds more than {self._max_entries:,} entries, the limit for code; keep data elsewhere"
-            )
+        if self._entries > MAX_ENTRIES:
+            raise OutlastError(f"{self._name} holds more than {MAX_ENTRIES:,} entries, the limit for code; keep data elsewhere")
 
 
 def _unzip(file: IO[bytes], tree: _Tree) -> None:
@@ -241,10 +238,10 @@ def _zip_time(member: zipfile.ZipInfo) -> float:
         return 0.0
 
 
-def _untar(file: IO[bytes], tree: _Tree, max_bytes: int) -> None:
+def _untar(file: IO[bytes], tree: _Tree) -> None:
     zipped = file.read(2) == b"\x1f\x8b"
     file.seek(0)
-    with contextlib.closing(_Bounded(gzip.GzipFile(fileobj=file) if zipped else file, 2 * max_bytes)) as stream:
+    with contextlib.closing(_Bounded(gzip.GzipFile(fileobj=file) if zipped else file, 2 * MAX_BYTES)) as stream:
         with tarfile.TarFile(fileobj=cast("IO[bytes]", stream)) as archive:
             for member in _members(archive):
                 if member.isdir():

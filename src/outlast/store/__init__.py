@@ -1,7 +1,7 @@
 """Objects in a store: S3 and what speaks its protocol, GCS, Azure, a directory, memory.
 
 place = store.open_("s3://bucket/runs/digits")     keys are relative to it
-place.put("logs/worker-0.log", Path(...))
+place.upload(Path("logs/worker-0.log"), "logs/worker-0.log")
 """
 
 from __future__ import annotations

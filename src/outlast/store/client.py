@@ -26,11 +26,6 @@ from outlast.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, 
 from outlast.store import error_mapping, multipart, s3, urls
 from outlast.store.urls import normalised
 
-__all__ = [
-    "Changed", "Denied", "Entry", "Exists", "Missing", "NoBucket", "Stopped", "Store", "StoreError", "Unreachable", "normalised",
-    "open_",
-]  # fmt: skip
-
 STALLED_S = 30.0
 """Read timeout: a connection without a byte for this long is closed."""
 SLOW_S = 300.0
@@ -165,9 +160,8 @@ class Store:
 
         return self._do("read", key, attempt)
 
-    def range(self, key: str, start: int, end: int, *, etag: str = "") -> memoryview:
-        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed when it has no such bytes, or is not the
-        version `etag` where one is given: pieces of a large object should be of one version."""
+    def range(self, key: str, start: int, end: int) -> memoryview:
+        """Bytes `start` to `end` (exclusive) of an object. Raises Missing, and Changed when it has no such bytes."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -175,14 +169,13 @@ class Store:
         def attempt() -> memoryview:
             if not root.odd_ranges:
                 try:
-                    options: Any = {"range": (start, end), **({"if_match": etag} if etag else {})}
-                    return memoryview(obstore.get(self._raw, path, options=options).bytes())
+                    return memoryview(obstore.get(self._raw, path, options={"range": (start, end)}).bytes())
                 except Exception as error:
                     if root.access is None or "non-partial response" not in str(error):
                         raise
                     root.odd_ranges = True
             assert root.access
-            return memoryview(root.access.range(root.bucket, path, start, end, etag))
+            return memoryview(root.access.range(root.bucket, path, start, end))
 
         data = self._do("read", key, attempt) if end > start else memoryview(b"")
         if len(data) != end - start:
@@ -201,17 +194,8 @@ class Store:
         except StoreError:
             return None
 
-    def put(self, key: str, data: bytes | bytearray | memoryview | Path) -> str:
-        """Write an object as a whole, whatever is there; its etag. For files that may be large, see `upload`."""
-        if not isinstance(data, Path):
-            return self._put(key, data)
-        with self._reading(data):
-            if data.stat().st_size > multipart.SMALL:
-                return self.upload(data, key)
-            content = data.read_bytes()
-        return self._put(key, content)
-
-    def _put(self, key: str, data: Any, mode: Any = "overwrite") -> str:
+    def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
+        """Write an object as a whole; its etag. `mode` is obstore's: see `create` and `replace`. For files, see `upload`."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -257,7 +241,7 @@ class Store:
             if before.st_size <= multipart.SMALL:
                 with path.open("rb") as file:
                     content = file.read(multipart.SMALL + 1)
-                etag = self._put(key, content)
+                etag = self.put(key, content)
                 progress(len(content))
             elif root.access:
                 etag = self._multipart(key, stop).send(path, journal, progress)
@@ -305,7 +289,7 @@ class Store:
         """Write an object that must not exist yet; its etag. Raises Exists, unless what exists has the very same content: that is
         taken for ours, of an attempt whose answer was lost. Needs `conditional()`."""
         try:
-            return self._put(key, data, "create")
+            return self.put(key, data, "create")
         except Exists:
             if etag := self._ours(key, data):
                 return etag
@@ -323,7 +307,7 @@ class Store:
                 if _tag(now) != etag:
                     raise Changed(f"{self._name(key)} is no longer what it was")
                 condition = {"version": now["version"]}
-            return self._put(key, data, condition)
+            return self.put(key, data, condition)
         except (Changed, Missing, Exists) as error:
             if ours := self._ours(key, data):
                 return ours
@@ -405,7 +389,7 @@ class Store:
         first = self.put(key, b"1")
         try:
             with contextlib.suppress(Exists):
-                self._put(key, b"2", "create")
+                self.put(key, b"2", "create")
                 return False
             if self.replace(key, b"3", self.head(key).etag) == first:
                 return False

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -89,9 +89,9 @@ def send(
 ) -> dict[str, Sent]:
     """Write files to a store, as (path, key); what is there then, by key.
 
-    Large files can be gone on with after a kill, by means of their journals in the directory `journals`. `progress` is told the
-    bytes sent since the last call, by many threads. Raises the first StoreError or OSError, Changed when a file changes
-    meanwhile, and Stopped soon after `stop` is set.
+    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` gets the bytes sent
+    since the last call, from many threads. Raises the first StoreError or OSError, Changed when a file changes meanwhile, and
+    Stopped soon after `stop` is set.
     """
     done = {}
     with contextlib.closing(uploads(store, files, journals=journals, progress=progress, stop=stop)) as outcomes:
@@ -109,18 +109,17 @@ def receive(
     store: Store,
     objects: Iterable[tuple[str, int, Path]],
     *,
-    expected: Mapping[str, int] | None = None,
     durable: bool = False,
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, int]:
     """Write objects to files, as (key, size, path); their crc32, by key.
 
-    A file appears under its name when it has the right size, and the crc32 that `expected` has for the key; `durable`: not
-    before it would survive a power failure. `progress` is told the bytes received since the last call, by many threads. Raises
-    the first StoreError or OSError, Missing and Changed among them, and Stopped soon after `stop` is set.
+    A file appears under its name when it has the right size; `durable`: not before it would survive a power failure. `progress`
+    gets the bytes received since the last call, from many threads. Raises the first StoreError or OSError, Missing and Changed
+    among them, and Stopped soon after `stop` is set.
     """
-    wanted = (Wanted(key, size, str(path), (expected or {}).get(key, -1)) for key, size, path in objects)
+    wanted = (Wanted(key, size, str(path)) for key, size, path in objects)
     done = {}
     with contextlib.closing(downloads(store, wanted, durable=durable, progress=progress, stop=stop)) as outcomes:
         for one, downloaded, error in outcomes:
