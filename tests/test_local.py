@@ -304,7 +304,7 @@ def test_a_file_in_the_place_of_a_directory_is_refused_with_the_way_out(here: He
     (here.source / "part").rmdir()
     here.write("part", "a file now")
     with pytest.raises(
-        OutlastError, match=r"code: cannot copy .*/work/part is a directory, .*/src/part is not; mend that, or use --fresh"
+        OutlastError, match=r"code: cannot copy .*/work/part is a directory, .*/src/part is not; correct that, or use --fresh"
     ):
         here.submit()
     assert here.code() == {"train.py": "v1", "part/a.py": "v1"}

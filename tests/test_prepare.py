@@ -298,7 +298,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(OutlastError) as caught:
         cache.writable({"OUTLAST_CACHE": str(tmp_path / "file" / "cache")})
-    remedy = "mend its rights, or let OUTLAST_CACHE name another directory"
+    remedy = "correct its permissions, or let OUTLAST_CACHE name another directory"
     assert str(caught.value) == f"the cache {tmp_path}/file/cache cannot be made: Not a directory; {remedy}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from outlast import checkpoints, contract, store
-from outlast.checkpoints import register, remote, rules
+from outlast.checkpoints import disk, register, remote, rules
 from outlast.checkpoints.rules import Place
 from outlast.errors import Superseded, Unreachable
 from outlast.store import Store
@@ -190,7 +190,7 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
         assert there.push(saved[5, step], journals=tmp_path).kind == "committed"
         there.prune(checkpoints.Retention(2))
         truth()
-    steps = {rules.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
+    steps = {disk.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
     assert min(steps) == newest.step + 2, "what is older than the last two was swept"
     return truth.history
 

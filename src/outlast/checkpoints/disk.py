@@ -71,15 +71,23 @@ def list_(directory: Path) -> list[Checkpoint]:
         return []
     found = []
     for name in names:
-        match = _NAME.fullmatch(name)
-        if match and (directory / name / contract.COMMIT).exists():
-            step, path = int(match[1]), directory / name
+        step, path = step_of(name), directory / name
+        if step is not None and (path / contract.COMMIT).exists():
             try:
-                commit = read(path)
-                found.append(Checkpoint(step, path, commit.run, commit.generation, commit.world_size, commit.time, commit.size))
+                found.append(dataclasses.replace(_committed(path, read(path)), step=step))
             except (OSError, ValueError) as error:
                 found.append(Checkpoint(step, path, problem=f"{contract.COMMIT} cannot be read: {error}"))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's directory; None for other names."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _committed(path: Path, commit: Commit) -> Checkpoint:
+    return Checkpoint(commit.step, path, commit.run, commit.generation, commit.world_size, commit.time, commit.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,16 +161,28 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
         return f"{contract.COMMIT} cannot be read: {error}"
     for name, expected in files[part::parts]:
         try:
-            size, crc = (path / name).stat().st_size, None
-            if size == expected["size"]:
-                crc = checksum(path / name)
+            if problem := verify_file(path, name, expected):
+                return problem
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if size != expected["size"]:
-            return f"{name} has {size} bytes instead of {expected['size']}"
-        if crc != expected["crc32"]:
-            return f"{name} has crc32 {crc} instead of {expected['crc32']}"
     return None
+
+
+def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
+    """What is wrong with a file of the checkpoint at `path`, as a sentence, or None; without `deep`, only its size counts."""
+    if problem := wrong_size(name, (path / name).stat().st_size, expected):
+        return problem
+    return wrong_crc(name, checksum(path / name), expected) if deep else None
+
+
+def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
+    """A sentence if a file has another size than expected."""
+    return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
+
+
+def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
+    """A sentence if a file has another checksum than expected."""
+    return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
 def checksum(path: Path) -> int:
@@ -238,7 +258,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     later generation of the run has been here. Another run's fence is taken over: whoever opens a directory last owns it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    with locks.attempted(directory / _LOCK, wait=True):
         holder, last, was = _fence(directory)
         if holder != run:
             last, was = 0, True
@@ -253,17 +273,18 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     return generation
 
 
-def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[str, int]]) -> Checkpoint:
+def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
     """Make the files in `written` the checkpoint `checkpoint.path`: from here on it exists, whatever dies.
 
-    `files` maps names to `{size, crc32}`; they must be durable. If a valid checkpoint of that step exists, ours is dropped and
-    that one returned; a damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the
+    `content` maps file names to `{size, crc32}`; the files must be durable. A valid checkpoint of that step wins: ours is dropped
+    and that one returned. A damaged one, or another run's, is moved aside. Raises Superseded when a later generation owns the
     directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
-    _write_commit(written, Commit(*stamp, files))
-    with _locked(directory):
+    stamped = Commit(*stamp, content)
+    files.replace(written / contract.COMMIT, stamped.text(), durable=True)
+    with locks.attempted(directory / _LOCK, wait=True):
         run, generation, _ = _fence(directory)
         if (run, generation) != (checkpoint.run, checkpoint.generation):
             raise Superseded(
@@ -271,7 +292,7 @@ def commit(written: Path, checkpoint: Checkpoint, files: Mapping[str, Mapping[st
                 f"generation {generation} of run {run or '(unnamed)'} owns {directory}"
             )
         there = _put(written, checkpoint)
-    return there or dataclasses.replace(checkpoint, bytes=sum(file["size"] for file in files.values()))
+    return there or dataclasses.replace(checkpoint, bytes=stamped.size)
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
@@ -318,10 +339,9 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
     aside. Needs no fence: what a store or another disk of the world has committed is the run's.
     """
     directory = fetched.parent
-    path = directory / contract.checkpoint_name(commit.step)
-    new = Checkpoint(commit.step, path, commit.run, commit.generation, commit.world_size, commit.time, commit.size)
-    _write_commit(fetched, commit)
-    with _locked(directory):
+    new = _committed(directory / contract.checkpoint_name(commit.step), commit)
+    files.replace(fetched / contract.COMMIT, commit.text(), durable=True)
+    with locks.attempted(directory / _LOCK, wait=True):
         return _put(fetched, new, instead=instead) or new
 
 
@@ -372,13 +392,6 @@ def remove(checkpoint: Checkpoint) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock; the kernel lets go of it when we die."""
-    with locks.attempted(directory / _LOCK, wait=True):
-        yield
-
-
 def _fence(directory: Path) -> tuple[str, int, bool]:
     """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) before anybody came."""
     try:
@@ -386,7 +399,3 @@ def _fence(directory: Path) -> tuple[str, int, bool]:
     except FileNotFoundError:
         return "", 0, True
     return fence["run"], fence["generation"], fence.get("first", True)
-
-
-def _write_commit(directory: Path, commit: Commit) -> None:
-    files.replace(directory / contract.COMMIT, commit.text(), durable=True)

@@ -100,10 +100,11 @@ class Parts:
         check = functools.partial(self._checksum, progress=progress, stop=stop or threading.Event())
         with ThreadPoolExecutor(_AT_ONCE, "outlast-verify") as pool:
             try:
-                found = list(zip(files, pool.map(check, files, [file["size"] for file in files.values()]), strict=True))
+                crcs = list(pool.map(check, files, [file["size"] for file in files.values()]))
             except (Missing, Changed) as error:
                 return f"it was removed meanwhile ({error})"
-        return min((_wrong_crc(name, crc, files[name]) for name, crc in found if crc != files[name]["crc32"]), default=None)
+        found = map(disk.wrong_crc, files, crcs, files.values())
+        return min(filter(None, found), default=None)
 
     def _checksum(self, name: str, size: int, *, progress: Progress, stop: threading.Event) -> int:
         crc = 0
@@ -134,15 +135,15 @@ class Parts:
         absent = [name for name, file in commit.files.items() if sizes.get(name) != file["size"]]
         ours = [name for name in commit.files if (path / name).is_file()]
         for name in ours:
-            if problem := wrong_here(path / name, commit.files[name], sent=name in absent):
+            if problem := disk.verify_file(path, name, commit.files[name], deep=name not in absent):
                 raise DamagedHere(f"{path.name} is damaged here: {problem}")
         files = [(path / name, self.key(name)) for name in ours if name in absent]
         sent = sync.send(self.store, files, journals=journals, progress=progress, stop=stop)
         for file, key in files:
             name = str(file.relative_to(path))
-            if sent[key].crc32 != commit.files[name]["crc32"]:
+            if problem := disk.wrong_crc(name, sent[key].crc32, commit.files[name]):
                 self.store.delete([key])
-                raise DamagedHere(f"{path.name} is damaged here: {_wrong_crc(name, sent[key].crc32, commit.files[name])}")
+                raise DamagedHere(f"{path.name} is damaged here: {problem}")
         return tuple(name for name in absent if name not in ours)
 
     def receive(
@@ -158,7 +159,7 @@ class Parts:
             raise Damaged(problem)
         for path in into.rglob("*"):
             name = str(path.relative_to(into))
-            if path.is_file() and (name not in commit.files or wrong_here(path, commit.files[name])):
+            if path.is_file() and (name not in commit.files or disk.verify_file(into, name, commit.files[name])):
                 path.unlink()
         wanted = [name for name in commit.files if not (into / name).exists()]
         for name in wanted:
@@ -169,9 +170,9 @@ class Parts:
         except (Missing, Changed) as error:
             raise Damaged(f"it was removed meanwhile ({error})") from error
         for name in wanted:
-            if (crc := received[self.key(name)]) != commit.files[name]["crc32"]:
+            if problem := disk.wrong_crc(name, received[self.key(name)], commit.files[name]):
                 (into / name).unlink()
-                raise Damaged(_wrong_crc(name, crc, commit.files[name]))
+                raise Damaged(problem)
 
     def delete(self, keys: list[str]) -> None:
         """Delete what is there, `keys`."""
@@ -179,23 +180,10 @@ class Parts:
         self.store.delete(keys)
 
 
-def wrong_here(path: Path, file: Mapping[str, int], *, sent: bool = False) -> str | None:
-    """What is wrong with a local file. Its checksum is verified by the upload."""
-    size = path.stat().st_size
-    if size != file["size"]:
-        return f"{path.name} has {size} bytes instead of {file['size']}"
-    crc = file["crc32"] if sent else disk.checksum(path)
-    return None if crc == file["crc32"] else _wrong_crc(path.name, crc, file)
-
-
 def _wrong_sizes(files: Mapping[str, Mapping[str, int]], sizes: Mapping[str, int]) -> str | None:
     for name, file in sorted(files.items()):
         if name not in sizes:
             return f"{name} is missing"
-        if sizes[name] != file["size"]:
-            return f"{name} has {sizes[name]} bytes instead of {file['size']}"
+        if problem := disk.wrong_size(name, sizes[name], file):
+            return problem
     return None
-
-
-def _wrong_crc(name: str, crc: int, file: Mapping[str, int]) -> str:
-    return f"{name} has crc32 {crc} instead of {file['crc32']}"

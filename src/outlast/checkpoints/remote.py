@@ -316,7 +316,7 @@ class Checkpoints:
     def _sweep(self, latest: Latest) -> None:
         """Delete files that are not in the register and can never be added again."""
         for name in self.store.names(contract.CHECKPOINTS):
-            step = rules.step_of(name)
+            step = disk.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
                 continue
             entries = self._below(step)

@@ -26,7 +26,6 @@ from outlast.checkpoints import disk
 from outlast.checkpoints.retention import Retention
 from outlast.errors import OutlastError
 
-_STEP = re.compile(r"step-(\d{8,})")
 _VERSION = 1
 
 
@@ -56,9 +55,9 @@ class Place:
         """The place of `run` that a key below `checkpoints/` is, or lies in."""
         step, _, rest = key.partition("/")
         parts = rest.partition("/")[0]
-        number = _STEP.fullmatch(step)
+        number = disk.step_of(step)
         writer = re.fullmatch(rf"{re.escape(run)}-g(\d+)-[0-9a-f]{{8}}", parts)
-        return cls(int(number[1]), int(writer[1]), parts) if number and writer else None
+        return cls(number, int(writer[1]), parts) if number is not None and writer else None
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,8 @@ def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Late
     Those of the generation before that did not get into the register, because their writer died a moment too early, get in now.
     Those of earlier ones are zombies'.
     """
-    return replace(
-        completed(latest, (place for place in finished if place.generation == latest.generation)), generation=generation
-    )
+    ours = (place for place in finished if place.generation == latest.generation)
+    return replace(completed(latest, ours), generation=generation)
 
 
 def completed(latest: Latest, places: Iterable[Place]) -> Latest:
@@ -246,12 +244,6 @@ def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
 def generation_of(name: str) -> int | None:
     """The generation whose name it is."""
     found = re.match(r"g(\d+)(?:\.|$)", name)
-    return int(found[1]) if found else None
-
-
-def step_of(name: str) -> int | None:
-    """The step whose directory it is."""
-    found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 

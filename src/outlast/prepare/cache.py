@@ -1,16 +1,16 @@
 """Cache of data and models from stores, shared by all workers and jobs of this machine.
 
     <cache>/data/<name>-<digest of the URL>/     one place of a store
-        lock                                     held by who fetches
+        lock                                     held while it is fetched
         <version>/tree/                          the files as they were at one moment; equal files of versions are linked
-        <version>/listing.json                   what they are; written last: a version is whole from then on
-        <version>/listing.partial                the same while they are fetched; a fetch that was killed goes on
-        <version>/lock                           held together by the workers that use it now
-        <version>/runs/                          where the pins of the runs are that use it
+        <version>/listing.json                   their names, sizes and etags; written last: marks a version complete
+        <version>/listing.partial                the same during a fetch, which resumes after a kill
+        <version>/lock                           shared by the workers that use it now
+        <version>/runs/                          paths of the pins of the runs that use it
 
-A version is named by what the store lists, so nothing in it ever changes. A run notes which one it began with (its *pin*) in a
-directory of its own: a worker that is started again gets the same data, whatever has become of the store. A version is removed
-when a newer one has been fetched, no worker uses it, and no run's pin names it any more.
+A version is named by the hash of the store's listing, so it never changes. A run records which one it began with (its *pin*) in
+its own directory: a restarted worker gets the same data, whatever happened in the store. A version is removed once a newer one
+has been fetched, no worker uses it, and no pin names it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.errors import OutlastError
 from outlast.prepare import fetch
 from outlast.prepare.fetch import Listing, Say
 
-_ELSEWHERE = "mend its rights, or let OUTLAST_CACHE name another directory"
+_ELSEWHERE = "correct its permissions, or let OUTLAST_CACHE name another directory"
 _LISTING, _PARTIAL = "listing.json", "listing.partial"
 
 
@@ -56,7 +56,7 @@ class _Row(NamedTuple):
 
 
 def writable(environ: Mapping[str, str]) -> Path:
-    """The same, made if need be; raises OutlastError when we may not write there."""
+    """The cache directory, created if missing; raises OutlastError if it is not writable."""
     directory = root(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -69,10 +69,10 @@ def writable(environ: Mapping[str, str]) -> Path:
 
 @dataclass
 class Version:
-    """A version of a place in a store that stays where it is while this is open."""
+    """A version of a place in a store, protected from removal until it is closed."""
 
     tree: Path
-    """The files. They belong to all jobs of this machine: read only."""
+    """The files, shared by all jobs of this machine: read only."""
     version: str
     _held: int
 
@@ -82,7 +82,7 @@ class Version:
 
 
 def noted(url: str, pins: Path) -> bool:
-    """Whether a run has noted which version of a place it uses."""
+    """Whether a run has pinned a version of a place."""
     return bool(_pinned(_pin(url, pins)))
 
 
@@ -91,21 +91,18 @@ def _pin(url: str, pins: Path) -> Path:
 
 
 class Source:
-    """One place of a store, as this machine has it. `pins` is a directory of the run, shared by its workers of this machine."""
+    """The cache of one place of a store. `pins` is a directory of the run, shared by its workers of this machine."""
 
-    def __init__(
-        self, cache: Path, url: str, *, field: str, pins: Path, say: Say = lambda text: None, stop: threading.Event | None = None
-    ) -> None:
+    def __init__(self, cache: Path, url: str, *, field: str, pins: Path, say: Say, stop: threading.Event | None = None) -> None:
         self._url, self._field, self._pin = url, field, _pin(url, pins)
-        self._home = (
-            cache / "data" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', url.rstrip('/').rpartition('/')[2])[:40]}-{self._pin.stem}"
-        )
+        name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.rstrip("/").rpartition("/")[2])[:40]
+        self._home = cache / "data" / f"{name}-{self._pin.stem}"
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """The version that this run uses: fetched if need be, and kept from being removed until it is closed.
+        """The version that this run uses, fetched if missing, and protected from removal until it is closed.
 
-        Raises OutlastError when the store does not give it, or gives another one than the run began with; OSError.
+        Raises OutlastError if the store fails, or has another version than the run began with; OSError.
         """
         if version := self._taken(self._pinned()):  # the store need not even be there
             return version
@@ -136,7 +133,7 @@ class Source:
         return _pinned(self._pin)
 
     def _taken(self, version: str) -> Version | None:
-        """A version that is whole, held and noted as ours; None when it is not there."""
+        """A complete version, locked and with our pin in its `runs/`; None if it is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
@@ -153,13 +150,13 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """The directory for a version, with what other versions have of it."""
+        """The directory for a version, with hard links to files that other versions share with it."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)
         mine = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
         whole = directory / _LISTING
-        if whole.is_file():  # of another run; somebody may have written into it or removed files since
+        if whole.is_file():  # of another run; files may have been changed or removed since
             for path in _changed(tree, whole):
                 path.unlink(missing_ok=True)
             if all(path.exists() for path in mine.values()):
@@ -244,7 +241,7 @@ def _read(path: Path) -> list[_Row]:
 
 
 def _changed(tree: Path, listing: Path) -> list[Path]:
-    """The files of a whole version that are no longer as they were fetched."""
+    """The files of a complete version that have changed since they were fetched."""
     found = []
     for row in _read(listing):
         with contextlib.suppress(OSError):
@@ -255,7 +252,7 @@ def _changed(tree: Path, listing: Path) -> list[Path]:
 
 
 def _sync(directory: Path) -> None:
-    """Have everything below reach the disk."""
+    """Flush the file system of a directory to disk."""
     if sys.platform != "linux":
         os.sync()
         return

@@ -39,10 +39,10 @@ _COMING = ".outlast-code"
 
 
 def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float) -> list[str]:
-    """Copy what is code in a directory (`shipping.tree.listed`) to the run's; the files that were not there or were different.
+    """Copy the code in a directory (`shipping.tree.listed`) to the run's; returns the files that were missing or different.
 
-    `submitted` is when the run began. A file that the job has written since is known by not being as it was brought there, or, if
-    that is not known, by its time.
+    `submitted` is when the run began. Files that the job has written since are kept: they differ from what was brought there or,
+    if that is unknown, are newer.
     """
     renewed = []
     try:
@@ -59,7 +59,7 @@ def copy(code: Path, entries: Sequence[tree.Entry], into: Path, submitted: float
             if _renew(new, old, float("inf") if untouched else submitted, take) and differs:
                 renewed.append(entry.name)
     except OSError as problem:
-        raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; mend that, or use --fresh") from problem
+        raise OutlastError(f"code: cannot copy {code} to {into}: {problem}; correct that, or use --fresh") from problem
     return renewed
 
 
@@ -85,7 +85,7 @@ def _partial(old: Path) -> Path:
 
 
 def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], object]) -> bool:
-    """Make `old`, in the run's directory, what `new` is in the code; whether one was taken. Nothing is written through a link."""
+    """Replace `old`, in the run's directory, by `new` of the code; returns whether it did. Writes through no link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -93,9 +93,10 @@ def _renew(new: Path, old: Path, submitted: float, take: Callable[[Path, Path], 
         if old.is_symlink() or old.is_file():
             old.unlink()
         old.mkdir(stat.S_IMODE(mode) | stat.S_IRWXU, exist_ok=True)
-    elif stat.S_ISREG(mode) and old.is_file() and not old.is_symlink() and _written(old) >= max(submitted, _written(new)):
-        return False  # the job's: code has the time of its original, which is older than the run
     elif stat.S_ISREG(mode) or stat.S_ISLNK(mode):  # a socket or a pipe is no code
+        both_files = stat.S_ISREG(mode) and old.is_file() and not old.is_symlink()
+        if both_files and old.stat().st_mtime >= max(submitted, new.stat().st_mtime):
+            return False  # the job's: code has the time of its original, which is older than the run
         take(new, old)
         return True
     return False
@@ -107,25 +108,21 @@ def _copied(new: Path, old: Path) -> None:
     partial.replace(old)
 
 
-def _written(path: Path) -> float:
-    return path.stat().st_mtime
-
-
 # From an archive or a store
 
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """What code is in the run's directory."""
+    """The version of the code in the run's directory."""
 
     code: str
-    """As the job file says it."""
+    """As in the job file."""
     version: str
-    """Changes with the code; empty while its first version is brought there."""
+    """Changes with the code; empty while the first version arrives."""
     time: float
-    """When it was brought there."""
+    """When it arrived."""
     current: bool
-    """Whether it is what the newest submission is to have; if not, we look whether it has changed."""
+    """Whether it was fetched for the newest submission; if not, the source is checked for changes."""
 
     @classmethod
     def read(cls, path: Path) -> _Note | None:
@@ -139,17 +136,17 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Have the next worker look whether the code has changed. Until then, a run keeps the code that it began with."""
+    """Have the next worker check whether the code has changed. Until then, a run keeps the code that it began with."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
 
 
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
-    """Bring code from an archive or a store to the directory that the job runs in; done already, it costs nothing.
+    """Bring code from an archive or a store to the directory that the job runs in, unless it is there.
 
-    `shared` is the run's directory for notes. `runs`, a script's path or a module's first name, tells where in an archive the
-    code begins: the only directory in an archive is the code itself if what runs is in there. Raises OutlastError, OSError.
+    `shared` is the run's directory for notes. `runs`, a script's path or a module's top-level package, locates the code in an
+    archive: if an archive holds a single directory with that in it, the directory is the code. Raises OutlastError, OSError.
     """
     path, coming = shared / "code.json", into / _COMING
     with locks.exclusive(shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop):
@@ -246,7 +243,5 @@ def _merge(tree: Path, into: Path, since: float) -> None:
     brought = [Path(directory, name) for directory, names, found in os.walk(tree) for name in (*names, *found)]
     listed = {str(path.relative_to(tree)): workdir.looks(path) for path in brought if path.is_symlink() or path.is_file()}
     workdir.note_code(into, listed)
-    for directory, names, found in os.walk(tree):
-        for name in (*names, *found):
-            new = Path(directory, name)
-            _renew(new, into / new.relative_to(tree), since, os.replace)
+    for new in brought:
+        _renew(new, into / new.relative_to(tree), since, os.replace)

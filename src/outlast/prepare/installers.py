@@ -26,7 +26,7 @@ _NETWORK = re.compile(
     r"|no space left on device|disk quota exceeded",
     re.IGNORECASE,
 )
-"""Errors of pip, uv and conda that a later attempt may not meet."""
+"""Errors of pip, uv and conda that may pass."""
 _PROGRESS_S = 5.0
 """Interval of progress lines."""
 _LAST = 20
@@ -45,11 +45,11 @@ class Shell:
 
     environ: Mapping[str, str]
     lock: int
-    """Descriptor of the lock: a program that outlives us holds it on."""
+    """Descriptor of the lock, which an installer that outlives us keeps."""
     say: Say
     stop: threading.Event
     log: Path
-    """Gets all of its output; `say` gets a line now and then, and the last ones when it fails."""
+    """Gets all output; `say` gets a line every few seconds, and the last ones if it fails."""
 
     def run(self, argv: Sequence[str], name: str) -> None:
         """Run a program; raises OutlastError with its error if it fails."""

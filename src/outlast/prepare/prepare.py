@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outlast import spec
 from outlast.contract import Env, Pod
 from outlast.errors import OutlastError
 from outlast.spec import substitution
 
 if TYPE_CHECKING:
-    from outlast import spec
     from outlast.prepare.cache import Version
     from outlast.prepare.fetch import Say
 
@@ -33,12 +33,10 @@ REACH_S = 10.0
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Say at submission what is wrong already: files that are not here, stores that do not have what they should, no conda.
+    """Find mistakes at submission: files that are missing here or in a store, no conda. Raises OutlastError.
 
-    A store that is away at the moment is no mistake: workers try again. Data that a run has noted in `pins` needs no store.
-    Raises OutlastError.
+    A store that does not answer is not a mistake: workers retry. Data that a run has pinned in `pins` needs no store.
     """
-    from outlast import spec
     from outlast.prepare import python_env as environment
 
     for sentence in spec.absent(job.spec):
@@ -63,7 +61,7 @@ def check(job: spec.Job, pins: Path) -> None:
 
 
 def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError when a store says that there is nothing, or that we may not read it. A request or two for each."""
+    """Raise OutlastError for a place that is empty or may not be read. One or two requests each."""
     from outlast import store
     from outlast.prepare import cache
 
@@ -102,21 +100,21 @@ def _layered(job: spec.Job) -> bool:
 
 
 def _runs(job: spec.Job) -> str:
-    """What of the code is run: a script's path, or a module's first name."""
+    """The part of the code that is run: a script's path, or a module's top-level package."""
     return job.spec.script or str(job.spec.module).partition(".")[0]
 
 
 def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threading.Event) -> None:
-    """Bring a job's code from an archive or a store to where it runs, see `code.place`."""
+    """Bring a job's code from an archive or a store to the directory that it runs in, see `code.place`."""
     from outlast.prepare import code
 
     code.place(str(job.spec.code), into, shared, runs=_runs(job), say=say, stop=stop)
 
 
 class Preparation:
-    """Prepares one worker; puts the variables that training is to see into `environ`.
+    """Prepares one worker, and adds the environment variables for training to `environ`.
 
-    Data that it has found stays in the cache until `close` or our end.
+    Its data stays in the cache until `close` or the end of this process.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class Preparation:
         self._stop = stop or threading.Event()
         self._held: list[Version] = []
         self.python = sys.executable
-        """The Python to train in."""
+        """The Python interpreter for training."""
 
     def close(self) -> None:
         """Release the data."""
@@ -143,7 +141,7 @@ class Preparation:
         self.data()
 
     def code(self) -> None:
-        """Bring the code to where it runs, and check that what is to be run is there."""
+        """Bring the code to the directory that it runs in, and check that the script or module is there."""
         fields, directory = self._job.spec, Path(self._environ[Env.CODE])
         if fields.code and not _here_already(fields.code):
             place_code(self._job, directory, self._shared, say=self.say, stop=self._stop)
@@ -164,7 +162,7 @@ class Preparation:
                 )
 
     def environment(self) -> None:
-        """Make the job's environment, if it has one; `python` is of it then."""
+        """Make the job's environment, if it has one, and set `python` to its interpreter."""
         if not _layered(self._job):
             if importlib.util.find_spec("torch") is None:
                 raise OutlastError(f"PyTorch is not installed for {sys.executable}; pip install 'outlast[train]'")
@@ -184,10 +182,10 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} from {code} and in the environment; {remedy}")
 
     def data(self) -> None:
-        """Make data and models visible. A place of this machine is used as it is, what is in a store is fetched.
+        """Make data and models visible: local ones in place, those in a store after a fetch.
 
-        One entry of data is used where it lies. Several are linked below one directory, as their `to` lie in pods; models are
-        linked by name. In pods, which have these places, everything is linked there.
+        A single data entry is used in place. Several are linked into one directory, laid out like their `to` in pods; models are
+        linked by name. In pods, which have the directories of `to`, everything is linked there.
         """
         fields = self._job.spec
         known = substitution.values(fields.env, self._environ)
@@ -215,8 +213,6 @@ class Preparation:
         self._environ.update({name: value for name, value in own.items() if value != known[name]})
 
     def _here(self, field: str, place: str) -> Path:
-        from outlast import spec
-
         if path := spec.local(place):
             if not path.exists():
                 raise OutlastError(f"{field}: {path} does not exist; create it or correct the path")
@@ -231,15 +227,13 @@ class Preparation:
 
 
 def _here_already(code: str) -> bool:
-    """Whether code was brought to this machine at submission: all that is in no store, and did not come in a ConfigMap."""
-    from outlast import spec
-
+    """Whether code was copied to this machine at submission: it is in neither a store nor a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
 
 def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:
-    """A directory with links to these places."""
+    """Link these places into a directory, by name."""
     for name, source in sources.items():
         link = directory / name
         if link == source:  # a volume is there
@@ -251,7 +245,7 @@ def _linked(directory: Path, sources: Mapping[str, Path]) -> Path:
 
 
 def _filled(directory: Path, tree: Path) -> None:
-    """Show what is in a tree in a directory that is there already."""
+    """Link the entries of a tree, or a single file, into an existing directory."""
     if directory != tree:
         _linked(directory, {entry.name: entry for entry in tree.iterdir()} if tree.is_dir() else {tree.name: tree})
 

@@ -1,17 +1,13 @@
-"""The Python that a job trains in, when it brings packages of its own: made once for all workers and jobs of a machine.
+"""The Python environment of a job with packages of its own: made once for all workers and jobs of a machine.
 
-    check(job.environment)                 early, before anything is fetched: can it be made here?
-    made = make(job.environment, ...)      the environment, new or as it was made before
+    <cache>/environments/<digest>/               a virtual or conda environment, at its final path: neither can be moved
+    <cache>/environments/<digest>/outlast.json   written last: marks it complete
+    <cache>/environments/<digest>.lock           held while it is made
+    <cache>/environments/<digest>.log            output of pip, uv or conda
 
-    <cache>/environments/<digest>/               a virtual environment or one of conda's, at its final place: neither can be moved
-    <cache>/environments/<digest>/outlast.json   written last: it is whole from then on
-    <cache>/environments/<digest>.lock           held by who makes it
-    <cache>/environments/<digest>.log            what pip, uv or conda printed
-
-`requirements` become a virtual environment on top of the Python that we run in: its packages stay visible, and what the file
-asks for comes before them. The digest is that of all that it depends on: the requirements with what they include, this Python,
-the packages that it has. `conda` files become environments that stand alone; only our own package is shown to them. The training
-processes run there, the agent does not.
+`requirements` become a virtual environment on top of the Python that we run in, whose packages stay visible behind its own; the
+digest covers the requirements, this Python and its packages. `conda` files become environments of their own, which see only our
+package. Training processes run there, the agent does not.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""INSTALLER of what stands in for a package of the Python below while uv looks."""
+"""INSTALLER of the stubs that show uv the packages of the base Python."""
 _LOOK = """
 import json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -59,7 +55,7 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""Must run in any Python, to say that it is too old."""
+"""Must run in any Python, even one that is too old."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +64,13 @@ class Made:
 
     python: str
     variables: Mapping[str, str]
-    """What a process in it needs to see."""
+    """Environment variables of a process that runs in it."""
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
-    """Whether the environment can be made here, as far as that is known without a network. Raises OutlastError.
+    """Check the environment's file and conda without a network. Raises OutlastError.
 
-    A relative path is that of a file in `code`; without `code` it is not looked at.
+    A relative path is one in `code`, and not checked without that.
     """
     if environment.conda:
         _conda_tool(os.environ)
@@ -83,7 +79,7 @@ def check(environment: spec.Environment, code: Path | None = None) -> None:
 
 
 def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
-    """The environment with a copy of its file in `directory`, so that editing it does not change a run on its way."""
+    """The environment with a copy of its file in `directory`, so that editing the original does not change the run."""
     path = _file(environment, None)
     if path is None:
         return environment
@@ -97,10 +93,10 @@ def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
 def make(
     environment: spec.Environment, cache: Path, code: Path, environ: Mapping[str, str], *, say: Say, stop: threading.Event
 ) -> Made:
-    """The environment, made if it is not there yet; who comes second waits for the first.
+    """The environment, made unless it exists. Concurrent calls wait for the first.
 
-    `say` is told what is made, how far it is, and the last lines of pip, uv or conda when they fail. Raises OutlastError with the
-    last words of those; `installers.Unavailable` when it may work later.
+    `say` gets progress, and the last lines of a failed installer. Raises OutlastError with the installer's error;
+    `installers.Unavailable` if a later attempt may succeed.
     """
     path = _file(environment, code)
     assert path is not None
@@ -115,7 +111,7 @@ def make(
         waiting = f"waiting for another worker that makes {name}"
         with locks.exclusive(home.with_name(f"{digest}.lock"), waiting=lambda: say(waiting), stop=stop) as lock:
             if not (home / MARKER).is_file():
-                if home.exists():  # whoever made it was killed
+                if home.exists():  # its maker was killed
                     shutil.rmtree(home)
                 log = home.with_name(f"{digest}.log")
                 log.unlink(missing_ok=True)
@@ -150,7 +146,7 @@ def _read(environment: spec.Environment, path: Path) -> requirements.Requirement
 
 
 def _looked_at(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Python and torch of a new environment; raises OutlastError if training cannot run there."""
+    """Versions of Python and torch in a new environment; raises OutlastError if training cannot run there."""
     argv, env = [made.python, "-c", _LOOK], {**environ, **made.variables}
     done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
@@ -205,7 +201,7 @@ class _Venv:
 
 
 def _below() -> list[Path]:
-    """The directories of packages of the Python that we run in."""
+    """The site-packages of the Python that we run in."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     return [Path(directory) for directory in (*user, *site.getsitepackages()) if os.path.isdir(directory)]
 
@@ -216,7 +212,7 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 
 def _pip(python: str, shell: Shell, name: str) -> list[str]:
-    """pip for another Python: ours, or one of its own where we have none."""
+    """The pip command for another Python: our pip, or else its own, from ensurepip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip", "--python", python]
     shell.run([python, "-m", "ensurepip"], name)
@@ -225,9 +221,9 @@ def _pip(python: str, shell: Shell, name: str) -> list[str]:
 
 @contextlib.contextmanager
 def _stubs(packages: Path) -> Iterator[None]:
-    """Show uv the packages of the Python below, which it would not look for: their metadata, without their files.
+    """Show uv the packages of the base Python, which it ignores otherwise: stubs of their metadata, without the files.
 
-    What uv replaces it removes with the list of files that we give, so nothing below is touched.
+    uv uninstalls what it replaces by the list of files in the stub, so the base Python stays as it is.
     """
     for directory in _below():
         for info in directory.glob("*.dist-info"):
@@ -253,15 +249,9 @@ class _Conda:
     tool: str
 
     def depends_on(self) -> list[object]:
-        pip: list[str] = next(
-            (part["pip"] for part in self.document["dependencies"] if isinstance(part, dict) and "pip" in part), []
-        )
-        return [
-            "conda",
-            self.document,
-            requirements.parse("\n".join(pip), Path("/"), self.name).fingerprint(),
-            sysconfig.get_platform(),
-        ]
+        parts = self.document["dependencies"]
+        pip = "\n".join(next((part["pip"] for part in parts if isinstance(part, dict) and "pip" in part), []))
+        return ["conda", self.document, requirements.parse(pip, Path("/"), self.name).fingerprint(), sysconfig.get_platform()]
 
     def variables(self, home: Path, cache: Path, environ: Mapping[str, str]) -> dict[str, str]:
         shown = [str(_package(cache)), *filter(None, [environ.get("PYTHONPATH")])]
@@ -296,7 +286,7 @@ def _conda_tool(environ: Mapping[str, str]) -> str:
 
 
 def _conda_file(path: Path) -> dict[str, Any]:
-    """An environment file of conda, the requirements for pip in it with what they include."""
+    """A conda environment file, with its requirements for pip flattened."""
     field = "environment.conda"
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
@@ -319,7 +309,7 @@ def _conda_file(path: Path) -> dict[str, Any]:
 
 
 def _package(cache: Path) -> Path:
-    """A directory that holds our package and nothing else, for Pythons that do not have it."""
+    """A directory with a link to our package and nothing else, for the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

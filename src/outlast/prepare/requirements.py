@@ -1,9 +1,6 @@
-"""A requirements file for pip as one list of lines that means the same wherever it is written: what it includes is in it, its
-paths are absolute, its comments are gone.
+"""Flattens a pip requirements file: includes are inlined, paths made absolute, comments dropped, so it can be stored anywhere.
 
-    read(Path("requirements.txt"), "environment.requirements")
-
-So a run keeps the requirements that it was submitted with, and an environment can be known by what it is made from. Format:
+A run keeps the requirements that it was submitted with, and the environment is identified by their fingerprint. Format:
 https://pip.pypa.io/en/stable/reference/requirements-file-format/
 """
 
@@ -21,7 +18,7 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _WHEELS = (".whl", ".tar.gz", ".zip")
 _LISTED = 10_000
-"""A directory with more files is no package that is developed beside a job."""
+"""Files of a local package that count in its fingerprint, at most."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +28,20 @@ class Requirements:
     lines: tuple[str, ...]
     constraints: tuple[str, ...]
     paths: tuple[Path, ...]
-    """Packages that lie on this machine and are copied from there."""
+    """Packages on this machine, installed from their files."""
 
     def names(self, package: str) -> bool:
-        """Whether a package is asked for by its name."""
+        """Whether a package is required by name."""
         normal = re.sub(r"[-_.]+", "-", package).lower()
         found = (re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", line) for line in (*self.lines, *self.constraints))
         return any(name and re.sub(r"[-_.]+", "-", name[0]).lower() == normal for name in found)
 
     def hashed(self) -> bool:
-        """Whether pip is to check hashes: then everything must have one."""
+        """Whether pip runs in hash-checking mode, in which every requirement needs a hash."""
         return any("--hash=" in line or line == "--require-hashes" for line in self.lines)
 
     def fingerprint(self) -> list[object]:
-        """What an environment made from this depends on."""
+        """Changes when an environment made from this would."""
         return [self.lines, self.constraints, [list(_stat(path)) for path in self.paths]]
 
     def write(self, path: Path) -> Path:
@@ -66,7 +63,7 @@ def read(path: Path, field: str) -> Requirements:
 
 
 def parse(text: str, directory: Path, field: str) -> Requirements:
-    """The requirements in a text that stands in a file in `directory`."""
+    """The requirements in the text of a file in `directory`."""
     found = _Found(field, [], [], [])
     found.text(text, directory, found.lines, ())
     return Requirements(tuple(found.lines), tuple(found.constraints), tuple(found.paths))
@@ -89,7 +86,7 @@ class _Found:
         except UnicodeDecodeError as problem:
             raise OutlastError(f"{self.field}: {path}{by} is not text in UTF-8; save it as that") from problem
         except OSError as problem:
-            remedy = "correct the path" if isinstance(problem, FileNotFoundError) else "mend that"
+            remedy = "correct the path" if isinstance(problem, FileNotFoundError) else "correct that"
             raise OutlastError(f"{self.field}: {path}{by} cannot be read: {problem.strerror}; {remedy}") from problem
         self.text(text, path.parent, into, (*above, path))
 

@@ -1,12 +1,12 @@
-"""The working directory of training processes: `work/` in the job's output. The job's code is copied there, so a script finds
-what lies beside it, and what it writes relative to it is in the output, without a second copy.
+"""The working directory of training processes: `work/` in the job's output. It holds a copy of the code, so scripts find the
+files beside them, and what they write to relative paths is part of the output.
 
-    work/.outlast-files         size and time of each file of code as it was brought there; everything else is the job's
-    work/.outlast-generation    the generation whose rank 0 worked here last
-    work/.outlast-run           in pods: the run whose files these are
+    work/.outlast-files         size and time of each file of code when it was copied; all other files are the job's
+    work/.outlast-generation    the last generation whose rank 0 worked here
+    work/.outlast-run           in pods: the run that owns these files
 
 On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Results
-belong to rank 0, so a pusher sends the files of a directory only while rank 0 works there. Called by `code`, `push`, the agent.
+are rank 0's: an uploader pushes a directory only while rank 0 works there. Called by `code`, `agent.upload` and the agent.
 Docs: docs/decisions/0023-the-working-directory.md.
 """
 
@@ -33,34 +33,34 @@ from outlast.workerfiles import progress, saves
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
-"""Key of the object that says which generation's files are in the store."""
+"""Key of the object that holds the generation of the files in the store."""
 _LOCK, _KNOWN = f"{OWN}/working", f"{OWN}/fetched"
-"""In the output: a lock, and a directory of what fetches have found out."""
+"""In the output: a lock, and a directory for the state of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Bytes and files of code in an image that are copied; larger code runs where it lies."""
+"""Bytes and files of code in an image that are copied; larger code runs in place."""
 _QUIET_S = 2.0
-"""A file that was written in place more recently may be unfinished."""
+"""Debounce: a file written in place more recently may be incomplete."""
 _SMALL = 1 << 20
-"""Bytes that are written within milliseconds."""
+"""Bytes; a smaller file is written within milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
 """Size and mtime (ns) of files of code, by their path in the directory; None for a link."""
 
 
 def note_code(directory: Path, brought: Listed) -> None:
-    """Note which files in `directory` are code, before they are brought there. Earlier ones stay code."""
+    """Record which files in `directory` are code, before they are copied there. Earlier ones stay code."""
     files.replace(directory / _FILES, json.dumps({**listed(directory), **brought}))
 
 
 def forget_code(directory: Path) -> None:
-    """Remove the code that was brought to `directory`; what else is there stays."""
+    """Remove the files of code from `directory`; all others stay."""
     for name in listed(directory):
         (directory / name).unlink(missing_ok=True)
     (directory / _FILES).unlink(missing_ok=True)
 
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
-    """What `note_code` has noted, as it was brought there; empty when that cannot be read."""
+    """The record of `note_code`; empty if it cannot be read."""
     try:
         said = json.loads((directory / _FILES).read_text())
         return {name: tuple(known) if known else None for name, known in said.items()}
@@ -69,7 +69,7 @@ def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
 
 
 def looks(path: Path) -> tuple[int, int] | None:
-    """What `note_code` is to say of a file or link of code."""
+    """Size and time of a file of code, for `note_code`; None for a link."""
     stat = path.lstat()
     return None if path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
 
@@ -78,19 +78,19 @@ def looks(path: Path) -> tuple[int, int] | None:
 
 
 class Results:
-    """Which files of a working directory are results, and which of them are finished. `output` is the job's."""
+    """Tells which files of a working directory are results, and which of them are complete. `output` is the job's."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
         self._noted = 0
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
-        """Of the files that `unfinished` held back the last time."""
+        """Of the files that the last pass held back."""
         self._waiting: set[str] = set()
-        """Paths that this pass holds back, and the directories they are in."""
+        """Paths that this pass holds back, and their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Whether a path in the output is in the working directory and no result: code, and what is hidden or compiled."""
+        """Whether a path in the output is in the working directory but no result: code, hidden or compiled files."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -117,8 +117,8 @@ class Results:
             self._noted, self._listed = noted, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Whether a result that is no longer here is (of) a checkpoint that the script has deleted after a later one, which is
-        in the store: what this pass holds back is not."""
+        """Whether a missing result belongs to a checkpoint that the script has deleted in favour of a later one that is in the
+        store. One that this pass holds back is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := saves.step_of(part)) is not None]
         of_file = saves.step_of_file(name)[1]
@@ -138,12 +138,12 @@ class Results:
         return any(other is not None and other > step for other in found)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """For one pass: whether a result may be unfinished, so that it must not replace a whole one in the store. Nothing is
-        in the `last` pass.
+        """Returns the test for one pass whether a result may be incomplete, so that it must not replace a complete one in the
+        store. In the `last` pass none is.
 
-        A file that was renamed after its last byte (ctime after mtime) is whole. One that was written in place has to be quiet
-        for a while; if it is small and was held back in the last pass, it goes as it is. A checkpoint's directory goes when all
-        that is in it is quiet, in the rest of the output as well.
+        A file that was renamed after its last byte (ctime after mtime) is complete. One written in place must be quiet for a
+        while, but a small one is held back in one pass only. A checkpoint's directory, also outside of the working directory,
+        is held back until all of it is quiet.
         """
         before, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -183,13 +183,9 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """The generation whose rank 0 worked in this output last, or whose files were fetched; 0 for none."""
-    return _number(output / contract.WORK / contract.WORKED)
-
-
-def _number(path: Path) -> int:
+    """The last generation whose rank 0 worked in this output, or whose files were fetched; 0 for none."""
     try:
-        return int(path.read_text())
+        return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
         return 0
 
@@ -202,7 +198,7 @@ def _in_store(place: Store) -> int:
 
 
 def ours(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
-    """Whether the files here are to be pushed: rank 0 of this pod's generation works here, and no later one has pushed. On one
+    """Whether to push the files here: rank 0 of this pod's generation works here, and no later generation has pushed. On one
     machine all workers share the directory. Raises StoreError."""
     here = generation(output)
     if not here:
@@ -218,7 +214,7 @@ def ours(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 
 def alone(environ: Mapping[str, str]) -> bool:
-    """Whether this worker is a pod: it shares no directory with others, as far as it knows."""
+    """Whether this worker is a pod, which shares no directory as far as it knows."""
     return not environ.get(Env.RENDEZVOUS, "unix://").startswith("unix://")
 
 
@@ -226,7 +222,7 @@ def alone(environ: Mapping[str, str]) -> bool:
 
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
-    """Make `work/` in the output of this pod with a copy of the code, and let the script run there. Raises OSError, Stopped."""
+    """Copy the code to `work/` in the output of this pod, and have the script run there. Raises OSError, Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     found = _found(code)
     if found is None:
@@ -241,7 +237,7 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         files.replace(directory / _RUN, environ[Env.RUN])
         known = listed(directory)
         code_now = {name: looks(path) for name, path in found.items()}
-        note_code(directory, {**code_now, **known})  # who is killed half-way knows old files as old ones
+        note_code(directory, {**code_now, **known})  # after a kill, files copied by then still count as old
         for name, path in found.items():
             into = directory / name
             if os.path.lexists(into) and (name not in known or looks(into) != known[name] or known[name] == code_now[name]):
@@ -267,7 +263,7 @@ def _set_aside(directory: Path, run: str) -> None:
 
 
 def _found(code: Path) -> dict[str, Path] | None:
-    """The files and links of code by name, without what no script needs; None when that is too much to copy."""
+    """The files and links of code by name, without `tree.NEVER`; None if they are too large to copy."""
     found: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
@@ -288,7 +284,7 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Whether the script has saved here, on a rank other than 0, since the files in the store were begun. Raises StoreError."""
+    """Whether the script saves here on ranks other than 0: it has since the files in the store began. Raises StoreError."""
     try:
         return saves.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -296,8 +292,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Bring the job's files to this pod when those in the store are of a later generation, or are known to be `newer`; of what
-    lies in the output beside the working directory, those that are missing here. Raises StoreError, OutlastError."""
+    """Fetch the job's files if those in the store are of a later generation or known to be `newer`. Outside of the working
+    directory, only files that are missing here are fetched. Raises StoreError, OutlastError."""
     here = generation(output)
     try:
         there = _in_store(place)
@@ -328,7 +324,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch for `alike`, if the files in the store are known to be newer (`--newer`) or look so; the exit code."""
+    """Fetch if the files in the store are newer, or known to be (`--newer`); the exit code. Run by `launch.rank0_files`."""
     output = Path(os.environ[Env.OUTPUT])
 
     def say(text: str) -> None:

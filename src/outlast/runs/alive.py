@@ -60,13 +60,8 @@ def last(place: Store) -> Beat | None:
 
 def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
     """Send a heartbeat."""
-    said = {
-        "run": run,
-        "where": where,
-        "left": left,
-        "leaving": leaving,
-        "word": secrets.token_hex(4),
-    }  # each of them another version
+    nonce = secrets.token_hex(4)  # so that each heartbeat has an etag of its own
+    said = {"run": run, "where": where, "left": left, "leaving": leaving, "word": nonce}
     place.put(ALIVE, json.dumps(said).encode() + b"\n")
 
 
@@ -104,14 +99,10 @@ def wait(
     while found is not None:
         now, ago = found
         if now.etag != there.etag and not now.leaving:
-            raise _taken(place, run, now, ago, advice)
+            heard = f"heard of {units.human_seconds(ago)} ago"
+            raise AlreadyRunning(f"run {run} in {place.url} is trained by {now.where} ({heard}); {advice}")
         pause(_LOOK_S)
         found = held(place, run, where)
-
-
-def _taken(place: Store, run: str, there: Beat, ago: float, advice: str) -> AlreadyRunning:
-    heard = f"heard of {units.human_seconds(ago)} ago"
-    return AlreadyRunning(f"run {run} in {place.url} is trained by {there.where} ({heard}); {advice}")
 
 
 def release(place: Store) -> str:

@@ -118,8 +118,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
             )
         if old:
             store.put(f"{PREVIOUS}/{old.run}/{RUN}", old.text())
-        others = [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
-        aside = ((old.aside or old.run) if old else f"before-{new.run}") if others else ""
+        aside = ((old.aside or old.run) if old else f"before-{new.run}") if _others(store) else ""
         record = dataclasses.replace(new, aside=aside)
         if _write(store, record, etag, conditional):
             return record
@@ -178,7 +177,7 @@ def archive(store: Store, run: str) -> int:
 
     if not (aside := to_move()):
         return 0
-    keys = _lying(store)
+    keys = _keys_to_move(store)
     with ThreadPoolExecutor(_AT_ONCE, "outlast-aside") as pool:
         while batch := list(islice(keys, _BATCH)):
             list(pool.map(lambda key: store.copy(key, f"{PREVIOUS}/{aside}/{key}"), batch))
@@ -190,11 +189,13 @@ def archive(store: Store, run: str) -> int:
     return moved
 
 
-def _lying(store: Store) -> Iterator[str]:
-    """The keys of all that is neither ours nor of earlier runs."""
-    for name in store.names():
-        if name in (PREVIOUS, RUN) or name.startswith(_PROBE):
-            continue
+def _others(store: Store) -> list[str]:
+    """Names in the place apart from its record, the archive of earlier runs and probes."""
+    return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
+
+
+def _keys_to_move(store: Store) -> Iterator[str]:
+    for name in _others(store):
         keys = [entry.key for entry in store.entries(name)]
         with contextlib.suppress(Missing):
             keys.append(store.head(name).key)

@@ -209,7 +209,7 @@ def pack(
                 raise OutlastError(f"code: {name} changes while it is packed; {remedy}") from problem
         except OSError as problem:
             raise OutlastError(
-                f"code: {problem.filename or into} cannot be packed: {problem.strerror}; mend that, or {REMEDY}"
+                f"code: {problem.filename or into} cannot be packed: {problem.strerror}; correct that, or {REMEDY}"
             ) from problem
     raise AssertionError("there was no try")
 
@@ -278,7 +278,7 @@ class _Walk:
             with os.scandir(here) as scanned:
                 found = list(scanned)
         except OSError as problem:
-            raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; mend that, or {REMEDY}") from problem
+            raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; correct that, or {REMEDY}") from problem
         for each in found:
             name = f"{directory}/{each.name}".removeprefix("/")
             is_directory = each.is_dir(follow_symlinks=False)
@@ -335,5 +335,5 @@ def _layer(directory: Path, files: Sequence[str] = FILES) -> ignore.Layer:
             try:
                 found += ignore.rules(path.read_text(encoding="utf-8", errors="surrogateescape"))
             except OSError as problem:
-                raise OutlastError(f"code: {path} cannot be read: {problem.strerror}; mend that or remove it") from problem
+                raise OutlastError(f"code: {path} cannot be read: {problem.strerror}; correct that or remove it") from problem
     return ignore.Layer(str(directory).rstrip("/"), tuple(found))

@@ -91,7 +91,8 @@ def work(
                 yield Outcome(job.of, result, error)
             moved += 1 + job.cost / (1 << 20)
             if (lasted := time.monotonic() - begun) > _WINDOW_S:
-                threads.width, before = widened(threads.width, before, moved / lasted)
+                width, before = widened(threads.width, before, moved / lasted)
+                threads.grow(width)
                 begun, moved = time.monotonic(), 0.0
         if deadline is not None:
             raise Stopped("stopped; the same again goes on from here")
@@ -117,17 +118,15 @@ class _Threads:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._width = 0
-        self.width = FEW
+        self.grow(FEW)
 
     @property
     def width(self) -> int:
         """How many threads there are."""
-        return self._width
+        return len(self._threads)
 
-    @width.setter
-    def width(self, width: int) -> None:
-        self._width = width
+    def grow(self, width: int) -> None:
+        """Start threads until there are `width`."""
         while len(self._threads) < width:
             # Daemons: a stalled connection does not keep a process from its end.
             thread = threading.Thread(target=self._work, name="transfer", daemon=True)

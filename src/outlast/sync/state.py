@@ -86,9 +86,7 @@ class StateFile:
         """Write the state, and start a new log."""
         files.replace(self._path, self.state.encode())
         self._id = _id(self._path)
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self.close()
         self._done.unlink(missing_ok=True)
         self.fresh.clear()
         self._replayed = False

@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -261,25 +262,23 @@ def downloads(
         direct.close()
 
 
+@dataclass(eq=False)
 class _Pieces:
     """A large object that is downloaded in pieces. The thread with the last piece finishes the file, or raises the first
     error."""
 
-    def __init__(
-        self,
-        store: Store,
-        wanted: Wanted,
-        direct: Direct,
-        durable: bool,
-        progress: Callable[[int], None],
-        enough: threading.Event,
-    ) -> None:
-        self._store, self._wanted, self._direct, self._durable = store, wanted, direct, durable
-        self._progress, self._enough = progress, enough
+    store: Store
+    wanted: Wanted
+    direct: Direct
+    durable: bool
+    progress: Callable[[int], None]
+    enough: threading.Event
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._file: tree.AtomicFile | None = None
         self._etag = ""
-        self._left = -(-wanted.size // SMALL)
+        self._left = -(-self.wanted.size // SMALL)
         self._busy = 0
         self._crcs: dict[int, int] = {}
         self._error: BaseException | None = None
@@ -318,49 +317,49 @@ class _Pieces:
     def give_up(self) -> None:
         """Abandon the download if it has not ended."""
         with self._lock:
-            self._error = self._error or Stopped(f"the download of {self._wanted.key} was stopped")
+            self._error = self._error or Stopped(f"the download of {self.wanted.key} was stopped")
             self._drop_if_idle()
 
     def _begin(self) -> None:
-        if self._enough.is_set():
-            raise Stopped(f"the download of {self._wanted.key} was stopped")
+        if self.enough.is_set():
+            raise Stopped(f"the download of {self.wanted.key} was stopped")
         if self._file is None:
-            if self._wanted.crc32 < 0:  # else that tells whether all pieces are of one version
-                entry = self._store.head(self._wanted.key)
-                if entry.size != self._wanted.size:
-                    raise _replaced(self._store, self._wanted, entry.size)
+            if self.wanted.crc32 < 0:  # else that tells whether all pieces are of one version
+                entry = self.store.head(self.wanted.key)
+                if entry.size != self.wanted.size:
+                    raise _replaced(self.store, self.wanted, entry.size)
                 self._etag = entry.etag
-            self._file = tree.AtomicFile(self._wanted.path)
-            os.truncate(self._file.fd, self._wanted.size)
+            self._file = tree.AtomicFile(self.wanted.path)
+            os.truncate(self._file.fd, self.wanted.size)
 
     def _bring(self, start: int) -> None:
         assert self._file is not None
-        file, end = self._file.fd, min(start + SMALL, self._wanted.size)
-        crc = self._direct.fetch(self._wanted.key, file, start, end, False)
+        file, end = self._file.fd, min(start + SMALL, self.wanted.size)
+        crc = self.direct.fetch(self.wanted.key, file, start, end, False)
         if crc is None:
             try:
-                data = self._store.range(self._wanted.key, start, end)
+                data = self.store.range(self.wanted.key, start, end)
             except (Denied, Missing, Unreachable):
                 raise
             except StoreError:  # stores have many words for an object that has no such bytes
-                if (entry := self._store.head(self._wanted.key)).size != self._wanted.size:
-                    raise _replaced(self._store, self._wanted, entry.size) from None
+                if (entry := self.store.head(self.wanted.key)).size != self.wanted.size:
+                    raise _replaced(self.store, self.wanted, entry.size) from None
                 raise
             crc = zlib.crc32(data)
             tree.write(file, data, start)
         self._crcs[start] = crc
-        self._progress(end - start)
+        self.progress(end - start)
 
     def _end(self) -> Downloaded:
         assert self._file is not None
-        one, crc = self._wanted, 0
+        one, crc = self.wanted, 0
         for start in sorted(self._crcs):
             crc = crc32.combine(crc, self._crcs[start], min(SMALL, one.size - start))
         if one.crc32 not in (-1, crc):
-            raise _damaged(self._store, one, crc)
-        if self._etag and self._store.head(one.key).etag != self._etag:
-            raise Changed(f"{self._store.url}/{one.key} was replaced while it was received", retry=True)
-        return Downloaded(crc, self._file.finish(one.mtime, durable=self._durable))
+            raise _damaged(self.store, one, crc)
+        if self._etag and self.store.head(one.key).etag != self._etag:
+            raise Changed(f"{self.store.url}/{one.key} was replaced while it was received", retry=True)
+        return Downloaded(crc, self._file.finish(one.mtime, durable=self.durable))
 
     def _drop_if_idle(self) -> None:
         if self._error is not None and not self._busy and self._file is not None:
