@@ -14,12 +14,19 @@ import apiserver
 from outlast import errors, kube
 from outlast.contract import Label
 from outlast.kube import kinds
-from outlast.operator.apply import RETRY_S, Done, act, event
+from outlast.operator import apply
+from outlast.operator.apply import RETRY_S, Done, event
 from outlast.operator.parallel import Parallel
 from outlast.operator.plan import Deletion, Event, Plan
 
 NOW = 1_767_225_600.0
 Document = dict[str, Any]
+
+
+def act(cluster: Any, job: Any, plan: Plan, now: float, each: Any = None, later: Any = None, **how: Any) -> Done:
+    """As `apply.act`, by default with one write at a time, in order."""
+    each = each or (lambda do, items: [do(item) for item in items])
+    return apply.act(cluster, job, plan, now, each, later or (lambda do: do()), **how)
 
 
 @pytest.fixture

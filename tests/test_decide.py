@@ -817,7 +817,7 @@ def test_a_gang_that_nobody_could_start_is_said_and_begun_when_somebody_can() ->
     cluster = a_cluster(2, low=2, scheduling={"gang": "coscheduling"})
     cluster.run(5)
     assert cluster.status["reason"] == (
-        "no pods can be made: scheduling.gang is coscheduling, and the cluster has no PodGroups of scheduling.x-k8s.io; "
+        "no pods can be created: scheduling.gang is coscheduling, and the cluster has no PodGroups of scheduling.x-k8s.io; "
         "ask the cluster's administrator for the coscheduling plugin, or set scheduling.gang to none"
     )
     assert cluster.pods == []
@@ -840,7 +840,7 @@ def test_a_gang_that_nobody_could_start_is_said_and_begun_when_somebody_can() ->
 def test_a_job_that_no_pod_can_be_made_of_says_so(fields: dict[str, Any], why: str) -> None:
     cluster = a_cluster(2, **fields)
     cluster.run(5)
-    assert cluster.status["reason"].startswith(f"no pods can be made: train: {why}")
+    assert cluster.status["reason"].startswith(f"no pods can be created: train: {why}")
     assert (cluster.status["state"], len(cluster.writes)) == ("Pending", 1)
 
 

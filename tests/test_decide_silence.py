@@ -44,7 +44,7 @@ def test_when_no_agent_is_heard_though_nodes_are_well_the_path_is_blamed_and_tra
     assert [note.reason for note in notes] == ["Unheard"]
     assert cluster.status["reason"] == (
         f"most of the {workers} workers have said nothing for 30 s though their nodes are well: the path from them to the API "
-        "server is taken for broken, and nobody for dead before 300 s are over"
+        "server is presumed broken, and none dead before 300 s are over"
     )
     assert job_status.why(cluster.status["conditions"], "Running") == "Unheard"
     cluster.reached = True

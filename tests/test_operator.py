@@ -435,13 +435,13 @@ def held(by: str, version: str = "1") -> Document:
 @pytest.mark.parametrize(
     ("lease", "seen", "clock", "verdict", "why"),
     [
-        (None, None, 0.0, "create", "nobody has held the lease yet"),
-        (held("me"), None, 0.0, "renew", "the lease is ours"),
-        (held(""), None, 0.0, "take", "the lease was given back"),
-        (held("you"), None, 99.0, "wait", "you acts"),
-        (held("you"), Seen("1", 0.0), 14.9, "wait", "you acts"),
-        (held("you"), Seen("1", 0.0), 15.0, "take", "you has not renewed the lease for 15 s"),
-        (held("you", "2"), Seen("1", 0.0), 99.0, "wait", "you acts"),
+        (None, None, 0.0, "create", "there was no Lease yet"),
+        (held("me"), None, 0.0, "renew", "this operator holds the Lease"),
+        (held(""), None, 0.0, "take", "the Lease was released"),
+        (held("you"), None, 99.0, "wait", "you is the leader"),
+        (held("you"), Seen("1", 0.0), 14.9, "wait", "you is the leader"),
+        (held("you"), Seen("1", 0.0), 15.0, "take", "you has not renewed the Lease for 15 s"),
+        (held("you", "2"), Seen("1", 0.0), 99.0, "wait", "you is the leader"),
     ],
 )
 def test_a_lease_is_taken_only_when_it_has_lapsed_by_the_own_clock(
@@ -649,6 +649,10 @@ def pods_of(looked: CachedJob, *, count: int) -> Plan:
     return Plan(status=status if status != known else None, deletes=deletes, creates=creates)
 
 
+def connected(operator: Operator) -> bool:
+    return all(each.connected for each in operator.cache._kinds.values())
+
+
 class World:
     """A small API server and the operators that run against it."""
 
@@ -765,12 +769,12 @@ def test_an_api_server_that_is_away_is_waited_for(world: World) -> None:
     world.settled(["a"])
     world.api.well = False
     world.api.cut()
-    world.api.until(lambda: not operator.cache.connected())
+    world.api.until(lambda: not connected(operator))
     world.apply("b")
     world.api.remove("pods", "a-worker-1")
     world.api.well = True
     world.settled(["a", "b"])
-    assert operator.cache.connected()
+    assert connected(operator)
 
 
 @pytest.mark.parametrize("broken", range(6))
@@ -893,7 +897,7 @@ def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "last"), [("SIGTERM", 0, "stopped"), ("lost", 1, "stopped: this operator may act no more")]
+    ("end", "code", "last"), [("SIGTERM", 0, "stopped"), ("lost", 1, "stopped: this operator is not the leader any more")]
 )
 def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
     world: World, end: str, code: int, last: str
@@ -1147,7 +1151,7 @@ def test_a_line_of_the_log_is_a_document() -> None:
 
 def test_the_port_and_the_name_come_from_the_environment() -> None:
     assert (process.port({}), process.port({"OUTLAST_PROBE_PORT": "0"})) == (8080, 0)
-    with pytest.raises(OutlastError, match=r"OUTLAST_PROBE_PORT \(http\) is no port; set it to one from 0"):
+    with pytest.raises(OutlastError, match=r"OUTLAST_PROBE_PORT \(http\) is not a port; set it to one from 0"):
         process.port({"OUTLAST_PROBE_PORT": "http"})
     assert process.identity({"OUTLAST_POD": "operator-1"}) == "operator-1"
     assert process.identity({}) != process.identity({})

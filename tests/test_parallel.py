@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from outlast.operator.parallel import IN_FLIGHT, Background, Parallel, in_order
+from outlast.operator.parallel import IN_FLIGHT, Background, Parallel
 
 
 def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> None:
@@ -18,7 +18,7 @@ def test_things_are_done_at_once_and_what_comes_of_them_is_in_their_order() -> N
         return -number
 
     assert Parallel(IN_FLIGHT)(meet, range(2 * IN_FLIGHT)) == [-number for number in range(2 * IN_FLIGHT)]
-    assert Parallel(1)(lambda number: -number, []) == in_order(lambda number: -number, []) == []
+    assert Parallel(1)(lambda number: -number, []) == []
 
 
 def test_a_failure_is_raised_when_nothing_is_under_way_and_ends_what_has_not_begun() -> None:
@@ -57,6 +57,6 @@ def test_what_nobody_waits_for_is_done_in_its_order_and_too_much_of_it_is_left_o
         background.finish(10.0)
     assert done == ["second", "third"]
     assert [record.getMessage() for record in caplog.records] == [
-        "an Event is left out: 2 are still to be written",
+        "an Event is dropped: 2 are pending",
         "an Event could not be written",
     ]

@@ -18,7 +18,7 @@ from outlast import accelerators, contract
 from outlast.contract import Label
 from outlast.kube import ownership
 from outlast.kube.kinds import LEGACY_JOB
-from outlast.manifests import cel, crd, names
+from outlast.manifests import cel, crd, names, objects
 from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document
 
@@ -156,24 +156,15 @@ def limits(job: Mapping[str, Any]) -> Iterator[str]:
 
 
 def service(job: Mapping[str, Any]) -> Document:
-    """The headless Service that gives workers their names, also before they are ready."""
+    """The headless Service that gives workers their DNS names, also before they are ready."""
     name = job["metadata"]["name"]
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {
-            "name": _service(name),
-            "namespace": job["metadata"]["namespace"],
-            "labels": {**selector(name), Label.JOB: names.fit(name)},
-            "ownerReferences": [ownership.reference(job)],
-        },
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector(name),
-            "ports": [{"name": "rendezvous", "port": _PORT, "targetPort": _PORT}],
-        },
+    meta = {
+        "name": _service(name),
+        "namespace": job["metadata"]["namespace"],
+        "labels": {**selector(name), Label.JOB: names.fit(name)},
+        "ownerReferences": [ownership.reference(job)],
     }
+    return objects.headless(meta, selector(name), _PORT)
 
 
 def pod(job: Mapping[str, Any], index: int) -> Document:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from outlast import contract
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Pod
 from outlast.kube import dropins
-from outlast.manifests import crd, pods, rbac, volumes
+from outlast.manifests import crd, pods, rbac, scheduling, volumes
 from outlast.manifests.request import Document
 
 IMAGE = "ghcr.io/outlast/operator:0.1"
@@ -301,19 +301,10 @@ def _pods(labels: dict[str, str], spec: Document) -> Document:
     ours: Document = {
         "enableServiceLinks": False,
         "securityContext": volumes.security(),
-        "topologySpreadConstraints": [_apart(labels)],
+        "topologySpreadConstraints": [scheduling.spread(labels)],
     }
     return {"metadata": {"labels": {**LABELS, **labels}}, "spec": {**ours, **spec}}
 
 
 def _field(name: str, path: str) -> Document:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _apart(labels: dict[str, str]) -> Document:
-    return {
-        "maxSkew": 1,
-        "topologyKey": "kubernetes.io/hostname",
-        "whenUnsatisfiable": "ScheduleAnyway",
-        "labelSelector": {"matchLabels": labels},
-    }

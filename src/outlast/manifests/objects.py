@@ -39,16 +39,20 @@ def code(request: Request) -> list[Document]:
 
 def service(request: Request) -> Document:
     """The headless Service that gives every worker a name, also before it is ready: it is ready only when all have met."""
-    name = request.job.metadata.name
+    return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
+
+
+def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
+    """A headless Service for the rendezvous of pods, also before they are ready; `target` is their port."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": labels.metadata(request, request.names.service),
+        "metadata": meta,
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": labels.selector(name),
-            "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": "rendezvous"}],
+            "selector": selector,
+            "ports": [{"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}],
         },
     }
 

@@ -42,17 +42,20 @@ def pod(job: spec.Job, *, several: bool) -> Document:
     if affinity := _affinity(fields):
         found["affinity"] = {"nodeAffinity": affinity}
     if several:
-        found["topologySpreadConstraints"] = [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": labels.selector(job.metadata.name)},
-            }
-        ]
+        found["topologySpreadConstraints"] = [spread(labels.selector(job.metadata.name))]
     if tolerations := _tolerations(fields):
         found["tolerations"] = tolerations
     return found
+
+
+def spread(labels: dict[str, str]) -> Document:
+    """A preference for one pod per node."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": labels},
+    }
 
 
 def _nodes(fields: spec.Spec) -> dict[str, str]:

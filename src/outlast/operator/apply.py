@@ -18,7 +18,7 @@ from outlast.errors import Absent, ClusterError, Conflict, Forbidden, Refused, T
 from outlast.kube import ownership
 from outlast.kube.kinds import EVENT, ROLE, ROLE_BINDING, kind_of
 from outlast.operator import job_status
-from outlast.operator.parallel import ForEach, immediately, in_order
+from outlast.operator.parallel import Parallel
 from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.operator.writer import Writer
 
@@ -49,11 +49,11 @@ def act(
     job: Mapping[str, Any],
     plan: Plan,
     now: float,
-    each: ForEach = in_order,
-    later: Callable[[Callable[[], None]], None] = immediately,
+    each: Parallel,
+    later: Callable[[Callable[[], None]], None],
     written: Callable[[], None] = lambda: None,
 ) -> Done:
-    """Carry out a plan, as far as the job is still the one that it was made for.
+    """Carry out a plan, unless the job has changed since it was decided.
 
     `each` may make the writes of one part of the plan in parallel; `later` may write Events in the background; `written` is
     called once the status is written, whatever becomes of the rest. Raises ClusterError when a write has failed, with none in
@@ -102,7 +102,7 @@ class _Applying:
         cluster: Writer,
         job: Mapping[str, Any],
         now: float,
-        each: ForEach,
+        each: Parallel,
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         self.cluster, self.job, self.now, self._each, self._later = cluster, job, now, each, later
@@ -188,7 +188,7 @@ class _Applying:
 
     def _create_pod(self, wanted: Document) -> _Obstacle | None:
         """Create a pod; what has its name if that is not this job's. A pod of the job without our label gets it, as pods are
-        watched by it: the controller that we replace has made it, or somebody has changed the label."""
+        watched by it: a controller that we replace has created it, or its label was changed."""
         if _create(self.cluster, wanted):
             return None
         kind, meta = kind_of(wanted), wanted["metadata"]

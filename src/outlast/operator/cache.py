@@ -269,11 +269,6 @@ class Cache:
             jobs = len(self._kinds[key.kind].watched)
             return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, jobs=jobs)
 
-    def connected(self, kinds: Iterable[Kind] | None = None) -> bool:
-        """Whether all watches are connected."""
-        with self._guard:
-            return all(self._kinds[kind].connected for kind in kinds or self._needed)
-
     def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
         """Kinds whose watch has not delivered everything once."""
         with self._guard:

@@ -1,4 +1,4 @@
-"""The documents that the operator makes for a job: its workers' pods, and what they need beside them. Pure."""
+"""The desired objects of a job: its workers' pods, and the objects that these need. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Document = dict[str, Any]
 
 
 def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """What must be there before the first pod. Raises InvalidJob for a job that no pods can be made of."""
+    """The objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
     request = _request(snapshot)
-    elasticjob.documents(request)  # whoever applies by kubectl has not been told what `outlast submit` refuses
+    elasticjob.documents(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = pods.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
-        *objects.claims(request),  # nobody's: they may hold data that others want
+        *objects.claims(request),  # without owner: they may hold data that others need
         *_members(snapshot, request, bearer=worker["spec"].get("serviceAccountName") or "default"),
         _owned(snapshot, objects.service(request)),
         _budget(snapshot, request),
@@ -31,7 +31,7 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def updated(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """What a change of the job's workers changes of that."""
+    """Those prerequisites that change with the job's workers."""
     request = _request(snapshot)
     return (
         *(document for document in _members(snapshot, request) if document["kind"] == "Role"),
@@ -41,7 +41,7 @@ def updated(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: int, priority: Priority) -> Document:
-    """The Workload that asks for so many workers, see `manifests.kueue`."""
+    """A Workload that requests `count` workers, see `manifests.kueue`."""
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
@@ -52,20 +52,20 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, least: in
 
 
 def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoided: Sequence[str]) -> Iterator[Document]:
-    """The pods of these workers, rather not on these nodes."""
+    """The pods of these workers, with a preference for other nodes than `avoided`."""
     request = _request(snapshot)
-    file = volumes.file(request.job)  # to write YAML takes longer than all else here
+    file = volumes.file(request.job)  # dumping YAML is the slowest part of this
     for index in indices:
         pod = pods.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
         made = _owned(snapshot, pod)
-        made["spec"]["hostname"] = made["metadata"]["name"]  # only so has it a name behind the Service
+        made["spec"]["hostname"] = made["metadata"]["name"]  # else it has no DNS name behind the Service
         if avoided:
             _avoid(made["spec"], avoided)
         yield made
 
 
 def checkpoints(job: spec.Job) -> str:
-    """The URL above the job's checkpoints, empty when its output is in no store."""
+    """URL of the job's checkpoints; empty when its output is not in a store."""
     store = volumes.store(job)
     return f"{store}/{contract.CHECKPOINTS}" if store else ""
 
@@ -87,7 +87,7 @@ def _worker(snapshot: JobSnapshot, request: Request, index: int = 0) -> pods.Wor
 
 
 def _endpoint(snapshot: JobSnapshot, request: Request) -> str:
-    """Who decides for the workers: the operator, or one of them that is elected in an etcd."""
+    """The rendezvous of the workers: the operator, or a coordinator elected in an etcd."""
     if request.spec.rendezvous.backend == "etcd":
         return rendezvous.endpoint(request, "", "")
     return f"{contract.KUBERNETES}{snapshot.name}"
@@ -98,7 +98,7 @@ def _gang(snapshot: JobSnapshot, request: Request) -> gang.Gang:
 
 
 def _members(snapshot: JobSnapshot, request: Request, *, bearer: str = "") -> list[Document]:
-    # Workers that are still to save and leave need their Leases until they have, whatever may be wanted now.
+    # Workers that still save before they leave need their Leases, even if fewer workers are wanted now.
     world = snapshot.status.world.members if snapshot.status.world else ()
     most = max([request.spec.workers.max, *(1 + index for index in (*(pod.index for pod in snapshot.pods), *world))])
     return rbac.members(snapshot.name, _namespace(snapshot), most, labels.common(request.job), snapshot.owner, bearer=bearer)
@@ -119,7 +119,7 @@ def _owned(snapshot: JobSnapshot, document: Document) -> Document:
 
 
 def _avoid(pod: Document, nodes: Sequence[str]) -> None:
-    """Keep a pod off these nodes where there are others: one that is found nowhere would wait for ever."""
+    """Prefer other nodes. Not a requirement: the pod would stay pending if there are no others."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])

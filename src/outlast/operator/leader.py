@@ -1,8 +1,8 @@
-"""Who of several operators acts: the one that holds the Lease `outlast-operator` in its namespace.
+"""Leader election: of several operators the leader acts, which holds the Lease `outlast-operator` in its namespace.
 
-A holder renews it all the time; who finds it unchanged for its whole duration, by the own clock from the own first look, takes it
-over: nobody's clocks are compared, and a machine that slept counts the time it did. A holder that could not renew for less than
-that stops acting before anybody else may begin. `judge` is pure; `Leadership` does what it says.
+The leader renews it. A standby that sees it unchanged for its whole duration takes it over; it measures this on its own clock, so
+clocks of machines are not compared, and time while suspended counts. A leader that cannot renew stops acting before that, so two
+never act at once. `judge` is pure; `Leadership` carries out its verdict.
 """
 
 from __future__ import annotations
@@ -23,58 +23,57 @@ from outlast.kube.kinds import LEASE
 Document = dict[str, Any]
 
 DURATION_S = 15.0
-"""How long a Lease lasts after it was renewed."""
+"""Duration of the Lease after a renewal."""
 RENEW_S = 5.0
-"""How often it is renewed."""
+"""Interval between renewals."""
 LOST_S = 10.0
-"""Without a renewal for so long, its holder stops acting: a third of the duration is left for what is on its way."""
+"""The leader stops acting this long after its last renewal: the rest of the duration is for requests in flight."""
 
 BREAK_S = 5.0
-"""An answer that comes so much later than we ask is a break: the API server was away, though no connection may have been lost."""
+"""An answer this overdue is a break: the API server was unavailable, even if no connection was lost."""
 
 
 def asleep_or_awake() -> float:
-    """Seconds on a clock that also runs while the machine is suspended, when our Lease lapses and another process may take it.
-    CLOCK_MONOTONIC stands still then, see clock_gettime(2)."""
+    """Monotonic seconds, including suspension: our Lease expires then, too. CLOCK_MONOTONIC stops, see clock_gettime(2)."""
     return time.clock_gettime(_CLOCK)
 
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""Only Linux has the first one."""
+"""CLOCK_BOOTTIME exists on Linux only."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The Lease as it was when it was found to have changed last."""
+    """The Lease when it last changed."""
 
     version: str
     at: float
-    """By our own monotonic clock."""
+    """On our monotonic clock."""
 
 
 Verdict = Literal["create", "renew", "take", "wait"]
 
 
 def judge(lease: Document | None, me: str, seen: Seen | None, clock: float) -> tuple[Verdict, Seen | None, str]:
-    """What to do about the Lease, what to remember of it, and why."""
+    """What to do with the Lease, what to remember of it, and why."""
     if lease is None:
-        return "create", None, "nobody has held the lease yet"
+        return "create", None, "there was no Lease yet"
     spec = lease.get("spec") or {}
     holder = spec.get("holderIdentity") or ""
     if holder == me:
-        return "renew", seen, "the lease is ours"
+        return "renew", seen, "this operator holds the Lease"
     if not holder:
-        return "take", None, "the lease was given back"
+        return "take", None, "the Lease was released"
     if seen is None or seen.version != lease["metadata"]["resourceVersion"]:
-        return "wait", Seen(lease["metadata"]["resourceVersion"], clock), f"{holder} acts"
+        return "wait", Seen(lease["metadata"]["resourceVersion"], clock), f"{holder} is the leader"
     lapsed = clock - seen.at
     if lapsed < float(spec.get("leaseDurationSeconds") or DURATION_S):
-        return "wait", seen, f"{holder} acts"
-    return "take", seen, f"{holder} has not renewed the lease for {lapsed:.0f} s"
+        return "wait", seen, f"{holder} is the leader"
+    return "take", seen, f"{holder} has not renewed the Lease for {lapsed:.0f} s"
 
 
 class Leadership:
-    """Our part in the Lease. `run` is to be called by a thread of its own."""
+    """Takes part in the election. `run` needs a thread of its own."""
 
     def __init__(
         self,
@@ -82,13 +81,13 @@ class Leadership:
         me: str,
         namespace: str,
         *,
-        told: Callable[[str], None] = lambda sentence: None,
+        log: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = asleep_or_awake,
         every_s: float = RENEW_S,
         duration_s: float = DURATION_S,
     ) -> None:
         self.cluster, self.me, self.namespace = cluster, me, namespace
-        self._told, self._clock = told, clock
+        self._log, self._clock = log, clock
         self._every_s, self._duration_s = every_s, duration_s
         self._renewed: float | None = None
         self._seen: Seen | None = None
@@ -98,8 +97,8 @@ class Leadership:
         self._unbroken = 0.0
 
     def heard_for(self) -> float:
-        """For how many seconds the API server has answered without a break. A watch does not tell: a server that stands still
-        keeps its connections, and what comes through them afterwards is old."""
+        """Seconds for which the API server has answered without a break. Watches do not show this: a server that hangs keeps its
+        connections, and delivers old events afterwards."""
         now = self._clock()
         return 0.0 if self._broken(now) else now - self._unbroken
 
@@ -113,27 +112,27 @@ class Leadership:
 
     @property
     def waits(self) -> bool:
-        """Whether another acts, as far as we know."""
+        """Whether another operator leads."""
         return self._seen is not None
 
     @property
     def lost(self) -> bool:
-        """Whether we may act no more, after we did."""
+        """Whether we have led and must not act any more."""
         return self._renewed is not None and not self.holds()
 
     def run(self, stop: threading.Event) -> None:
-        """Try to become the leader and to stay it, until told to stop, or until it is lost. Gives the Lease back at the end."""
+        """Acquire and renew the Lease until `stop` is set or it is lost; release it at the end."""
         while not stop.is_set() and not self.lost:
             try:
                 self.step()
             except ClusterError as error:
-                self._say(f"the lease {self.namespace}/{OPERATOR} cannot be had: {error}")
-            # In a contest, whoever comes late should not be late by a whole round.
+                self._say(f"the Lease {self.namespace}/{OPERATOR} cannot be acquired or renewed: {error}")
+            # A standby polls faster, to take over soon.
             stop.wait(self._every_s if self.holds() else self._every_s / 2)
         self.release()
 
     def step(self) -> None:
-        """Look at the Lease once, and do what is to be done about it. Raises ClusterError."""
+        """Read the Lease once, and acquire or renew it if possible. Raises ClusterError."""
         asked = self._clock()
         try:
             lease: Document | None = self.cluster.get(LEASE, OPERATOR, namespace=self.namespace)
@@ -145,23 +144,21 @@ class Leadership:
         self._answered = answered
         verdict, self._seen, why = judge(lease, self.me, self._seen, asked)
         if self._renewed is not None and verdict != "renew":
-            self._renewed = float("-inf")  # somebody has taken it from us: we may not act, whatever became of that one
-            self._say(f"{why}; this operator acts no more")
+            self._renewed = float("-inf")  # another has taken it over: we must not act any more, even if that one is gone
+            self._say(f"{why}; this operator stops acting")
             return
         if verdict == "wait":
             self._say(why)
             return
-        with contextlib.suppress(Taken, Conflict):  # another was faster; the next look says who
-            if lease is None:
-                self._lease = self.cluster.create(_made(None, self.me, self.namespace, self._duration_s))
-            else:
-                self._lease = self.cluster.replace(_made(lease, self.me, self.namespace, self._duration_s))
+        with contextlib.suppress(Taken, Conflict):  # another was faster; the next step shows which
+            write = self.cluster.create if lease is None else self.cluster.replace
+            self._lease = write(_renewed(lease, self.me, self.namespace, self._duration_s))
             first, self._renewed = self._renewed is None, asked
             if first:
-                self._say(f"{why}; this operator ({self.me}) acts now")
+                self._say(f"{why}; this operator ({self.me}) is the leader now")
 
     def release(self) -> None:
-        """Give the Lease back, so that another need not wait until it lapses."""
+        """Release the Lease, so that a standby need not wait until it expires."""
         if not self.holds() or self._lease is None:
             return
         self._renewed = float("-inf")
@@ -169,16 +166,16 @@ class Leadership:
         try:
             self.cluster.replace({**self._lease, "spec": spec})
         except ClusterError as error:
-            self._say(f"the lease was not given back, it lapses in {self._duration_s:g} s: {error}")
+            self._say(f"the Lease was not released, it expires in {self._duration_s:g} s: {error}")
 
     def _say(self, sentence: str) -> None:
         if sentence != self._said:
             self._said = sentence
-            self._told(sentence)
+            self._log(sentence)
 
 
-def _made(old: Document | None, me: str, namespace: str, duration_s: float) -> Document:
-    """The Lease as its holder writes it."""
+def _renewed(old: Document | None, me: str, namespace: str, duration_s: float) -> Document:
+    """The Lease to write as its holder."""
     now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     spec = dict((old or {}).get("spec") or {})
     if spec.get("holderIdentity") != me:

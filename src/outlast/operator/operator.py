@@ -142,7 +142,7 @@ class Operator:
         resign.set()  # only now: no other operator may write while a worker of ours does
         leading.join(1.0 if asked else 0.0)
         self.watches.stop()
-        log.info("stopped" if asked else "stopped: this operator may act no more")
+        log.info("stopped" if asked else "stopped: this operator is not the leader any more")
         return 0 if asked else 1
 
     def _until_stopped(self, stop: threading.Event, workers: list[threading.Thread]) -> None:

@@ -1,15 +1,11 @@
-"""Writes in parallel: those of one part of a plan; and writes in the background, of Events.
-
-Parallel(16)(create, documents)      instead of        in_order(create, documents)
-Background(1000)(write)              instead of        immediately(write)
-"""
+"""Writes in parallel, for one part of a plan, and in the background, for Events."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -20,18 +16,6 @@ IN_FLIGHT = 8
 """Most writes in flight per plan. If quota rejects one, the rest would be rejected too, so we stop there."""
 
 
-class ForEach(Protocol):
-    """Calls a function for each of several items."""
-
-    def __call__(self, do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
-        """The results, in the order of the items. Raises the first failure, with no call still running."""
-
-
-def in_order(do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
-    """One item after the other."""
-    return [do(item) for item in items]
-
-
 class Parallel:
     """A thread pool for several callers, each with at most `IN_FLIGHT` calls running."""
 
@@ -39,7 +23,7 @@ class Parallel:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
 
     def __call__(self, do: Callable[[D], R], items: Sequence[D], /) -> list[R]:
-        """See `ForEach`."""
+        """Call it for every item; the results in order. Raises the first failure, with no call still running."""
         results: list[R] = []
         for begin in range(0, len(items), IN_FLIGHT):
             first, *others = items[begin : begin + IN_FLIGHT]
@@ -52,13 +36,8 @@ class Parallel:
         return results
 
 
-def immediately(do: Callable[[], None]) -> None:
-    """Call it."""
-    do()
-
-
 class Background:
-    """One thread for calls whose result nobody needs, in their order. At most `limit` may be pending."""
+    """Calls without result, in order, in one thread. At most `limit` may be pending."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -68,7 +47,7 @@ class Background:
     def __call__(self, do: Callable[[], None]) -> None:
         """Have it called soon; drops it with a warning when too many are pending."""
         if len(self._pending) > self._limit:
-            return log.warning("an Event is left out: %d are still to be written", self._limit)
+            return log.warning("an Event is dropped: %d are pending", self._limit)
         future = self._pool.submit(_logged, do)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)

@@ -1,4 +1,4 @@
-"""The operator as a process of its own: from its environment and signals to an `Operator`, and its log on standard output."""
+"""The operator's process: configures an `Operator` from options and environment, handles signals, logs to standard output."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ from outlast.operator.snapshot import Limits
 log = logging.getLogger(__name__)
 
 OBJECTS = 100_000
-"""Between two runs of the garbage collector: a look makes many objects, none of them in a cycle, and of all that the operator
-holds the collector would find nothing to free. With 700, Python's default, a third of its time is spent there."""
+"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; with Python's default of
+700, collections take a third of the time and free nothing."""
 LEAST_LOST_S = 5.0
-"""The shortest time after which a node that does not answer may be given up."""
+"""Lower bound of --lost-after."""
 
 
 class Lines(logging.Formatter):
-    """Records as one JSON document a line: time, level, job, namespace, message, and the traceback of a bug."""
+    """One JSON document per line: time, level, namespace, job, message, and the traceback of a bug."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line."""
         found: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}
         found |= {name: getattr(record, name) for name in ("namespace", "job") if hasattr(record, name)}
         found["message"] = record.getMessage()
@@ -49,10 +48,9 @@ class Lines(logging.Formatter):
 
 
 class Text(logging.Formatter):
-    """Records for people."""
+    """Log lines for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """A line, and the traceback of a bug."""
         job = f"{record.namespace}/{record.job}: " if hasattr(record, "job") and hasattr(record, "namespace") else ""
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         lines = [f"{_time(record.created)} {job}{level}{record.getMessage()}"]
@@ -60,7 +58,7 @@ class Text(logging.Formatter):
 
 
 def write_log(*, text: bool) -> None:
-    """Write what the operator says to standard output."""
+    """Log to standard output."""
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(Text() if text else Lines())
     ours = logging.getLogger("outlast")
@@ -69,20 +67,20 @@ def write_log(*, text: bool) -> None:
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Who we are among operators: the pod, whose container is started again under the same name, or else this very process."""
+    """Our identity in the election: the pod, which keeps its name when its container restarts, else this process."""
     return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def port(env: Mapping[str, str]) -> int:
-    """Where probes are served. Raises OutlastError."""
+    """Port of the probes. Raises OutlastError."""
     given = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
     if not given.isdecimal() or int(given) >= 2**16:
-        raise OutlastError(f"{Env.PROBE_PORT} ({given}) is no port; set it to one from 0 (any) to 65535")
+        raise OutlastError(f"{Env.PROBE_PORT} ({given}) is not a port; set it to one from 0 (any) to 65535")
     return int(given)
 
 
 def limits(lost_after: str) -> Limits:
-    """How long the operator waits, as its command line says. Raises OutlastError."""
+    """The timeouts from the command line. Raises OutlastError."""
     try:
         lost_s = units.duration(lost_after).total_seconds()
     except ValueError as error:
@@ -96,12 +94,12 @@ def limits(lost_after: str) -> Limits:
 
 
 def clock(cluster: kube.Cluster, wall: Callable[[], float] = time.time) -> Clock:
-    """The operator's clock: the API server's time when it starts, and monotonic from then on. So the times in statuses and the
-    deadlines that are counted from them are right whatever this machine's wall clock is set to, now and later."""
+    """The operator's clock: the API server's time at the start, and monotonic from then on, so that times in statuses and their
+    deadlines do not depend on this machine's wall clock."""
     try:
         ahead_s = cluster.time() - wall()
-    except ClusterError as error:  # whether it can work at all, its watches will tell
-        log.warning("the API server's time is not known, this machine's is used: %s", error)
+    except ClusterError as error:  # if it cannot be reached at all, the watches report it
+        log.warning("the API server's time is unknown, this machine's is used: %s", error)
         return Clock(wall)
     if abs(ahead_s) <= BREAK_S:
         return Clock(wall)
@@ -120,13 +118,13 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     home = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
-    leadership = Leadership(cluster, identity(os.environ), home, told=log.info)
+    leadership = Leadership(cluster, identity(os.environ), home, log=log.info)
     orphans = functools.partial(reconcilers.orphans, limits)
     operator = Operator(cluster, reconcilers.of(limits), leadership, settings, orphans=orphans, clock=clock(cluster))
     code = operator.run(stop)
     cluster.close()
     logging.shutdown()
-    os._exit(code)  # a write that hangs must not keep the process: at exit Python waits for the threads of executors
+    os._exit(code)  # at a normal exit Python joins executor threads, and would wait for a write that hangs
 
 
 def _time(seconds: float) -> str:

@@ -5,8 +5,8 @@ what `outlast scale` adds. So training goes on with what there is, and never ask
 evicted by itself: the job shrinks by it, and stops only below `workers.min`. What a job needs no more it gives back: whole
 Workloads are deleted, of others a part is reclaimed (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
 
-An eviction is Kueue's wish. The quota is held until the pods have gone; who made the Workload takes it off then, as Kueue's own
-integrations do. Everything is seen anew in each look; nothing is remembered. Pure.
+An eviction is Kueue's wish. The quota is held until the pods have gone; whoever created the Workload releases it then, as
+Kueue's own integrations do. Nothing is remembered between reconcile passes. Pure.
 """
 
 from __future__ import annotations

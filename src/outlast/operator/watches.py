@@ -173,7 +173,7 @@ class Watches:
     def _set_version(self, watch: _Watch, version: str | None) -> None:
         connects = not watch.connected and version is not None
         if watch.connected and version is None:
-            log.warning("the watch of %s is lost; nobody is taken for dead before it stands again", watch.kind.resource)
+            log.warning("the watch of %s is lost; no worker is presumed dead until it is back", watch.kind.resource)
         elif connects:
             watch.failures = 0
             log.info("%s are watched", watch.kind.resource)

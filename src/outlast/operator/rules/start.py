@@ -39,11 +39,11 @@ def changed_or_new(rec: Reconcile) -> None:
                 return rec.set_state(State.PENDING, rec.snapshot.refused, "FailedCreate", warning=True)
             if no_gang := gang.missing(rec.snapshot.gang, rec.snapshot.features.groups):
                 rec.done = True
-                return rec.set_state(State.PENDING, f"no pods can be made: {no_gang}", "NoGang", warning=True)
+                return rec.set_state(State.PENDING, f"no pods can be created: {no_gang}", "NoGang", warning=True)
             rec.prerequisites = desired.prerequisites(rec.snapshot)
             rec.update(started=rec.now, formed=False, gang="" if rec.snapshot.gang == "none" else rec.snapshot.gang)
         else:
             rec.apply = desired.updated(rec.snapshot)
     except InvalidJob as error:
         rec.done = True
-        rec.set_state(State.PENDING, f"no pods can be made: {error}", "InvalidJob", warning=True)
+        rec.set_state(State.PENDING, f"no pods can be created: {error}", "InvalidJob", warning=True)

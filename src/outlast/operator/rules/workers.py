@@ -115,7 +115,7 @@ def unheard_workers(rec: Reconcile) -> None:
         count = len(rec.snapshot.reports)
         reason = (
             f"most of the {count} workers have said nothing for {silence_s:g} s though their nodes are well: the "
-            f"path from them to the API server is taken for broken, and nobody for dead before {held_s:g} s are over"
+            f"path from them to the API server is presumed broken, and none dead before {held_s:g} s are over"
         )
         rec.set_state(rec.status.state, reason, reconcile.UNHEARD, event=True, warning=True)
 
