@@ -473,7 +473,21 @@ def test_a_schedule_injects_each_fault_once_when_it_is_due(tmp_path: Path, outla
     done = list(chaos.play(backend, "job", faults, random.Random(0)))
     assert [sentence.split(":")[0] for sentence in done] == ["stop", "term"]
     assert [int(sentence.split()[-1]) >= step for sentence, step in zip(done, (10, 20), strict=True)] == [True, True]
-    assert chaos.seed(faults).random() == chaos.seed(faults).random()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "choices"),
+    [
+        ("[{step: 40, do: kill-worker}]", [4, 2, 1, 7, 5, 1]),
+        (
+            "[{step: 40, do: kill-worker}, {at: 1m30s, do: kill-process, worker: 1}, {at: 20s, step: 7, do: term, worker: random}]",
+            [5, 4, 1, 0, 3, 2],
+        ),
+    ],
+)
+def test_a_schedule_chooses_the_same_workers_in_every_version(schedule: str, choices: list[int]) -> None:
+    rng = chaos.seed(chaos.parse(schedule))
+    assert [rng.choice(range(8)) for _ in choices] == choices
 
 
 @pytest.mark.parametrize(

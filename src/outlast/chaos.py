@@ -135,8 +135,12 @@ def _is_count(value: object) -> bool:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """The random generator of a schedule: the same for the same schedule."""
-    return random.Random(repr(faults))
+    """The random generator of a schedule: the same for the same schedule, whatever its classes are called.
+
+    So the text that seeds it is not their repr, and must stay as it is.
+    """
+    spelt = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
+    return random.Random(f"({', '.join(spelt)}{',' if len(spelt) == 1 else ''})")
 
 
 def play(
