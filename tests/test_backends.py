@@ -112,7 +112,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         backend = local.LocalBackend(tmp_path / "state")
         yield Place(backend, tmp_path / "here.yaml", lambda: None)
         if backend.list() and not backend.status("job").state.final:
-            backend.kill("job")
+            backend.steer("job", "kill")
     elif request.param == "api":
         api = apiserver.ApiServer()
         with apiserver.serving(api) as url:
@@ -160,18 +160,18 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
     backend.scale("job", 1)
     place.wait(lambda s: s.replicas == 1 and s.state is State.RUNNING and len(s.world) == 1)
 
-    backend.suspend("job")
+    backend.steer("job", "suspend")
     place.wait(lambda s: s.state is State.SUSPENDED)
     backend.resume("job")
     place.wait(lambda s: s.state is State.RUNNING)
 
-    backend.cancel("job")
+    backend.steer("job", "cancel")
     try:
         place.wait(lambda s: s.state is State.CANCELLED)
     except NotFound:  # nothing is left of it, which is as good
         assert list(backend.list()) == []
     with pytest.raises(OutlastError):
-        backend.suspend("job")
+        backend.steer("job", "suspend")
 
 
 def test_logs_are_all_lines_of_all_workers_or_of_one(place: Place) -> None:
@@ -182,4 +182,4 @@ def test_logs_are_all_lines_of_all_workers_or_of_one(place: Place) -> None:
     lines = list(place.backend.logs("job"))
     assert sorted((line.worker, line.text) for line in lines) == [(0, "here is 0"), (1, "here is 1")]
     assert [line.text for line in place.backend.logs("job", worker=1, tail=1)] == ["here is 1"]
-    place.backend.kill("job")
+    place.backend.steer("job", "kill")

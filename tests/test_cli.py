@@ -480,7 +480,7 @@ def test_a_schedule_injects_each_fault_once_when_it_is_due(tmp_path: Path, outla
     [
         ("[{step: 40, do: kill-worker}]", [4, 2, 1, 7, 5, 1]),
         (
-            "[{step: 40, do: kill-worker}, {at: 1m30s, do: kill-process, worker: 1}, {at: 20s, step: 7, do: term, worker: random}]",
+            "[{step: 40, do: kill-worker}, {at: 1m30s, do: kill-process, worker: 1}, {at: 20s, step: 7, do: term}]",
             [5, 4, 1, 0, 3, 2],
         ),
     ],

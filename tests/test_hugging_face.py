@@ -44,7 +44,7 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
         newest = max(int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*"))
         until(lambda: (output / f"checkpoint-{newest + 60}").exists(), timeout_s=180)
         told = time.time()
-        backend.suspend("train")
+        backend.steer("train", "suspend")
         until(lambda: backend.status("train").state is State.SUSPENDED, timeout_s=180)
         assert max(path.stat().st_mtime for path in output.glob("checkpoint-*/trainer_state.json")) > told, (
             "it saves when told to leave"
@@ -54,4 +54,4 @@ def test_the_trainer_of_the_guide_goes_on_from_its_newest_checkpoint_and_saves_w
         assert (output / "final" / "model.safetensors").exists()
     finally:
         if not backend.status("train").state.final:
-            backend.cancel("train")
+            backend.steer("train", "cancel")

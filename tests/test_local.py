@@ -244,7 +244,7 @@ def test_resume_waits_for_workers_that_were_told_to_leave(here: Here, monkeypatc
     with here.launcher():
         with pytest.raises(AlreadyRunning, match="job is running"):
             here.backend.resume("job")
-        here.backend.suspend("job")
+        here.backend.steer("job", "suspend")
         looks: list[StateDir] = []
 
         def has_launcher(state_dir: StateDir) -> bool:
@@ -438,7 +438,7 @@ def test_numbers_that_belong_to_others_after_a_reboot_are_left_alone(here: Here)
                     here.backend.chaos("job", action, worker=0, rng=random.Random(0))
         os.utime(here.state_dir.run, (1.0, 1.0))
         assert here.backend.status("job").reason == "all its processes are gone; `outlast run` goes on"
-        here.backend.kill("job")
+        here.backend.steer("job", "kill")
         assert here.backend.status("job").reason == "killed by the user"
         assert stranger.poll() is None
     assert [event["kind"] for event in here.backend.events("job")] == ["submitted", "finished"]
@@ -453,7 +453,7 @@ def test_workers_without_a_launcher_are_ours_and_can_be_faultsed_and_killed(here
         assert here.backend.status("job").reason == "the launcher is gone; its workers train on and will start it again"
         said = here.backend.chaos("job", "stop", worker=None, rng=random.Random(0))
         assert said == f"stopped rank 1 on worker 0 (pid {ours.pid}) at step 40"
-        here.backend.kill("job")
+        here.backend.steer("job", "kill")
         assert ours.wait(timeout=60) == -signal.SIGKILL
     assert here.backend.status("job").state is State.INTERRUPTED
 
@@ -488,8 +488,10 @@ def test_a_damaged_file_is_named_with_a_way_out_that_leads_out(here: Here, file:
     path.write_text(content)
     sentence = f"{path} is empty, damaged or may not be read; {remedy}"
     calls: list[Callable[[], object]] = [
-        lambda: here.backend.status("job"), lambda: here.backend.resume("job"), lambda: here.backend.cancel("job"), here.submit,
-    ]  # fmt: skip
+        lambda: here.backend.status("job"),
+        *(lambda verb=verb: here.backend.steer("job", verb) for verb in ("resume", "cancel")),
+        here.submit,
+    ]
     for call in calls:
         with pytest.raises(OutlastError) as raised:
             call()

@@ -48,7 +48,7 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
     assert re.search(r"\nstep +[\d,]+/100,?000, .* steps/s, .* left \(read from the log\)\n", page)
     assert re.search(r"\ncheckpoint +newest file that looks like a checkpoint: work/checkpoint.pt, .* ago\n", page)
     assert view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and exit"
-    machine.backend.suspend(name)
+    machine.backend.steer(name, "suspend")
     status = machine.end(name)
     assert status.state is State.SUSPENDED
     assert re.search(r"; newest file that looks like a checkpoint: work/checkpoint.pt, .* ago$", status.reason)
@@ -56,7 +56,7 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
     machine.backend.resume(name)
     machine.wait(name, lambda status: len(went_on(machine)) > 1)
     assert went_on(machine)[1] == left
-    machine.backend.cancel(name)
+    machine.backend.steer(name, "cancel")
     machine.end(name)
 
 
@@ -82,7 +82,7 @@ def test_with_a_store_another_machine_goes_on_with_a_plain_scripts_files(
         elsewhere.submit(job, take_over=True)
         elsewhere.wait(name, lambda status: bool(went_on(elsewhere)))
         assert went_on(elsewhere)[0] == step(pushed)
-        elsewhere.backend.cancel(name)
+        elsewhere.backend.steer(name, "cancel")
         elsewhere.end(name)
         assert step(elsewhere.backend.output(name) / "work" / "checkpoint.pt") >= step(pushed)
     finally:

@@ -188,5 +188,5 @@ def test_probes_tell_the_truth(machine):
     os.kill(worker.ranks[0].pid, signal.SIGSTOP)
     stale = machine.wait(name, lambda s: ask(worker.probes, "/healthz")[0] == 503 or s.restarts > 0)
     assert stale.restarts <= 1
-    machine.backend.cancel(name)
+    machine.backend.steer(name, "cancel")
     assert machine.end(name).state is State.CANCELLED

@@ -1,36 +1,8 @@
-"""What can go wrong, said to the person who can mend it.
+"""Errors that users can correct.
 
-An `OutlastError` is a user's or a machine's mistake: the command line prints its one sentence without a traceback and exits
-with `exit_code`. Everything else is a bug of ours and keeps its traceback. A message holds the value, the expectation and the
+An `OutlastError` is a mistake of the user or a fault of the machine: the command line prints its message without a traceback and
+exits with `exit_code`. Any other exception is a bug and keeps its traceback. A message holds the value, the expectation and the
 remedy.
-
-    OutlastError              exit 2
-    ├── InvalidJob            the job file is wrong; `.problems` holds every mistake found
-    ├── NotFound              no such job, file or checkpoint
-    ├── AlreadyRunning        the job runs already, or another process holds its lock
-    ├── NoRoom                a disk of this world cannot take what it must; in another world, or later, it may do
-    ├── Superseded            a newer generation has taken over; the holder is a zombie and must stop
-    ├── ClusterError          a cluster did not do what it was asked to (exit 1)
-    │   ├── NoCluster         which one is meant is not known: no kubeconfig, no such context (exit 2)
-    │   ├── Absent            there is no such document (exit 2; a NotFound, too)
-    │   ├── Taken             what was to be created exists (exit 2)
-    │   ├── Conflict          what was to be changed is no longer what it was
-    │   ├── Forbidden         this user has not the right to
-    │   ├── Unauthorized      the login has expired
-    │   ├── Refused           the server does not accept the document: its schema, a quota, a policy, a webhook
-    │   ├── NotServed         it does not know the kind: something has to be installed
-    │   └── Unanswered        it cannot be reached, or is not well
-    ├── EtcdError             an etcd did not do what it was asked to (exit 1)
-    │   ├── EtcdAway          it cannot be reached, or is not well
-    │   └── EtcdRefused       it speaks no v3, or does not accept who asks: asking again does not help (exit 2)
-    └── StoreError            a store did not do what it was asked to; `.retry` says whether trying again later can help
-        ├── Missing           there is no such object
-        ├── NoBucket          there is no such bucket or container
-        ├── Exists            what was to be created exists
-        ├── Changed           what was to be replaced, or is being uploaded, is no longer what it was
-        ├── Denied            the credentials are wrong, or do not permit it
-        ├── Stopped           we were asked to stop in the middle of it
-        └── Unreachable       the store does not answer, or is not well (exit 1: nothing was asked wrongly)
 """
 
 from __future__ import annotations
@@ -39,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 
 class OutlastError(Exception):
-    """A mistake that its reader can mend."""
+    """A mistake that its reader can correct."""
 
     exit_code = 2
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -34,6 +33,7 @@ from outlast.cli import (
     sync,
     terminal,
     top,
+    validate,
     which,
     why,
 )
@@ -65,31 +65,6 @@ def program(
     ] = False,
 ) -> None:
     """Distributed PyTorch training that outlasts its machines."""
-
-
-def validate_(
-    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.", show_default=False)] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of job files, for editors.")] = False,
-) -> None:
-    """Check job files, and print every mistake in them.
-
-    Editors with the YAML language server (VS Code's YAML extension, Neovim) check and complete a job file that begins with
-    `# yaml-language-server: $schema=elasticjob.json`, once --schema has written that file.
-
-    \b
-    Examples:
-      outlast validate job.yaml
-      outlast validate examples/*.yaml
-      outlast validate --schema > elasticjob.json
-    """
-    from outlast.cli import validate
-
-    if schema:
-        print(validate.schema())
-    elif files:
-        raise typer.Exit(validate.validate(files))
-    else:
-        raise typer.BadParameter("give the job files to check, or --schema")
 
 
 def version() -> None:
@@ -136,7 +111,7 @@ app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.evaluate)
 app.add_typer(checkpoints.app, name="checkpoints")
-app.command("validate")(validate_)
+app.command()(validate.validate)
 app.command()(render.render)
 app.add_typer(data.app, name="data")
 app.add_typer(image.app, name="image")

@@ -77,7 +77,7 @@ def chaos(
         terminal.confirm(f"{action} injects faults into {name} in namespace {where}")
     rng = random.Random(seed := RANDOM.randrange(10_000) if seed is None else seed)
     if schedule is not None:
-        said = faults.play(place, name, schedule, faults.seed(schedule), say=_say)
+        said = faults.play(place, name, schedule, faults.seed(schedule), say=terminal.say)
     elif every is None:
         print(place.chaos(name, action, worker=worker, rng=rng))
         return
@@ -85,10 +85,6 @@ def chaos(
         if worker is None:
             print(f"the seed is {seed}", file=sys.stderr)
         fault = faults.Fault(action, worker)
-        said = faults.repeat(place, name, fault, every=faults.every(every), times=times, rng=rng, say=_say)
+        said = faults.repeat(place, name, fault, every=faults.every(every), times=times, rng=rng, say=terminal.say)
     for sentence in said:
         print(sentence, flush=True)
-
-
-def _say(sentence: str) -> None:
-    print(f"outlast | {sentence}", file=sys.stderr, flush=True)

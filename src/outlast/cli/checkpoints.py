@@ -93,12 +93,9 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
     if url and elsewhere:
         raise OutlastError(f"{elsewhere} and --store {url} are two places; leave one of them out")
     if elsewhere or (url and not (namespace or context) and not which.backend(ctx).list()):
-        there = store.open_(elsewhere or url or "")
-        if (record := runs.read(there)) is None:
-            raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
+        there, record = which.recorded(elsewhere or url or "")
         return Job(record.run, None, remote.Checkpoints(there, record.run))
-    place = which.place(ctx, name, namespace, context)
-    name = which.job(place, name)
+    place, name = which.found(ctx, name, namespace, context)
     status = place.status(name)
     url = url or (status.store.url if status.store else None)
     if which.in_cluster(place) is not None:
@@ -106,8 +103,9 @@ def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str |
             where = status.output or "wherever its script writes"
             raise NotFound(f"the checkpoints of {name} are in its pods only ({where}); give the job an output in a store")
         there = store.open_(url)
-        record = runs.read(there)
-        return Job(record.run if record else status.run, None, remote.Checkpoints(there, record.run if record else status.run))
+        written = runs.read(there)
+        run = written.run if written else status.run
+        return Job(run, None, remote.Checkpoints(there, run))
     kept = remote.Checkpoints(store.open_(url), status.run) if url else None
     return Job(status.run, Path(place.output(name)) / contract.CHECKPOINTS, kept)
 

@@ -38,21 +38,13 @@ def list_(
     """
     place = which.place(ctx, None, namespace, context)
     statuses = place.list()
-    there = which.in_cluster(place)
-    if there is not None and not statuses and not there.cluster.has_namespace():
-        raise there.workloads.nowhere()
+    none = "" if statuses else which.no_job(place)
     if output is not Output.TABLE:
         show.data([status.model_dump(mode="json") for status in statuses], output)
     elif statuses:
         print(show.jobs(statuses, time.time()))
-    elif there is not None:
-        cluster = there.cluster
-        print(
-            f"there is no job in namespace {cluster.namespace} of {cluster.context}; submit one: outlast submit FILE",
-            file=sys.stderr,
-        )
     else:
-        print("no job has been run here; start one with `outlast run FILE`, in this directory", file=sys.stderr)
+        print(none, file=sys.stderr)
 
 
 def status(
@@ -72,8 +64,7 @@ def status(
       outlast status cifar10 -n team-a
       outlast status cifar10 -o json
     """
-    place = which.place(ctx, name, namespace, context)
-    name = which.job(place, name)
+    place, name = which.found(ctx, name, namespace, context)
     if watch:
         _watch(place, name, output)
     elif output is Output.TABLE:
@@ -106,7 +97,7 @@ def _watch(place: Backend, name: str, output: Output) -> None:
             return
         old = new
         time.sleep(place.poll_s)
-        new = backoff.until_answered(lambda: place.status(name), _say, every_s=place.poll_s)
+        new = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
 
 
 def logs(
@@ -151,7 +142,7 @@ def logs(
     else:
         since_s = _since(since)
         place = which.place(ctx, name, namespace, context)
-        lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=_say)
+        lines = place.logs(which.job(place, name), worker=worker, follow=follow, tail=tail, since_s=since_s, say=terminal.say)
     for line in lines:
         if wanted is None or wanted.search(line.text):
             terminal.log([line], prefixed=worker is None)
@@ -165,10 +156,6 @@ def _since(text: str | None) -> float | None:
         return units.duration(text).total_seconds()
     except ValueError as error:
         raise typer.BadParameter(f"--since {text}: {error}") from error
-
-
-def _say(sentence: str) -> None:
-    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
 
 def scale(
@@ -206,8 +193,7 @@ def suspend(
     Examples:
       outlast suspend cifar10
     """
-    place = which.place(ctx, name, namespace, context)
-    name = which.job(place, name)
+    place, name = which.found(ctx, name, namespace, context)
     place.steer(name, "suspend")
     more = f"outlast resume {name}{which.suffix(namespace, context)}"
     print(f"{name} is being suspended: its workers save and exit; continue with: {more}")
@@ -225,11 +211,10 @@ def resume(
     Examples:
       outlast resume cifar10
     """
-    place = which.place(ctx, name, namespace, context)
-    name = which.job(place, name)
+    place, name = which.found(ctx, name, namespace, context)
     place.steer(name, "resume")
     for notice in place.notices:
-        _say(notice)
+        terminal.say(notice)
     print(f"{name} goes on; look at it with: outlast status {name}{which.suffix(namespace, context)}")
 
 
@@ -242,8 +227,7 @@ def cancel(
     Examples:
       outlast cancel cifar10
     """
-    place = which.place(ctx, name, namespace, context)
-    name = which.job(place, name)
+    place, name = which.found(ctx, name, namespace, context)
     try:
         output = place.output(name)
     except NotFound:  # other objects of the job may still exist

@@ -23,18 +23,6 @@ if TYPE_CHECKING:
 
     from outlast.backends import LogLine
 
-_WORKERS = (
-    "cyan",
-    "yellow",
-    "magenta",
-    "green",
-    "blue",
-    "bright_cyan",
-    "bright_yellow",
-    "bright_magenta",
-    "bright_green",
-    "bright_blue",
-)
 _STATES = {
     State.PENDING: "cyan",
     State.QUEUED: "cyan",
@@ -81,7 +69,7 @@ class Terminal:
 
 def _line(line: LogLine) -> Text:
     text = terminal.logged(next(terminal.drawn(line.text, terminal=True)))
-    return Text.assemble((f"worker-{line.worker} | ", _WORKERS[line.worker % len(_WORKERS)]), Text.from_ansi(text))
+    return Text.from_ansi(terminal.prefix(line.worker, colour=True) + text)
 
 
 def panel(status: JobStatus, now: float) -> Panel:

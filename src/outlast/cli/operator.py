@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from outlast.cli.which import ContextOption
-
-
-class Log(enum.StrEnum):
-    """How the log is written."""
-
-    JSON = "json"
-    TEXT = "text"
 
 
 def operator(
@@ -25,7 +17,7 @@ def operator(
     lost_after: Annotated[
         str, typer.Option(metavar="TIME", help="How long a node may be unreachable before its pods are replaced.")
     ] = "30s",
-    log: Annotated[Log, typer.Option(help="One JSON document per line, or text for people.")] = Log.JSON,
+    log: Annotated[Literal["json", "text"], typer.Option(help="One JSON document per line, or text for people.")] = "json",
     context: ContextOption = None,
 ) -> None:
     """Run the ElasticJobs of a cluster: create, replace and remove their pods.
@@ -46,4 +38,4 @@ def operator(
     from outlast.operator import process
 
     limits = process.limits(lost_after)
-    process.main(limits, namespace=namespace, workers=workers, text=log is Log.TEXT, context=context)
+    process.main(limits, namespace=namespace, workers=workers, text=log == "text", context=context)

@@ -6,7 +6,7 @@ Reads the keys of members and coordinators (`rendezvous.etcd.client.look`), and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +53,9 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
       outlast rdzv show --endpoint etcd://etcd:2379 --run team-a/cifar10
       kubectl exec cifar10-0 -- outlast rdzv show -o json
     """
-    with _client(endpoint) as client:
+    from outlast import etcd
+
+    with contextlib.closing(etcd.Etcd(etcd.address(endpoint))) as client:
         found = _look(client, run)
         if output is not Output.TABLE:
             shown.data([facts(each) for each in found], output)
@@ -111,14 +113,6 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- parts
-
-
-@contextlib.contextmanager
-def _client(endpoint: str) -> Iterator[Etcd]:
-    from outlast import etcd
-
-    with contextlib.closing(etcd.Etcd(etcd.address(endpoint))) as client:
-        yield client
 
 
 def _look(client: Etcd, run: str | None) -> list[Run]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from outlast.cli import which
+from outlast.cli import terminal, which
 from outlast.cli.which import FileArgument, SetOption, TitleOption, TopologyOption
 from outlast.errors import InvalidJob, OutlastError
 
@@ -66,7 +65,7 @@ def render(
         parcel.put()
     said = [parcel.sentence] if parcel.sentence else []
     for sentence in [*said, *unused.anywhere(job), *manifests.warnings(job, topology)]:
-        print(f"outlast | {job.metadata.name}: {sentence}", file=sys.stderr)
+        terminal.say(f"{job.metadata.name}: {sentence}")
     print(text(documents) if output == "yaml" else listed(documents), end="")
 
 

@@ -13,7 +13,6 @@ from outlast import units
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
-from outlast.errors import NotFound
 
 if TYPE_CHECKING:
     from outlast.ledger import Event
@@ -45,7 +44,7 @@ def report(
     account = goodput.buckets(events, time.time() if driven else None)
     if told is not None and units.percent(told) != units.percent(account.goodput):
         said = f"the operator reads no ledger; it estimates a goodput of {units.percent(told)}, which status and list show"
-        print(f"outlast | {said}", file=sys.stderr)
+        terminal.say(said)
     if output is not Output.TABLE:
         show.data({"name": name, "run": run, **text.as_json(account)}, output)
     elif terminal.colours(sys.stdout):
@@ -60,15 +59,11 @@ def _ledger(
 ) -> tuple[str, str, Iterable[Event], bool, float | None]:
     """The job's name, its run, its ledger, whether it is active, and the goodput that an operator has estimated."""
     if url := which.in_store(name):
-        from outlast import runs, store
         from outlast.runs import output
 
-        place = store.open_(url)
-        if (record := runs.read(place)) is None:
-            raise NotFound(f"there is no job in {place.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
+        place, record = which.recorded(url)
         return record.job, record.run, output.events(place), not record.ended, None
-    backend = which.place(ctx, name, namespace, context)
-    name = which.job(backend, name)
+    backend, name = which.found(ctx, name, namespace, context)
     status, events = backend.status(name), backend.events(name)
     if which.in_cluster(backend) is None:
         return name, status.run, events, status.launcher is not None, None
@@ -98,5 +93,5 @@ def evaluate(
     if name is not None and name.startswith("-"):
         further.insert(0, name)
         name = None
-    place = which.place(ctx, name, namespace, context)
-    raise typer.Exit(place.evaluate(which.job(place, name), further, show=lambda line: terminal.log([line], prefixed=False)))
+    place, name = which.found(ctx, name, namespace, context)
+    raise typer.Exit(place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.cli import overrides, script, which
+from outlast.cli import overrides, script, terminal, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import FileOrScript, SetOption, TitleOption
 from outlast.errors import NotFound, OutlastError
@@ -79,13 +78,15 @@ def run(
     from outlast.spec import unused
 
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(wanted), *unused.here(wanted)):
-        print(f"outlast | {name}: {sentence}", file=sys.stderr)
+        terminal.say(f"{name}: {sentence}")
 
     with _explained(wanted):
-        run = place.submit(wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=_tell)
+        run = place.submit(
+            wanted, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say
+        )
     going_on = before is not None and before.run == run
     for notice in place.notices:
-        print(f"outlast | {notice}", file=sys.stderr)
+        terminal.say(notice)
     if detach:
         print(f"{name} {'goes on' if going_on else 'runs'} in the background; look at it with: outlast logs -f {name}")
         return
@@ -94,12 +95,8 @@ def run(
     with view.Signals() as signals, view.screen() as screen:
         status, code = view.follow(place, name, screen, signals, tail=0 if going_on else None)
     for sentence in view.summary(status, time.time()):
-        print(f"outlast | {sentence}", file=sys.stderr)
+        terminal.say(sentence)
     raise typer.Exit(code)
-
-
-def _tell(sentence: str) -> None:
-    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -109,7 +106,7 @@ def _explained(job: Job) -> Iterator[None]:
 
     there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""
     waits = f"waiting for {there}: it does not answer, or the output of an earlier run is being archived; Ctrl-C stops"
-    timer = threading.Timer(_NOTICE_DELAY_S, print, (f"outlast | {waits}",), {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(_NOTICE_DELAY_S, terminal.say, (waits,))
     timer.daemon = True
     if there:
         timer.start()

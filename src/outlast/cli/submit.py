@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outlast import backoff
-from outlast.cli import script, which
+from outlast.cli import render, script, terminal, which
 from outlast.cli.script import ModuleOption, WorkersOption
 from outlast.cli.which import ContextOption, FileOrScript, NamespaceOption, SetOption, TitleOption, TopologyOption
 from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
@@ -20,7 +19,6 @@ from outlast.errors import Absent, NotFound, NotServed, OutlastError, StoreError
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
     from outlast.kube import Cluster, Document
-    from outlast.shipping.parcel import Parcel
     from outlast.spec import Job
 
 
@@ -69,11 +67,13 @@ def submit(
     place = _place(ctx, job, topology, namespace, context)
     title = job.metadata.name
     for sentence in (*script.misplaced(ctx, file), *unused.anywhere(job), *manifests.warnings(job, topology)):
-        _say(f"{title}: {sentence}")
+        terminal.say(f"{title}: {sentence}")
     if dry_run:
-        made = documents(job, topology, source=source, namespace=place.cluster.namespace, ship=_describe)
+        with render.rendered(job, topology, source=source, namespace=place.cluster.namespace) as (made, parcel):
+            if parcel.sentence:
+                terminal.say(parcel.sentence)
         for sentence in place.make_room(title, made, fresh=fresh, dry_run=True):
-            _say(sentence)
+            terminal.say(sentence)
         for document in made:
             print(_change(place.cluster, document), flush=True)
         _warn(place.cluster)
@@ -87,35 +87,6 @@ def submit(
     print(f"look at {title} in namespace {place.cluster.namespace} with: outlast logs -f {title}{options}")
 
 
-def documents(
-    job: Job,
-    topology: str,
-    *,
-    source: Path,
-    namespace: str | None,
-    run: str | None = None,
-    fresh: bool = False,
-    ship: Callable[[Parcel], None] = lambda _: None,
-) -> list[Document]:
-    """The documents of a job, in the order in which they are to be applied; `ship` is called with its code. Raises InvalidJob
-    with the name of its file."""
-    from outlast.cli import render
-
-    with render.rendered(job, topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
-        ship(parcel)
-        return made
-
-
-def _describe(parcel: Parcel) -> None:
-    if parcel.sentence:
-        _say(parcel.sentence)
-
-
-def _ship(parcel: Parcel) -> None:
-    _describe(parcel)
-    parcel.put()
-
-
 def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
     """The cluster, and how jobs are made there."""
     from outlast.cluster import backend
@@ -126,9 +97,15 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
         cluster = which.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
     def made(wanted: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-        if run is None:  # only to compare with what is there
-            return documents(wanted, topology, source=source, namespace=cluster.namespace, fresh=fresh)
-        return documents(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh, ship=_ship)
+        with render.rendered(wanted, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (
+            found,
+            parcel,
+        ):
+            if run is not None:  # else they are only compared with those in the cluster
+                if parcel.sentence:
+                    terminal.say(parcel.sentence)
+                parcel.put()
+            return found
 
     place = backend.KubernetesBackend(cluster, documents=made)
     if not cluster.has_namespace():
@@ -179,30 +156,26 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
 
 def _follow(place: KubernetesBackend, name: str, options: str) -> int:
     """Show the logs until the job ends; the exit code that it means."""
-    from outlast.cli import show, terminal, view
+    from outlast.cli import show, view
 
     try:
         try:
-            for line in place.logs(name, follow=True, say=_say):
+            for line in place.logs(name, follow=True, say=terminal.say):
                 terminal.log([line])
         except (NotFound, StoreError) as error:  # the job has ended before, and its pods are gone
-            _say(str(error))
-        status = backoff.until_answered(lambda: place.status(name), _say, every_s=place.poll_s)
+            terminal.say(str(error))
+        status = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
         deadline = time.monotonic() + 10  # the pods have ended; their controller may not have said so yet
         while status.state.active and time.monotonic() < deadline:
             time.sleep(0.5)
-            status = backoff.until_answered(lambda: place.status(name), _say, every_s=place.poll_s)
+            status = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
     except KeyboardInterrupt:
-        _say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
+        terminal.say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
         return 0
-    _say(f"{name}: {show.state(status)}")
+    terminal.say(f"{name}: {show.state(status)}")
     return view.exit_code(status)
 
 
 def _warn(cluster: Cluster) -> None:
     for sentence in cluster.warnings:
-        _say(f"the cluster warns: {sentence}")
-
-
-def _say(sentence: str) -> None:
-    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
+        terminal.say(f"the cluster warns: {sentence}")

@@ -9,7 +9,6 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -134,14 +133,9 @@ def shown(path: str) -> str:
 
 def _complain(report: Report) -> None:
     """Name what is not as it should be, on standard error."""
-    _list("ignored", (f"{shown(path)}: {reason}" for path, reason in report.ignored), len(report.ignored))
-    changing = "it changed all the time; the next sync sends it again"
-    _list("warning", (f"{shown(path)}: {changing}" for path in report.changing), len(report.changing))
-    _list("failed", (f"{shown(path)}: {reason}" for path, reason in report.failed), len(report.failed))
-
-
-def _list(word: str, lines: Iterable[str], count: int) -> None:
-    for _, line in zip(range(_LISTED), lines, strict=False):
-        print(f"{word}: {line}", file=sys.stderr)
-    if count > _LISTED:
-        print(f"{word}: and {count - _LISTED:,} more (all of them with -o json)", file=sys.stderr)
+    changing = [(path, "it changed all the time; the next sync sends it again") for path in report.changing]
+    for word, found in (("ignored", report.ignored), ("warning", changing), ("failed", report.failed)):
+        for path, reason in found[:_LISTED]:
+            print(f"{word}: {shown(path)}: {reason}", file=sys.stderr)
+        if len(found) > _LISTED:
+            print(f"{word}: and {len(found) - _LISTED:,} more (all of them with -o json)", file=sys.stderr)

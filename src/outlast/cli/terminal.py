@@ -99,6 +99,11 @@ def bug(kind: type[BaseException], error: BaseException, where: TracebackType | 
     print("".join(traceback.format_exception(kind, error, where)), end="", file=sys.stderr)
 
 
+def say(sentence: str) -> None:
+    """Print a sentence of ours on standard error."""
+    print(f"outlast | {sentence}", file=sys.stderr, flush=True)
+
+
 def colours(stream: TextIO | None) -> bool:
     """Whether to write colours there: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that can.
 

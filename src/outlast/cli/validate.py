@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from outlast.errors import OutlastError
 
@@ -14,13 +15,31 @@ if TYPE_CHECKING:
     from outlast import spec
 
 
-def validate(files: Sequence[Path]) -> int:
-    """Print `cifar10: ok (2 workers, 1–4)` for each right file, every mistake of the others to stderr; returns the exit code."""
+def validate(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE", help="Job files.", show_default=False)] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of job files, for editors.")] = False,
+) -> None:
+    """Check job files, and print every mistake in them.
+
+    Editors with the YAML language server (VS Code's YAML extension, Neovim) check and complete a job file that begins with
+    `# yaml-language-server: $schema=elasticjob.json`, once --schema has written that file.
+
+    \b
+    Examples:
+      outlast validate job.yaml
+      outlast validate examples/*.yaml
+      outlast validate --schema > elasticjob.json
+    """
+    if not files and not schema:
+        raise typer.BadParameter("give the job files to check, or --schema")
     from outlast import spec
     from outlast.spec import unused
 
+    if schema:
+        print(json.dumps(spec.schema(), indent=2))
+        return
     code = 0
-    for file in files:
+    for file in files or ():
         try:
             job = spec.load(file, code=True)
         except OutlastError as error:
@@ -32,14 +51,7 @@ def validate(files: Sequence[Path]) -> int:
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
             for sentence in unused.here(job):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
-    return code
-
-
-def schema() -> str:
-    """The JSON schema of job files, for editors; `outlast validate --schema` prints it."""
-    from outlast import spec
-
-    return json.dumps(spec.schema(), indent=2)
+    raise typer.Exit(code)
 
 
 def _size(workers: spec.Workers) -> str:

@@ -63,7 +63,7 @@ class Plain:
 
     def say(self, sentence: str) -> None:
         """Print a sentence with our name before it."""
-        print(f"outlast | {sentence}", file=sys.stderr, flush=True)
+        terminal.say(sentence)
 
     def update(self, status: JobStatus) -> None:
         """Nothing: changes are shown as sentences."""

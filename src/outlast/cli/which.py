@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,13 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from outlast.cli import show
+from outlast.cli import show, terminal
 from outlast.errors import NotFound, OutlastError
 
 if TYPE_CHECKING:
+    from outlast import runs
     from outlast.backends import Backend
     from outlast.cluster.backend import KubernetesBackend
     from outlast.status import JobStatus
+    from outlast.store import Store
 
 FileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The job file.", show_default=False)]
 FileOrScript = Annotated[
@@ -127,22 +128,29 @@ NameArgument = Annotated[
 
 def job(place: Backend, name: str | None) -> str:
     """The name of the job that a command means; raises NotFound with the existing names."""
-    if (there := in_cluster(place)) is not None:
-        if name is not None:
-            return name  # the cluster checks it
-        none = (
-            f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
-        )
-        names = [status.name for status in place.list()]
-        if not names and not there.cluster.has_namespace():
-            raise there.workloads.nowhere()
-        return show.one_of("job", None, names, none=none)
+    there = in_cluster(place)
+    if there is not None and name is not None:
+        return name  # the cluster checks it
     statuses = place.list()
-    if name is None and len(statuses) > 1 and (found := meant(statuses)):
+    if there is None and name is None and len(statuses) > 1 and (found := meant(statuses)):
         name, reason = found
-        print(f"outlast | {name}: {reason}; outlast list shows all", file=sys.stderr)
-    known = [status.name for status in statuses]
-    return show.one_of("job", name, known, none="no job has been run here; start one with `outlast run FILE`, in this directory")
+        terminal.say(f"{name}: {reason}; outlast list shows all")
+    return show.one_of("job", name, [status.name for status in statuses], none="" if statuses else no_job(place))
+
+
+def no_job(place: Backend) -> str:
+    """Says that there is no job, and how to start one. Raises OutlastError if there is not even the namespace."""
+    if (there := in_cluster(place)) is None:
+        return "no job has been run here; start one with `outlast run FILE`, in this directory"
+    if not there.cluster.has_namespace():
+        raise there.workloads.nowhere()
+    return f"there is no job in namespace {there.cluster.namespace} of {there.cluster.context}; outlast submit FILE creates one"
+
+
+def found(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[Backend, str]:
+    """The backend and the name of the job that a command means."""
+    where = place(ctx, name, namespace, context)
+    return where, job(where, name)
 
 
 def meant(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
@@ -172,6 +180,16 @@ def in_store(given: str | None) -> str | None:
     if job.spec.output is None or spec.local(job.spec.output) is not None:
         raise NotFound(f"{given}: its output is not in a store; give the name of the job, in the directory that it runs in")
     return f"{job.spec.output.rstrip('/')}/{job.metadata.name}"
+
+
+def recorded(url: str) -> tuple[Store, runs.Run]:
+    """The output of a job in a store, and the record of its run there; raises NotFound."""
+    from outlast import runs, store
+
+    there = store.open_(url)
+    if (record := runs.read(there)) is None:
+        raise NotFound(f"there is no job in {there.url}; give the URL of a job's output, such as s3://bucket/runs/digits")
+    return there, record
 
 
 def takes(words: str) -> type[TyperCommand]:

@@ -25,7 +25,7 @@ from outlast.backends import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.launch import daemon
 from outlast.local import fault_injection, log_files, output_dir, stored, submission
-from outlast.local.state_dir import Request, Run, StateDir, newest_metrics
+from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
 from outlast.prepare import prepare
 from outlast.runs import output as stored_output
 from outlast.spec import substitution
@@ -218,24 +218,14 @@ class LocalBackend:
 
     def steer(self, name: str, verb: str) -> None:
         """Carry out a verb that needs nothing but the job's name."""
-        verbs = {
-            "suspend": self.suspend,
-            "interrupt": self.interrupt,
-            "resume": self.resume,
-            "cancel": self.cancel,
-            "kill": self.kill,
-        }
-        verbs[verb](name)
-
-    def suspend(self, name: str) -> None:
-        """Save and release the workers until `resume`."""
-        state_dir = self._active(name)
-        Request.read(state_dir).replaced(state_dir, end="suspend")
-
-    def interrupt(self, name: str) -> None:
-        """Save and stop; `submit` goes on from there."""
-        state_dir = self._active(name)
-        Request.read(state_dir).replaced(state_dir, end="interrupt")
+        match verb:
+            case "resume":
+                self.resume(name)
+            case "suspend" | "interrupt":
+                state_dir = self._active(name)
+                Request.read(state_dir).replaced(state_dir, end=verb)
+            case _:
+                self._end(name, verb)
 
     def resume(self, name: str) -> None:
         """Go on with a job that has not succeeded, with its code and job file unchanged."""
@@ -247,40 +237,29 @@ class LocalBackend:
         self.notices = submission.resume(state_dir, name, status)
         self._launch(state_dir)
 
-    def cancel(self, name: str) -> None:
-        """End the run; what is saved stays, and `submit` goes on from there."""
-        self._end(name, "cancel", State.CANCELLED, "cancelled by the user")
-
-    def kill(self, name: str) -> None:
-        """Kill every process of the job now; nothing is saved."""
-        self._end(name, "kill", State.INTERRUPTED, "killed by the user")
-
-    def _end(self, name: str, how: str, state: State, reason: str) -> None:
-        state_dir = self._known(name)
-        if self._read(state_dir).state.final:
-            raise OutlastError(f"job {name} has ended already ({self._read(state_dir).state})")
-        Request.read(state_dir).replaced(state_dir, end=how)
+    def _end(self, name: str, verb: str) -> None:
+        """Cancel or kill a run. If it has no launcher, we do what that would."""
+        state_dir, ending = self._known(name), ENDINGS[verb]
+        status = self._read(state_dir)
+        if status.state.final:
+            raise OutlastError(f"job {name} has ended already ({status.state})")
+        Request.read(state_dir).replaced(state_dir, end=verb)
         if state_dir.has_launcher():
             return
-        for worker in self._read(state_dir).workers:
+        status = self._read(state_dir)
+        for worker in status.workers:
             with contextlib.suppress(ProcessLookupError):
                 if worker.pid and state_dir.owns(worker.index, worker.pid):
                     os.killpg(worker.pid, signal.SIGKILL)
-        update: dict[str, object] = {
-            "state": state,
-            "reason": reason,
-            "workers": [],
-            "world": [],
-            "launcher": None,
-            "finished": time.time(),
-        }
-        files.replace(state_dir.status, self._read(state_dir).model_copy(update=update).model_dump_json())
+        ended: dict[str, object] = {"state": ending.state, "reason": ending.reason, "finished": time.time()}
+        ended |= {"workers": [], "world": [], "launcher": None}
+        files.replace(state_dir.status, status.model_copy(update=ended).model_dump_json())
         book = ledger.Ledger(self.output(name) / contract.LEDGER, "cli")
-        book.write("finished", state=str(state), reason=reason, step=self._read(state_dir).step, code=contract.Exit.FAILED)
+        book.write("finished", state=str(ending.state), reason=ending.reason, step=status.step, code=ending.code)
         book.close()
         run = Run.read(state_dir)
-        if run.store and state.final and (problem := stored.end(run, state, reason, contract.Exit.FAILED)):
-            raise OutlastError(f"job {name} is {str(state).lower()} here, but {run.store} does not say so: {problem}")
+        if run.store and ending.state.final and (problem := stored.end(run, ending.state, ending.reason, ending.code)):
+            raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
         """Remove the state of a job that has ended, and with `output` its output on this machine.

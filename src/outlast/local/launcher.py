@@ -30,7 +30,7 @@ from outlast.contract import End
 from outlast.errors import OutlastError
 from outlast.launch import titles
 from outlast.local.live_status import LiveStatus
-from outlast.local.state_dir import Request, Run, StateDir
+from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.workers import Ended, WorkerPool
 from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.coordinator import Coordinator, Settings, after
@@ -50,26 +50,6 @@ UPLOAD_TIMEOUT_S = 30.0
 """How long the launcher tries to upload what the workers could not."""
 EXIT_TIMEOUT_S = 15.0
 """How long workers may take to exit after the end of the job."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    """An end that a user may request."""
-
-    state: State
-    reason: str
-    code: int
-    at_once: bool = False
-    """Whether workers are killed without time to save."""
-
-
-ENDINGS = {
-    "interrupt": Ending(State.INTERRUPTED, "stopped by the user", contract.Exit.INTERRUPTED),
-    "suspend": Ending(State.SUSPENDED, "stopped by the user; `outlast resume` continues it", contract.Exit.INTERRUPTED),
-    "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED, at_once=True),
-    "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED, at_once=True),
-}
-"""By the word in `wanted.json`."""
 
 
 class Launcher(Coordinator):

@@ -18,60 +18,34 @@ import psutil
 
 from outlast import contract, files, locks
 from outlast.errors import OutlastError
+from outlast.status import State
 
 _Kind = TypeVar("_Kind")
 
 
-@dataclasses.dataclass(frozen=True)
 class StateDir:
     """Paths below one job's state directory."""
 
-    path: Path
-
-    @property
-    def job(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
-        return self.path / "job.yaml"
-
-    @property
-    def run(self) -> Path:
+        self.run = path / "run.json"
         """A `Run`, written last at submission: from then on the run exists."""
-        return self.path / "run.json"
-
-    @property
-    def request(self) -> Path:
+        self.request = path / "wanted.json"
         """See `Request`."""
-        return self.path / "wanted.json"
-
-    @property
-    def status(self) -> Path:
+        self.status = path / "status.json"
         """A `status.JobStatus`."""
-        return self.path / "status.json"
-
-    @property
-    def recovery(self) -> Path:
+        self.recovery = path / "launcher.json"
         """What the next launcher needs if this one dies."""
-        return self.path / "launcher.json"
-
-    @property
-    def shell(self) -> Path:
+        self.shell = path / "shell.json"
         """`resumption.marks` of the shell that last submitted or resumed the run."""
-        return self.path / "shell.json"
-
-    @property
-    def lock(self) -> Path:
+        self.lock = path / "launcher.lock"
         """Held by the launcher while it lives."""
-        return self.path / "launcher.lock"
-
-    @property
-    def socket(self) -> Path:
+        self.socket = path / "launcher.sock"
         """The launcher's socket, for workers."""
-        return self.path / "launcher.sock"
-
-    @property
-    def log(self) -> Path:
+        self.log = path / "launcher.log"
         """The launcher's log, for people."""
-        return self.path / "launcher.log"
 
     def worker(self, index: int) -> Path:
         """State directory of a worker."""
@@ -162,6 +136,26 @@ def _read(kind: type[_Kind], path: Path, remedy: str) -> _Kind:
         return kind(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as problem:
         raise OutlastError(f"{path} is empty, damaged or may not be read; {remedy}") from problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """An end that a user may request."""
+
+    state: State
+    reason: str
+    code: int
+    at_once: bool = False
+    """Whether workers are killed without time to save."""
+
+
+ENDINGS = {
+    "interrupt": Ending(State.INTERRUPTED, "stopped by the user", contract.Exit.INTERRUPTED),
+    "suspend": Ending(State.SUSPENDED, "stopped by the user; `outlast resume` continues it", contract.Exit.INTERRUPTED),
+    "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED, at_once=True),
+    "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED, at_once=True),
+}
+"""By `Request.end`."""
 
 
 _TAIL = 8192

@@ -7,6 +7,7 @@ report and the page all show this one value.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from outlast.ledger import Event
@@ -159,13 +160,6 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
 
 def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
     """Neighbours of the same bucket made one."""
-    last: _Stretch | None = None
-    for start, end, bucket in stretches:
-        if last is not None and last[2] is bucket:
-            last = last[0], end, bucket
-            continue
-        if last is not None:
-            yield last
-        last = start, end, bucket
-    if last is not None:
-        yield last
+    for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
+        together = list(same)
+        yield together[0][0], together[-1][1], bucket

@@ -12,8 +12,10 @@ Memory is bounded: of a long run, neighbouring steps that are long done are join
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
@@ -221,15 +223,10 @@ class Durations:
         """Microseconds; None before the first step."""
         if not self._number:
             return None
-        ordered, lower, seen = sorted(self._counts), None, 0
-        for each in ordered:
-            seen += self._counts[each]
-            if lower is None and 2 * seen >= self._number:
-                lower = each
-            if 2 * seen > self._number:
-                assert lower is not None
-                return (lower + each) / 2
-        raise AssertionError
+        ordered = sorted(self._counts)
+        seen = list(itertools.accumulate(self._counts[each] for each in ordered))
+        middle = self._number / 2
+        return (ordered[bisect.bisect_left(seen, middle)] + ordered[bisect.bisect_right(seen, middle)]) / 2
 
 
 class Timeline:
@@ -394,9 +391,6 @@ class Timeline:
 
     # What the launcher says
 
-    def _on_submitted(self, t: int, event: Event) -> None:
-        self._taken_up(t, event)
-
     def _on_resumed(self, t: int, event: Event) -> None:
         self._rests()
         self._taken_up(t, event)
@@ -417,6 +411,8 @@ class Timeline:
             self._drop(Bucket.REPLAYED, self.seen)
             self._phase = Bucket.IDLE
         self._wake(Bucket.QUEUE, t)
+
+    _on_submitted = _taken_up
 
     def _on_worker(self, t: int, event: Event) -> None:
         self._wake(Bucket.STARTUP, t)

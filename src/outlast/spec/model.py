@@ -15,26 +15,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from outlast import accelerators, contract, units
 from outlast.spec import fields, validation
 from outlast.spec.document import Place
-from outlast.spec.fields import (
-    Accelerator,
-    Code,
-    Cores,
-    Count,
-    Directory,
-    Duration,
-    Endpoint,
-    Every,
-    Flag,
-    Location,
-    ManagedBy,
-    Memory,
-    Module,
-    Mount,
-    Script,
-    Seconds,
-    Text,
-    Whole,
-)
 from outlast.spec.locations import local
 from outlast.spec.validation import Checked
 
@@ -58,19 +38,19 @@ class Metadata(Checked):
 class Data(Checked):
     """A dataset that every worker can read."""
 
-    from_: Location
+    from_: fields.Location
     """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object. Data
     in a store is downloaded once per machine, for all workers and jobs, and again only when it has changed. Read only."""
-    to: Mount = "/data"
+    to: fields.Mount = "/data"
     """Mount point in a pod. On this machine `OUTLAST_DATA` holds the path."""
 
 
 class Weights(Checked):
     """Weights that every worker can read."""
 
-    from_: Location
+    from_: fields.Location
     """Directory on this machine, or URL of a store, as for data."""
-    name: Directory
+    name: fields.Directory
     """The weights are in `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
 
 
@@ -84,9 +64,9 @@ class Workers(Checked):
 
     replicas: Annotated[int, Field(strict=True, ge=0, le=contract.MOST_WORKERS)] = 1
     """Number of workers to run. On Kubernetes, 0 suspends the job until this is raised."""
-    step: Count = 1
+    step: fields.Count = 1
     """Allowed numbers of workers are `min`, `min` + `step`, ... up to `max`."""
-    sizes: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    sizes: Annotated[tuple[fields.Count, ...], Field(min_length=1)] | None = None
     """The allowed numbers of workers, listed, instead of `step`: `[1, 2, 4]`."""
     min: int = Field(strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: min(_sizes(given)))
     """Smallest number of workers to train with. Default: the smallest of `sizes`, else `replicas`."""
@@ -129,19 +109,19 @@ class Workers(Checked):
 class Resources(Checked):
     """What each worker gets. On this machine all workers share CPU and memory."""
 
-    cpu: Cores | None = None
+    cpu: fields.Cores | None = None
     """CPU cores: `4`, `500m`. With `kubectl apply`, write a fraction as text, `500m` or `"0.5"`: API servers accept no other."""
-    cpu_limit: Cores | None = None
+    cpu_limit: fields.Cores | None = None
     """CPU limit, `8`, for namespaces that require one. Kubernetes only. Default: none: data loaders may use idle cores."""
-    memory: Memory | None = None
+    memory: fields.Memory | None = None
     """Memory: `16Gi`."""
-    gpu: Whole = 0
+    gpu: fields.Whole = 0
     """Number of GPUs. Each worker sees only its own. Without GPUs on this machine `outlast run` trains on the CPU."""
-    accelerator: Accelerator = Field(
+    accelerator: fields.Accelerator = Field(
         default="nvidia",
         description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource.",
     )
-    shared_memory: Memory | None = None
+    shared_memory: fields.Memory | None = None
     """Size of `/dev/shm`, which data loaders and NCCL use: `4Gi`. It counts toward `memory`."""
 
 
@@ -151,7 +131,7 @@ class Rendezvous(Checked):
     backend: contract.Backend = "auto"
     """What coordinates the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
     is no operator. `etcd`: a worker elected through an etcd v3, even where an operator creates the pods. `c10d`: worker 0."""
-    endpoint: Endpoint | None = None
+    endpoint: fields.Endpoint | None = None
     """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several separated by commas. Credentials come from the variables
     `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d: `host:29400`."""
 
@@ -168,7 +148,7 @@ class Rendezvous(Checked):
 class Checkpoint(Checked):
     """When to save checkpoints, for scripts that use `outlast.training`."""
 
-    every: Every = units.Every(duration=timedelta(minutes=5))
+    every: fields.Every = units.Every(duration=timedelta(minutes=5))
     """How often to save: a duration (`5m`) or a number of steps (`200 steps`)."""
     keep: Annotated[int, Field(strict=True, ge=2)] = 3
     """How many of the newest checkpoints to keep, at least 2."""
@@ -182,24 +162,24 @@ class Checkpoint(Checked):
 class Sync(Checked):
     """Uploading outputs to the store."""
 
-    every: Duration = timedelta(minutes=10)
+    every: fields.Duration = timedelta(minutes=10)
     """Interval of uploads while training runs. The rest is uploaded when the job ends, however it ends."""
 
 
 class Restarts(Checked):
     """How many failures a job survives. Interruptions (a worker asked to leave: scale-down, drain, spot) never count."""
 
-    limit: Whole = 10
+    limit: fields.Whole = 10
     """The job fails after more failures than this within `window`. Progress refunds them: a failure stops counting once a newer
     step has been saved."""
-    window: Duration = timedelta(hours=1)
+    window: fields.Duration = timedelta(hours=1)
     """Failures older than this do not count."""
 
 
 class Interruption(Checked):
     """What happens when a worker is asked to leave."""
 
-    grace: Duration = timedelta(seconds=75)
+    grace: fields.Duration = timedelta(seconds=75)
     """Time to save and exit before training is killed. Pods get 30 s more for the last upload, so the default fits into the 120 s
     between an AWS spot notice and the end of the machine. Azure and Google give 30 s: use 10s or less there."""
 
@@ -221,10 +201,10 @@ class Scheduling(Checked):
 class Environment(Checked):
     """Packages to install before training starts, once per machine for all workers and jobs. Give one of the two."""
 
-    requirements: Text | None = None
+    requirements: fields.Text | None = None
     """Requirements file for pip. Its packages are added to the Python that Outlast runs in; what that has already, above all
     PyTorch, is not installed again. With `code` from an archive or a store this may be a file in the code."""
-    conda: Text | None = None
+    conda: fields.Text | None = None
     """Environment file for micromamba, mamba or conda, one of which must be installed. The environment must include Python 3.11
     or newer and PyTorch."""
 
@@ -237,7 +217,7 @@ class Environment(Checked):
 class Hang(Checked):
     """When a process counts as hung. Its stacks are written to `logs/`, and training restarts."""
 
-    limit: Duration = timedelta(minutes=10)
+    limit: fields.Duration = timedelta(minutes=10)
     """A process hangs when it does nothing for this long: no step, no movement of its main thread, no CPU time and, for a plain
     script, no output. Before the first step of a session the limit is at least 10 minutes."""
 
@@ -245,12 +225,12 @@ class Hang(Checked):
 class Volume(Checked):
     """A volume for the pods. Kubernetes only."""
 
-    claim: Annotated[Text, fields.object_name(253)]
+    claim: Annotated[fields.Text, fields.object_name(253)]
     """Name of the PersistentVolumeClaim. An existing one is used unchanged."""
-    to: Mount
+    to: fields.Mount
     """Mount point in a pod. Where `data` names a directory of this machine (`{from: ./cifar, to: /data}`), pods use a volume
     mounted at the same place instead."""
-    size: Memory | None = None
+    size: fields.Memory | None = None
     """Size of the claim to create if it does not exist: `100Gi`. Default: the claim must exist."""
     storage_class: Annotated[str, fields.object_name(253)] = ""
     """With `size`: the StorageClass. Default: the cluster's."""
@@ -260,7 +240,7 @@ class Volume(Checked):
     `ReadWriteMany`."""
     sub_path: str = ""
     """Directory in the volume to mount. Default: the whole volume."""
-    read_only: Flag = False
+    read_only: fields.Flag = False
     """Whether pods mount it read-only."""
 
 
@@ -275,7 +255,7 @@ class Toleration(Checked):
     """Value of the taint."""
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
     """Effect of the taint. Default: any."""
-    toleration_seconds: Whole | None = None
+    toleration_seconds: fields.Whole | None = None
     """With `NoExecute`: how long the pods stay on the node. Default: forever."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
@@ -290,20 +270,20 @@ class Toleration(Checked):
 class Secret(Checked):
     """A Secret for the workers. Kubernetes only."""
 
-    name: Annotated[Text, fields.object_name(253)]
+    name: Annotated[fields.Text, fields.object_name(253)]
     """Name of the Secret."""
-    to: Mount | None = None
+    to: fields.Mount | None = None
     """Directory in which its keys appear as files. Default: its keys become environment variables."""
 
 
 class Tracking(Checked):
     """Where metrics go, besides `metrics.jsonl`."""
 
-    tensorboard: Flag = False
+    tensorboard: fields.Flag = False
     """Whether to write TensorBoard files into the output."""
-    mlflow: Text | None = None
+    mlflow: fields.Text | None = None
     """Address of an MLflow server."""
-    experiment: Text | None = None
+    experiment: fields.Text | None = None
     """Experiment there. Default: the name of the job."""
 
 
@@ -318,15 +298,15 @@ class Spec(Checked):
         "command": "script (a file in code) or module, and args",
     }
 
-    image: Text | None = None
+    image: fields.Text | None = None
     """Container image of the pods. `outlast run` ignores it."""
-    module: Module | None = None
+    module: fields.Module | None = None
     """Python module to run, as with `python -m`."""
-    script: Script | None = None
+    script: fields.Script | None = None
     """Python file to run, relative to `code`. A torchrun script runs unchanged."""
     args: tuple[str, ...] = ()
     """Arguments of the module or script. `$(NAME)` is replaced by the value of the environment variable, as in a pod."""
-    code: Code | None = None
+    code: fields.Code | None = None
     """The code that every worker gets: a directory, an archive (`.tar.gz`, `.tgz`, `.tar`, `.zip`), or the URL of a store, which
     names an archive or a prefix with everything below it. `#sha256=<64 digits>` after an archive is verified before unpacking.
     Default: with `script` the directory of the job file, with `module` none."""
@@ -335,7 +315,7 @@ class Spec(Checked):
     models: tuple[Weights, ...] = ()
     """Weights to start from, below `OUTLAST_MODELS`. With them, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
     `TRANSFORMERS_OFFLINE=1`) unless `env` overrides that."""
-    output: Location | None = None
+    output: fields.Location | None = None
     """Directory or URL of a store; the job writes to `<output>/<name>/`. Default: `.outlast/runs` in the current directory."""
     workers: Workers = Workers()
     """How many workers."""
@@ -363,17 +343,17 @@ class Spec(Checked):
     """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` is replaced by the value of another variable, from `env`
     or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,
     `PET_*`, `RANK` and so on) are not allowed."""
-    suspend: Flag = False
+    suspend: fields.Flag = False
     """Whether to save, stop, and hold the job until this is false again."""
-    active_deadline_seconds: Seconds | None = None
+    active_deadline_seconds: fields.Seconds | None = None
     """The job fails when it has run for longer than this. Default: no limit."""
-    startup_deadline_seconds: Seconds | None = None
+    startup_deadline_seconds: fields.Seconds | None = None
     """The job fails when training has not started within this time. Default: no limit."""
-    ttl_seconds_after_finished: Whole | None = None
+    ttl_seconds_after_finished: fields.Whole | None = None
     """A finished job is deleted after this time. Default: never. Kubernetes only."""
     clean_pod_policy: Literal["All", "Running", "None"] = "Running"
     """Which pods are deleted when the job ends. Kubernetes only."""
-    managed_by: ManagedBy | None = None
+    managed_by: fields.ManagedBy | None = None
     """The controller that creates the pods. Default: the operator, `outlast.dev/operator`, which ignores jobs managed by another
     controller, such as `kueue.x-k8s.io/multikueue`. Kubernetes only."""
     volumes: tuple[Volume, ...] = ()
