@@ -44,6 +44,16 @@ def written(state: Path, record: Progress) -> None:
     (state / contract.PROGRESS.format(local_rank=0)).write_text(json.dumps(dataclasses.asdict(record)))
 
 
+def test_a_process_whose_name_is_not_utf_8_is_known() -> None:
+    program = r"import sys; open('/proc/self/comm', 'wb').write(b'\xff'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        state, started = progress.kernel(process.pid)
+        assert (state in "RS", started > 0) == (True, True)
+        process.communicate()
+
+
 def test_a_process_writes_down_who_it_is(tmp_path: Path) -> None:
     writer = progress.Writer(tmp_path, 0)
     writer.write(Progress(generation=1, rank=0, phase="train"))

@@ -326,7 +326,7 @@ def test_leaving_the_loop_early_ends_the_thread_that_reads_ahead():
     for _ in Stream(np.arange(1000), 10, prefetch=2):
         break
     for thread in threading.enumerate():
-        if thread.name == "outlast-stream":
+        if thread.name.startswith("outlast-stream"):
             thread.join(60)
             assert not thread.is_alive()
 

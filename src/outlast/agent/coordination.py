@@ -21,7 +21,7 @@ from outlast.rendezvous import transport
 from outlast.rendezvous.transport import Mode
 
 if TYPE_CHECKING:
-    from outlast import spec
+    from outlast import spec, store
     from outlast.agent import ownership
     from outlast.rendezvous.etcd import client as etcd
     from outlast.rendezvous.worker0 import Host
@@ -62,7 +62,7 @@ class Coordination:
         from outlast.runs import alive
 
         environ = self._environ
-        where = ownership.place(self.output, self._store)
+        where = self._place()
         if environ.get(Env.STAY) == "1" and runs.read(where) is None:
             others = ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
             if end := ownership.told(others, self._owner):
@@ -82,22 +82,24 @@ class Coordination:
         log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         return None
 
+    def _place(self) -> store.Store:
+        """Where the record of the run is."""
+        from outlast import store
+
+        return store.open_(self._store or f"file://{self.output}")
+
     def begin(self) -> None:
         """Take part in coordinating, before training starts."""
+        from outlast.agent import ownership
+
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
-            self._find_generation()
+            # The next generation must exceed this one even if the coordinator knows none.
+            seen = ownership.seen(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
+            self._environ[Env.GENERATION] = str(seen)
         if self.mode is Mode.ELECTED:
             self._run_for_election()
         elif self.mode is Mode.WORKER_0 and self.index == 0:
             self._coordinate()
-
-    def _find_generation(self) -> None:
-        """Find the newest generation of this run, which the next one must exceed even if the coordinator knows none."""
-        from outlast.agent import ownership
-
-        where = ownership.place(self.output, self._store)
-        seen = ownership.seen(where, self.output, self._environ[Env.RUN], stored=bool(self._store))
-        self._environ[Env.GENERATION] = str(seen)
 
     def _coordinate(self) -> None:
         """Coordinate the rendezvous from here, see `rendezvous.worker0`."""
@@ -106,14 +108,13 @@ class Coordination:
         from outlast.rendezvous.transports import seal
 
         run = self._environ[Env.RUN]
-        where = ownership.place(self.output, self._store)
-        generation = ownership.generation(where, self.output, run, stored=bool(self._store))
+        generation = ownership.generation(self._place(), self.output, run, stored=bool(self._store))
         host = worker0.Host(
             self._job,
             run=run,
             key=seal.key(self._environ),
             generation=generation,
-            ledger=Ledger(self.output / contract.LEDGER, "decider"),
+            ledger=self._ledger,
             ended=self.record_end,
             broken=self._broken,
         )
@@ -131,7 +132,7 @@ class Coordination:
         environ = self._environ
         config = ElectionConfig(
             coordinator.Settings.of(self._job.spec),
-            _Events(self),
+            self,
             replicas=self._job.spec.workers.replicas,
             operated=Env.MEMBER in environ,
         )
@@ -143,13 +144,12 @@ class Coordination:
     def record_end(self, state: str, reason: str, code: int) -> None:
         """Record how the run has ended, in the background, so that it is not trained again."""
         from outlast import runs
-        from outlast.agent import ownership
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
 
         def end() -> None:
             try:
-                runs.end(ownership.place(self.output, self._store), run, state, reason, code, by=owner)
+                runs.end(self._place(), run, state, reason, code, by=owner)
             except OutlastError as problem:
                 _say(f"how the run has ended could not be recorded: {problem}")
 
@@ -182,17 +182,12 @@ class Coordination:
         if self._heart:
             self._heart.leave()
 
-
-class _Events:
-    """Where the events of an elected coordinator go."""
-
-    def __init__(self, coordination: Coordination) -> None:
-        self._coordination = coordination
+    # Events of an elected coordinator
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """Opened by whoever is elected only."""
-        return Ledger(self._coordination.output / contract.LEDGER, f"decider-{self._coordination.index}")
+        """The coordinator's ledger; opened only where one runs."""
+        return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:
         _say(text)
@@ -202,7 +197,7 @@ class _Events:
 
     def finished(self, state: str, reason: str, code: int) -> None:
         """Each agent records the end, since any of them may be gone."""
-        self._coordination.record_end(state, reason, code)
+        self.record_end(state, reason, code)
 
 
 def _say(text: str) -> None:

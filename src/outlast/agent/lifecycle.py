@@ -228,12 +228,13 @@ def flush_timeout_s(code: int | None, grace_left_s: float | None) -> float:
 
 
 def _verdict(code: int) -> str:
-    if code == contract.Exit.DONE:
-        return "training is done"
-    if code == contract.Exit.INTERRUPTED:
-        return "training was interrupted and has saved its state"
-    if code == contract.Exit.MISCONFIGURED:
-        return "training failed, and would fail again"
-    if code == contract.Exit.GIVEN_UP:
-        return "the job is given up"
-    return "the training processes were killed" if contract.killed(code) else f"training failed with exit code {code}"
+    others = "the training processes were killed" if contract.killed(code) else f"training failed with exit code {code}"
+    return _VERDICTS.get(code, others)
+
+
+_VERDICTS: dict[int, str] = {
+    contract.Exit.DONE: "training is done",
+    contract.Exit.INTERRUPTED: "training was interrupted and has saved its state",
+    contract.Exit.MISCONFIGURED: "training failed, and would fail again",
+    contract.Exit.GIVEN_UP: "the job is given up",
+}

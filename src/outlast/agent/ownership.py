@@ -86,11 +86,6 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
     return [f"{stem}-{n}.{domain}:{contract.Pod.PROBE_PORT}" for n in range(workers) if n != index]
 
 
-def place(output: Path, url: str) -> store.Store:
-    """The place of the record."""
-    return store.open_(url or f"file://{output}")
-
-
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
     """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are told apart by their
     run, which is no other's; the others by their cluster's authorities, where pods can see them: pods that were started before

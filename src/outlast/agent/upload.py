@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from outlast import backoff, checkpoints, contract, locks, runs, store
+from outlast.agent.upload_handle import SUPERSEDED
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
 from outlast.launch import rank0_files, titles
@@ -42,8 +43,6 @@ AGAIN_S = (2.0, 60.0)
 """First and longest pause before a store that failed is tried again."""
 NICENESS = 10
 """Added to the niceness while training runs, which goes first."""
-SUPERSEDED = 3
-"""Exit code when a newer generation owns the output, so this worker is a zombie."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,8 +133,10 @@ class Watch:
         """Number of its signs of life (`alive`)."""
         self.held = 0
         """Number of open `alive` contexts: while there is one, it counts as moving."""
+        self.record: Callable[[str], None] = lambda _: None
+        """Called with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Called before a deadlocked process ends: waits for the save in progress."""
+        """Called then: waits for the save in progress."""
         self._ours: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
@@ -374,18 +376,9 @@ def _joins(frame: FrameType | None) -> bool:
     return False
 
 
-_enders: list[Callable[[str], None]] = []
-
-
-def on_end(record: Callable[[str], None]) -> None:
-    """Register `record`, which is called with the error message before a deadlocked process ends."""
-    _enders.append(record)
-
-
 def end(sentence: str) -> None:
     """End this process with an error message: its main thread waits where no exception reaches it."""
-    for record in _enders:
-        record(sentence)
+    _watch.record(sentence)
     print(sentence, file=sys.stderr, flush=True)
     with contextlib.suppress(Exception):  # whatever happens, the end comes
         _watch.last()

@@ -35,8 +35,9 @@ def main(argv: list[str]) -> None:
     state = os.environ.get(contract.Env.STATE)
     if state:
         _enter(Path(state))
-    stall.on_end(lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED))
-    stall.watch().start()
+    watch = stall.watch()
+    watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
+    watch.start()
     try:
         if argv[0] == "-m":
             sys.argv = argv[1:]

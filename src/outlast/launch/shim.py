@@ -78,12 +78,8 @@ def main() -> None:
     signal.signal(signal.SIGALRM, kill)
 
     reply = b""
-    with contextlib.suppress(OSError):
-        while not reply.endswith(b"\n"):
-            data = sock.recv(4096)
-            if not data:
-                break
-            reply += data
+    with contextlib.suppress(OSError), sock.makefile("rb") as answer:
+        reply = answer.readline()
     ended = json.loads(reply) if reply.endswith(b"\n") else {"status": -signal.SIGKILL, "time": time.time()}
     status = int(ended["status"])
     if status < 0:
@@ -106,16 +102,11 @@ def record_death(number: int, when: float) -> None:
     if os.path.exists(path):
         return
     name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
-    record = {
-        "rank": int(os.environ.get("RANK", "0")),
-        "type": name,
-        "message": f"was killed by {name}",
-        "traceback": "",
-        "time": when,
-    }
-    with contextlib.suppress(OSError), open(path + ".tmp", "w") as file:
-        json.dump(record, file)
+    rank = int(os.environ.get("RANK", "0"))
+    record = {"rank": rank, "type": name, "message": f"was killed by {name}", "traceback": "", "time": when}
     with contextlib.suppress(OSError):
+        with open(path + ".tmp", "w") as file:
+            json.dump(record, file)
         os.replace(path + ".tmp", path)
 
 

@@ -73,20 +73,22 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 def kernel(pid: int) -> tuple[str, int]:
     """State letter and start time, in clock ticks since the boot, of a process (proc(5)); `("", 0)` if there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return "", 0
+    fields = _stat(pid)
+    return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
 
 def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used; 0 if there is none."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat after the name, which may be any bytes; none if there is no such process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0.0
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 # Whether it moves
