@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed; False if somebody else holds it, unless `wait`: then it blocks."""
+    """Lock an open file or directory until it is closed; False if it is taken. With `wait`, blocks until it is free."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -48,7 +48,7 @@ def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event)
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold the lock of a file or directory alone; yields False if somebody else holds it. With `wait`, blocks until it is ours.
+    """Hold the exclusive lock of a file or directory; yields False if it is taken. With `wait`, blocks until it is free.
 
     A file is created if there is none.
     """
@@ -60,7 +60,7 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def shared(path: Path) -> int | None:
-    """Share the lock of a file until the returned descriptor is closed; None if somebody holds it alone."""
+    """Hold the shared lock of a file until the returned descriptor is closed; None if it is locked exclusively."""
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if acquire(fd, share=True):
         return fd
@@ -69,7 +69,7 @@ def shared(path: Path) -> int | None:
 
 
 def free(path: Path) -> bool:
-    """Whether nobody holds the lock of a file at this moment."""
+    """Whether the lock of a file is free at this moment."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -26,24 +26,6 @@ from outlast.checkpoints.disk import (
 from outlast.checkpoints.retention import Retention
 
 __all__ = [
-    "Checkpoint",
-    "Commit",
-    "Retention",
-    "acquire",
-    "checksum",
-    "commit",
-    "expired",
-    "fetching",
-    "first",
-    "generation",
-    "latest",
-    "list_",
-    "owner",
-    "place",
-    "read",
-    "reading",
-    "remove",
-    "saving",
-    "sweep",
-    "verify",
+    "Checkpoint", "Commit", "Retention", "acquire", "checksum", "commit", "expired", "fetching", "first", "generation", "latest",
+    "list_", "owner", "place", "read", "reading", "remove", "saving", "sweep", "verify",
 ]  # fmt: skip

@@ -255,7 +255,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     """Move the fence to `generation` of `run`: earlier ones can no longer commit. None: the one after the last.
 
     `first`: whether the directory is rank 0's; None when that is not known yet, then it is what it was. Raises Superseded when a
-    later generation of the run has been here. Another run's fence is taken over: whoever opens a directory last owns it.
+    later generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with locks.attempted(directory / _LOCK, wait=True):
@@ -393,7 +393,7 @@ def remove(checkpoint: Checkpoint) -> bool:
 
 
 def _fence(directory: Path) -> tuple[str, int, bool]:
-    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) before anybody came."""
+    """Run and generation that may commit, and whether rank 0 does so here; ("", 0, True) without a fence."""
     try:
         fence = json.loads((directory / _FENCE).read_text())
     except FileNotFoundError:

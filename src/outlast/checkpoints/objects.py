@@ -1,7 +1,4 @@
-"""The files of one checkpoint in a store, and its COMMIT: written, checked, read, deleted; with no regard to whether it counts.
-
-What stays true: a COMMIT is written after all files that it lists, and deleted before them.
-"""
+"""The files of one checkpoint in a store and its COMMIT, which is written after the files that it lists, and deleted first."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _AT_ONCE = 8
 """Objects checked at a time."""
 
 Progress = Callable[[int], None]
-"""Told the bytes moved since the last call, by many threads."""
+"""Gets the bytes transferred since the last call, from many threads."""
 
 
 class Damaged(OutlastError):
@@ -117,17 +114,11 @@ class Parts:
         return crc
 
     def send(
-        self,
-        path: Path,
-        commit: disk.Commit,
-        *,
-        journals: Path,
-        progress: Progress = lambda _: None,
-        stop: threading.Event | None = None,
+        self, path: Path, commit: disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files of the local checkpoint at `path` that are not there yet; the names of those that are in neither place.
+        """Send the files of the local checkpoint at `path` that the store lacks; returns the names of those missing in both.
 
-        All that are here are compared with their checksums, those that are sent while they are. Raises DamagedHere.
+        Verifies the checksums of all local files, of those that it sends during the upload. Raises DamagedHere.
         """
         from outlast.sync import sync
 
@@ -146,12 +137,10 @@ class Parts:
                 raise DamagedHere(f"{path.name} is damaged here: {problem}")
         return tuple(name for name in absent if name not in ours)
 
-    def receive(
-        self, into: Path, commit: disk.Commit, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
-    ) -> None:
-        """Bring all files to a directory, durably, but for those that are there already; all else there is removed.
+    def receive(self, into: Path, commit: disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
+        """Fetch the files that a directory lacks, durably, and remove all others there.
 
-        Raises Damaged when they are not what COMMIT says.
+        Raises Damaged if a file in the store differs from COMMIT.
         """
         from outlast.sync import sync
 

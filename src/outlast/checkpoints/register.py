@@ -192,21 +192,18 @@ class Named:
             self.store.delete([LATEST])
         self._write(rules.ownership(generation))
         self._check(self.names(), generation)
-        # Those of the owner before stay for as long, for the sake of listings that have begun.
+        # Names of the previous owner stay until the next one, for listings in progress.
         old = [name for name in self.store.names(self._below) if (rules.generation_of(name) or 0) < latest.generation]
         self.store.delete([f"{self._below}/{name}" for name in old])
         return dataclasses.replace(latest, generation=generation)
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """See `Register`."""
-        latest = self._open(place, generation)
-        if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
-            return latest
-        self._write(rules.commitment(generation, place, proposed=True))
-        latest = self._open(place, generation)
-        if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
-            return latest
-        self._write(rules.commitment(generation, place))
+        for proposed in (True, False):
+            latest = self._open(place, generation)
+            if rules.refused(latest, place) or latest.at(place.step) not in (None, instead):
+                return latest
+            self._write(rules.commitment(generation, place, proposed=proposed))
         if instead:
             self._forget(generation, [instead])
         return latest.added(place)

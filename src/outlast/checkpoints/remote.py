@@ -96,10 +96,10 @@ class Checkpoints:
         return Parts(self.store, self.run, place)
 
     def acquire(self, generation: int) -> Latest:
-        """Begin to commit as `generation`: earlier ones can no longer commit. The newest step is `.step`, 0 if there is none.
+        """Fence off earlier generations: only `generation` may commit now. The newest step is `.step`, 0 if there is none.
 
-        Comes before anything is pushed, and before a checkpoint is chosen to go on from, so that nothing is committed after
-        the choice. Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
+        Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
+        Raises Superseded when a later generation has begun or another run owns the place, and StoreError.
         """
         latest = self._register.acquire(generation)
         self._generation = generation
@@ -139,10 +139,9 @@ class Checkpoints:
     ) -> Outcome:
         """Commit a local checkpoint in the store. `acquire` comes first.
 
-        Files that are in the store already are not sent again. A checkpoint may be spread over machines: each pushes the files
-        that it has, the last one commits. `journals` is a directory for journals of unfinished uploads, `progress` gets
-        the bytes sent since the last call, by many threads. Raises Superseded, Stopped, OSError and StoreError; then it may be
-        called again.
+        Files that are in the store are not sent again. If a checkpoint is spread over machines, each pushes the files that it
+        has, and the last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped,
+        OSError and StoreError; a later call resumes.
         """
         if self._generation is None:
             raise ValueError("acquire() comes before push()")
@@ -216,10 +215,10 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint:
-        """Bring a checkpoint to the local `directory`, checked and durable, unless a valid one of that step is there.
+        """Fetch a checkpoint to the local `directory`, verified and durable, unless a valid one of that step is there.
 
-        Raises Damaged when the one in the store is not what its COMMIT says or has been removed; Stopped, OSError and StoreError:
-        then what has arrived is kept, and need not be fetched again.
+        Raises Damaged if the one in the store differs from its COMMIT or has been removed; after Stopped, OSError and StoreError
+        a later call resumes.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint.step, self.run):
@@ -246,9 +245,9 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> disk.Checkpoint | None:
-        """Fetch the newest checkpoint that is whole and of a step `above`; None when there is none.
+        """Fetch the newest valid checkpoint of a step higher than `above`; None if there is none.
 
-        `say` gets what is fetched and what is skipped. Raises what `fetch` raises, except Damaged.
+        `say` gets the fetched and the skipped ones. Raises what `fetch` raises, except Damaged.
         """
         skipped: set[Place] = set()
         while found := [c for c in self.list_() if c.step > above and c.place not in skipped]:  # newer ones may have come
@@ -299,9 +298,9 @@ class Checkpoints:
     # Removing
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints, except those that are being read, and what dead writers left behind.
+        """Remove expired checkpoints that are not being read, and leftovers of dead writers.
 
-        Returns the checkpoints that went, or would go. Raises StoreError.
+        Returns the removed checkpoints, with `dry_run` those to be removed. Raises StoreError.
         """
         latest = register.read(self.store, self.run)
         if latest is None:

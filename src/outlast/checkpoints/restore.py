@@ -1,7 +1,6 @@
 """Brings the newest committed checkpoint from the store to this machine, before a worker trains.
 
-Never an older one over a newer: what is here and whole counts as well. Workers of one machine share their output, so the first
-fetches and the others find it here.
+A valid local checkpoint that is newer stays. Workers of one machine share their output, so only the first one fetches.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from outlast.checkpoints import disk, remote
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
-    """Have the newest whole checkpoint of `run`, here or in the store, in `output`; `say` is told what is done.
+    """Fetch the newest valid checkpoint of `run` to `output` unless it is here; `say` gets progress.
 
-    Raises store.StoreError. While the store is away, a worker that has a checkpoint of its own goes on from that.
+    Raises store.StoreError. While the store is unreachable, a worker with a checkpoint of its own resumes from that.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)

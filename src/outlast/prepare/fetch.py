@@ -1,7 +1,7 @@
 """Fetching a tree of files from a store, all of one version.
 
-    listing = look(url, "data[0].from")         what is there now
-    bring(listing, tree, ...)                   the same on this machine; what is there already is not fetched again
+    listing = look(url, "data[0].from")         the objects in the store now
+    bring(listing, tree, ...)                   fetches those that are missing on this machine
 
 Called by `cache` for data and models, by `code` for code. Files appear under their names when they are whole.
 """
@@ -62,8 +62,8 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError when that is no
-    tree."""
+    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError if it is empty or
+    its names cannot be a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # An object that is called as the prefix itself is how consoles make a directory.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
@@ -85,7 +85,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Those that are files: consoles show a directory by an empty object `directory/`, which is listed without its slash."""
+    """The entries without directory markers, empty objects `directory/` of consoles, which are listed without their slash."""
     empty = (pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(pool.work(empty, threading.Event())) as outcomes:
@@ -98,7 +98,7 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
 
 
 def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch what `tree` lacks of a listing; a file that has its size is there. Raises StoreError, OSError."""
+    """Fetch the files of a listing that `tree` lacks, judged by size. Raises StoreError, OSError."""
     missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
     if not missing:
         return
@@ -116,9 +116,9 @@ def bring(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> N
 
 
 def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
-    """Bring a listing to the directory that `into` names for it, until what we have is what is in the store; the listing it is.
+    """Fetch a listing to the directory that `into` returns for it; returns the listing that was fetched.
 
-    Files that are replaced meanwhile make us list again: a mixture of old and new files is of no use.
+    If files are replaced meanwhile, it lists and fetches again, so that all files are of one version.
     """
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""The output directory of a run: what in it is Outlast's own, and what is synchronized as it lies."""
+"""The output directory of a run: which files are Outlast's own, and which are synchronized as they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROTOCOL = {OWN, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
 
 
 def skipped(path: str) -> bool:
-    """Whether a path below the output is not synchronized as it lies: Outlast's own files, files that are still being written,
+    """Whether a path below the output is excluded from the sync: Outlast's own files, files that are still being written,
     and those that only grow (`sync.growing`)."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first

@@ -1,4 +1,4 @@
-"""A job's output as it lies in a store: the workers' logs and the ledger, readable when the machine that wrote them is gone."""
+"""A job's output in a store: the workers' logs and the ledger, readable when the machine that wrote them is gone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A job's code as it travels, and where to: into a ConfigMap when it is small, else into the store that the job writes to.
 
-`choose` decides, purely; `parcel` packs what lies on this machine and says in the job where pods find it. Nothing is written to a
-store before `put`, so `render` writes nothing.
+`choose` decides, purely; `parcel` packs local code and sets its location in the job. Nothing is written to a store before `put`,
+so `render` writes nothing.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Parcel:
 
 @contextlib.contextmanager
 def parcel(job: spec.Job, *, but: Collection[Path] = (), room: int = SMALL) -> Iterator[Parcel]:
-    """The code of a job, packed when it lies on this machine and pods do not see it there.
+    """The code of a job, packed if it is on this machine and pods cannot see it there.
 
-    `but`: what of its directory is no code, the job file above all: to suspend a job must not change its code. What the job names
-    as data, models or output is not code either. `room`: the largest archive for a ConfigMap. Raises OutlastError.
+    `but`: paths in its directory that are not code, above all the job file: suspending a job must not change its code. The job's
+    data, models and output are not code either. `room`: the largest archive for a ConfigMap. Raises OutlastError.
     """
     here = volumes.to_ship(job.spec)
     if here is None:
@@ -135,7 +135,7 @@ def _of_archive(job: spec.Job, path: Path, checksum: str, room: int) -> Parcel:
 
 
 def _ways(room: int) -> str:
-    """What is too much, and what may be done."""
+    """The limit of a ConfigMap, and the alternatives."""
     by_kubectl = " that kubectl apply takes" if room < SMALL else ""
     larger = f"add --server-side or use `outlast submit`, for up to {units.human_bytes(SMALL)}; " if room < SMALL else ""
     return (
@@ -153,7 +153,7 @@ def _too_large(root: Path, entries: Sequence[tree.Entry], room: int) -> OutlastE
 
 
 def _shipped(job: spec.Job, archive: Path, what: str, room: int) -> Parcel | None:
-    """The parcel of an archive; None when there is no way for it."""
+    """The parcel of an archive; None if neither a ConfigMap nor a store can take it."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     way = choose(job, size=size, checksum=checksum, suffix=suffix, room=room)

@@ -30,7 +30,7 @@ NEVER = frozenset(
 )
 """Names of what is never part of a job's code."""
 FILES = (".gitignore", ".outlastignore")
-"""In this order: of what both speak of, the last word counts."""
+"""Ignore files, in order of precedence: later ones override."""
 CREDENTIALS = """
 .env
 .env.*
@@ -67,10 +67,10 @@ credentials.json
 service-account*.json
 service_account*.json
 """
-"""What usually holds credentials, as rules. Who may read the ConfigMaps of a namespace may read the code, so only an
-`.outlastignore`, which is about what travels, brings these back."""
+"""Rules for files that usually hold credentials. The code is readable for everyone with access to ConfigMaps of the namespace,
+so only an `.outlastignore` can include these."""
 _TRIES = 3
-"""How often packing begins again because a file has changed under it."""
+"""Attempts at packing while files change."""
 _CHUNK = 1 << 20
 
 
@@ -96,7 +96,7 @@ class _Changed(Exception):
 
 
 Told = Callable[[str], object]
-"""Is told the name of a file, directory or link below the directory of code."""
+"""Gets the name of a file, directory or link below the directory of code."""
 
 
 def _nothing(_: str) -> None:
@@ -113,9 +113,9 @@ def listed(
 ) -> list[Entry]:
     """The files and links of a directory of code, sorted by name: the same for a run on this machine and for pods.
 
-    `but`: places below it that are no code. `withheld` is told what is left out only because it usually holds credentials,
-    `ignored` what an ignore file leaves out. A link that leads outside is refused without `outside`, since pods would not have
-    what it leads to; with `outside`, which is told its name, it becomes a link to the absolute path.
+    `but`: paths below it that are not code. `withheld` gets the names left out as probable credentials, `ignored` those left out
+    by an ignore file. A link that leads outside is an error, since pods would not have its target; with `outside`, which gets
+    its name, it becomes a link to the absolute path.
 
     Raises OutlastError for such a link, for what cannot be read, and when there is too much for code.
     """
@@ -136,22 +136,22 @@ def listed(
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
-    """Places in a directory of code that are no code: `but`, and what the job names as data, models or output.
+    """Paths in a directory of code that are not code: `but`, and the job's data, models and output.
 
-    The script is code even where `but` names it, in place of a job file."""
+    The script is code even if `but` names it, in place of a job file."""
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *(place for place in _named(fields) if place != root and place not in root.parents)]
 
 
 def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:
-    """Raises OutlastError when the script is in the directory, but not of the code."""
+    """Raise OutlastError if an ignore file excludes the script."""
     if fields.script and str(Path(fields.script)) not in names:
         remedy = f"add !{fields.script} to {root / '.outlastignore'}, or correct the rule"
         raise OutlastError(f"script ({fields.script}) is left out of code ({root}) by .gitignore or .outlastignore; {remedy}")
 
 
 def _named(fields: spec.Spec) -> Iterator[Path]:
-    """Places of this machine that the job names for something else."""
+    """Local paths of the job's data, models and output."""
     given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
     for place in given:
         if place and (path := spec.local(place)):
@@ -170,7 +170,7 @@ def without_credentials(withheld: Collection[str]) -> str:
 
 
 def bring_back(names: Collection[str]) -> str:
-    """How to make code of what was left out."""
+    """How to include a file that was left out."""
     return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
 
 
@@ -194,8 +194,8 @@ def pack(
 ) -> list[Entry]:
     """Pack a directory of code into a new `.tar.gz`; what is in it.
 
-    `reading` is told the name of each file that is read, `withheld` as by `listed`. Raises OutlastError as that does, or for a
-    file that changes all the time, and TooLarge when the archive becomes larger than `room`.
+    `reading` gets the name of each file before it is read; `withheld` as in `listed`. Raises OutlastError as that does, or for a
+    file that keeps changing, and TooLarge when the archive exceeds `room`.
     """
     for left in reversed(range(_TRIES)):
         entries = listed(root, but, withheld=withheld)

@@ -183,7 +183,7 @@ class Store:
         return data
 
     def link(self, key: str) -> str | None:
-        """A URL by which anybody can read an object for some minutes; None where the store has no such thing, or we no key."""
+        """A presigned URL to read an object, valid for 15 minutes; None if the store has none, or we have no key."""
         import obstore
 
         if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
@@ -286,8 +286,8 @@ class Store:
         journal.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> str:
-        """Write an object that must not exist yet; its etag. Raises Exists, unless what exists has the very same content: that is
-        taken for ours, of an attempt whose answer was lost. Needs `conditional()`."""
+        """Write an object that must not exist yet; its etag. Raises Exists, unless the one that exists has the same content: then
+        it is ours, from an attempt whose answer was lost. Needs `conditional()`."""
         try:
             return self.put(key, data, "create")
         except Exists:
@@ -296,8 +296,8 @@ class Store:
             raise
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """Write an object if it is still the version `etag`; its new etag. Raises Changed (also when it is gone), unless what is
-        there has the very same content. Needs `conditional()`."""
+        """Write an object if it is still the version `etag`; its new etag. Raises Changed (also when it is gone), unless the
+        current one has the same content. Needs `conditional()`."""
         import obstore
 
         condition: Any = {"e_tag": etag}
@@ -323,7 +323,7 @@ class Store:
         return ""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that are not there are no mistake."""
+        """Delete objects; missing ones are not an error."""
         import obstore
 
         rest = iter(keys)
@@ -351,7 +351,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object inside this place, in the store where it can, else through here."""
+        """Copy an object inside this place: in the store if it can, else by a download and an upload."""
         import obstore
 
         path, target = self._path(key), self._path(to)
@@ -379,8 +379,8 @@ class Store:
             raise Changed(f"{self._name(key)} changed while it was copied", retry=True)
 
     def conditional(self) -> bool:
-        """Whether this store refuses a `create` of what exists and a `replace` of what has changed. Tried out once, by writing
-        and removing an object `.outlast-probe-...`; raises Denied when we may not write here."""
+        """Whether this store supports conditional writes (`create`, `replace`). Probed once, with an object `.outlast-probe-...`
+        that is removed again; raises Denied without permission to write."""
         if self._root.conditional is None:
             self._root.conditional = self._tried(f".outlast-probe-{uuid.uuid4().hex[:16]}")
         return self._root.conditional
@@ -461,9 +461,8 @@ _memories_lock = threading.Lock()
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
     """The place that a URL names: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory`, `memory://name`.
 
-    Credentials come from the environment, the standard way of each store. Nothing is asked of the store yet. `timeout_s`: about
-    how long what may pass by itself is tried again; default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for a URL that names
-    no place, and when there are no credentials.
+    Credentials come from the environment, the standard way of each store. Sends no request yet. `timeout_s`: how long requests
+    are retried; default OUTLAST_STORE_TIMEOUT, or 60. Raises StoreError for an invalid URL or without credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")

@@ -1,7 +1,6 @@
-"""What a store said when it refused, in words that help: from obstore's and botocore's exceptions to ours, in one place.
+"""Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
 
-Only `store` calls it, for everything that goes wrong there. Both libraries keep what was said as text, so it is text that is
-looked at here; tests/test_store_faults.py holds it against real answers.
+Both libraries keep the store's answer as text, so this parses text; tests/test_store_faults.py checks it with real answers.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """What a foreign exception means. `verb`: read, list, write, delete, copy or open."""
+    """Our error for a foreign exception. `verb`: read, list, write, delete, copy or open."""
     status, code, message, text = _said(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")
@@ -130,7 +129,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
 
 
 def _said(error: Exception) -> tuple[int, str, str, str]:
-    """Status (0 without an answer), code and message of the store, and all there is to read."""
+    """Status (0 without an answer), code and message of the store, and the whole text."""
     if (answer := s3.answer(error)) is not None:
         return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
     text = str(error)
@@ -142,7 +141,7 @@ def _said(error: Exception) -> tuple[int, str, str, str]:
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """There are no credentials for GCS or Azure: obstore has asked the machine's metadata last."""
+    """The error without credentials for GCS or Azure, after obstore has tried the machine's metadata last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"
@@ -163,7 +162,7 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
 
 
 def _skew(text: str) -> str:
-    """By how much our clock is wrong, if the store said its time."""
+    """The difference between our clock and the store's, if its answer has the time."""
     if found := re.search(r"<ServerTime>([^<]+)", text):
         try:
             seconds = time.time() - datetime.fromisoformat(found[1].strip()).timestamp()

@@ -1,8 +1,8 @@
-"""Uploads to S3 by parts, several at a time, that can be gone on with after a kill.
+"""Multipart uploads to S3, several parts at a time, which resume after a kill.
 
-Before the first part, a journal says what is sent where: {key, upload, size, mtime_ns, inode, part}. Found again by a later call,
-and with the file unchanged, the parts that the store has got are not sent again; else its upload is aborted. `etag` is added
-when all parts are there, to recognise an upload whose completion was not answered. Called by `store.Store.upload`.
+Before the first part, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. A later call with the same
+journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added when all parts
+have arrived, to recognise an upload whose completion got no answer. Called by `store.Store.upload`.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class Upload:
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
         """Send a file, or what of it is not there yet; the object's etag. Raises StoreError, Changed when the file changes
         meanwhile, Stopped, and OSError when it cannot be read."""
-        told = 0
+        reported = 0
         for again in (False, True):
             arrived = 0
 
             def tell(count: int) -> None:
-                nonlocal told, arrived
+                nonlocal reported, arrived
                 arrived += count
-                progress(max(0, arrived - told))
-                told = max(told, arrived)
+                progress(max(0, arrived - reported))
+                reported = max(reported, arrived)
 
             try:
                 return self._send(path, journal, tell)

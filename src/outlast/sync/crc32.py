@@ -29,7 +29,7 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None = None) -> int:
-    """The crc32 of `length` bytes of an open file, or of what there is; of no use once `stop` is set."""
+    """The crc32 of `length` bytes of an open file, or up to its end; meaningless once `stop` is set."""
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):

@@ -4,13 +4,12 @@
     logs/worker-0.parts/00000000-0-8c736521.log                    there, one a push: number, first byte in the file, crc32
     logs/worker-0.parts/00000001-5242880-11cdfc7b.log
 
-So what is sent is what was written, and nothing in the store is ever replaced. Where a file was cut back (`metrics.jsonl`, when a
-run goes on from an earlier step) the next part begins before the end of the last one: the file is what its parts make when they
-are written one after the other (`as_file`). Logs and ledgers are never cut: what a machine has lost of them the store still
-tells (`pieces`).
+Nothing in the store is ever replaced. When a file was truncated (`metrics.jsonl`, when a run resumes from an earlier step), the
+next part begins before the end of the last one: the file is its parts, written in order (`as_file`). Logs and ledgers are never
+truncated, so the store has what a machine has lost of them (`pieces`).
 
-The parts tell all there is to know, so nothing is remembered here; who finds the last part in the file goes on behind it. `push`
-sends, `ownership` and `stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
+The parts are the only state: a sender continues behind the last part that it finds in the file. `agent.upload` sends,
+`ownership` and `stored` fetch, the command line reads. Docs: docs/decisions/0019-growing-files.md.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ T = TypeVar("T")
 PART = 8 << 20
 """Bytes of the largest part: one request, and small enough to be held."""
 _AT_ONCE = 8
-"""Parts that are sent at a time."""
+"""Concurrent uploads of parts."""
 _PIECE = 1 << 20
-"""Bytes that are read of a part at a time by who reads a file as a stream."""
+"""Bytes of a part read at a time by `pieces`."""
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Requests for parts, most of which are small, at a time, and bytes that are asked for ahead: of a fetch, and of a stream, of
-which there may be many."""
+"""Concurrent requests for parts, most of which are small, and bytes read ahead by a fetch and by a stream (there may be many)."""
 _KNOWN = 16
-"""Of a file's parts, how many the sender keeps in mind; should none of them be in the file, it lists them all."""
+"""Parts of a file that the sender remembers; if none of them is in the file, it lists them all."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
@@ -108,9 +106,9 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(found: Sequence[Part]) -> list[tuple[Part, int]]:
-    """What makes the file: parts, and where in it the bytes end that later ones have left of each.
+    """The parts that make the file, each with the offset where later parts replace it.
 
-    Of two with one number, one is of a sender that was superseded while it sent it: the other is gone on with.
+    Of two with one number, one is from a sender that was superseded meanwhile; the one that later parts continue counts.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(found), lambda part: part.number):
@@ -127,7 +125,7 @@ def as_file(found: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 class Sender:
-    """Sends what files below `root` have grown by. One at a time may send those of a directory."""
+    """Sends what files below `root` have grown by. Only one sender per directory at a time."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
@@ -138,12 +136,12 @@ class Sender:
         """Files that the last push could not read or send, and why."""
 
     def forget(self, path: str) -> None:
-        """Somebody else may have sent parts of this file meanwhile."""
+        """Forget the parts of a file, since another sender may have added some."""
         self._known.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send what is new in these files; their number of bytes. Raises Stopped, and what goes wrong with all files, such as
-        Unreachable; what has arrived stays."""
+        """Send what is new in these files; returns the bytes sent. Raises Stopped, and errors that concern all files, such as
+        Unreachable."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
@@ -201,7 +199,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """Where in the file begins what the store does not have: behind the last part that is in it."""
+        """The offset from which the store lacks the file: the end of the last part that matches it."""
         known = self._known[path]
         at = self._found(file, size, known)
         if at is None and len(known) == _KNOWN:
@@ -221,7 +219,7 @@ class Sender:
 
 
 def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None) -> bool:
-    """Write a file as it was where it was pushed last, as a whole, unless there is one already; whether there is one now."""
+    """Fetch a file in one piece unless it exists here; returns whether it exists now."""
     made = as_file(parts(store, path))
     if to.exists() or not made:
         return to.exists()
@@ -250,7 +248,7 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
 
 
 def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
-    """The results of jobs, in their order, of which so many bytes at most are under way or wait to be taken."""
+    """The results of jobs (bytes, function, arguments) in order, with at most so many bytes in flight or waiting."""
     coming: collections.deque[tuple[int, Future[T]]] = collections.deque()
     held = 0
     for size, do, arguments in jobs:
@@ -265,7 +263,7 @@ def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T],
 
 
 def tail(store: Store, path: str, count: int) -> list[bytes]:
-    """The last lines of a log, without what comes before them being read."""
+    """The last lines of a log; reads no more than it must."""
     text = b""
     for part in reversed(parts(store, path)):
         for end in range(part.size, 0, -PART):

@@ -94,7 +94,7 @@ def as_left(known: Object, size: int, etag: str) -> bool:
 
 
 def found(entries: Iterable[tuple[str, int, str, float]], known: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """The objects of a listing (key, size, etag, modified), with what we know of those that nobody has replaced. `own` is the
+    """The objects of a listing (key, size, etag, modified), with what we know of those that were not replaced. `own` is the
     manifest's key. Keys that end in a slash stand for directories, and are left out."""
     objects = {}
     for key, size, etag, modified in entries:
@@ -165,7 +165,7 @@ class State:
     """Our knowledge of a tree and its place in a store, kept locally to save requests."""
 
     place: str = ""
-    """The manifest's URL: what is known of one store is of no use for another."""
+    """The manifest's URL."""
     etag: str = ""
     """Of the manifest whose content `objects` is; empty when there is none."""
     clean_before: int = 0

@@ -8,7 +8,7 @@ What stays true however a process dies: objects are written first, then the mani
 manifest lists is there, and a file that the state calls unchanged has been transferred. What others do in the store is noticed by
 its manifest, and otherwise once a day, or with `check`.
 
-Called by the command line and by `agent.upload`. `send` and `receive` belong to it, for those who know what they want.
+Called by the command line and by `agent.upload`. `send` and `receive` transfer given files without a manifest.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Report:
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that failed, and why. Everything else was done."""
+    """Paths that failed, and why."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that are no files, and why."""
+    """Paths that are not files, and why."""
     changing: list[str] = dataclasses.field(default_factory=list)
-    """Files that changed all the time while they were sent; the next push sends them again."""
+    """Files that kept changing while they were sent; the next push sends them again."""
     planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """With `dry_run`: (send, receive or delete; path)."""
 
@@ -137,7 +137,7 @@ def push(
             report.deleted = len(gone)
         run.save()
         if not report.failed and known.uploads.is_dir():
-            for journal in known.uploads.iterdir():  # of files that are no more
+            for journal in known.uploads.iterdir():  # of deleted files
                 with contextlib.suppress(StoreError):
                     store.forget(journal)
         return report
@@ -205,7 +205,7 @@ class _Run:
                 data, entry = store.read(self._key)
                 state.objects, state.clean_before = index.decode(data)
                 state.etag = entry.etag
-                self._file.fresh.clear()  # whoever wrote this may have replaced it since
+                self._file.fresh.clear()  # another writer may have replaced those objects since
                 self._learned = True
         except (Missing, ValueError):  # a manifest that cannot be read is none
             state.etag, state.clean_before = "", 0

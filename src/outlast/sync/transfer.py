@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from outlast.errors import Changed, Denied, Missing, Stopped, StoreError, Unreachable
 from outlast.store import Store
@@ -31,6 +31,7 @@ from outlast.sync.direct import Direct
 from outlast.sync.index import Stat
 from outlast.sync.pool import Job, Outcome, work
 
+T = TypeVar("T")
 SMALL = 8 << 20
 """Bytes; a larger file is sent by `Store.upload`, and received by pieces of this size."""
 _UPLOAD = 32 << 20
@@ -54,11 +55,11 @@ class Uploaded(NamedTuple):
 
     sent: Sent
     stat: Stat
-    """The file as it was when what was sent was read."""
+    """The file when it was read."""
     read: int
     """When reading began, nanoseconds since the epoch."""
     steady: bool
-    """Whether it did not change while it was read."""
+    """Whether it stayed unchanged while it was read."""
 
 
 class Wanted(NamedTuple):
@@ -88,21 +89,17 @@ def send(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, Sent]:
-    """Write files to a store, as (path, key); what is there then, by key.
+    """Upload files, given as (path, key); returns the objects by key.
 
     Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` gets the bytes sent
     since the last call, from many threads. Raises the first StoreError or OSError, Changed when a file changes meanwhile, and
     Stopped soon after `stop` is set.
     """
     done = {}
-    with contextlib.closing(uploads(store, files, journals=journals, progress=progress, stop=stop)) as outcomes:
-        for (path, key), uploaded, error in outcomes:
-            if error is not None:
-                raise error
-            assert uploaded is not None
-            if not uploaded.steady:
-                raise Changed(f"{path} changes while it is sent", retry=True)
-            done[key] = uploaded.sent
+    for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
+        if not uploaded.steady:
+            raise Changed(f"{path} changes while it is sent", retry=True)
+        done[key] = uploaded.sent
     return done
 
 
@@ -114,21 +111,25 @@ def receive(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, int]:
-    """Write objects to files, as (key, size, path); their crc32, by key.
+    """Download objects to files, given as (key, size, path); returns their crc32 by key.
 
     A file appears under its name when it has the right size; `durable`: not before it would survive a power failure. `progress`
     gets the bytes received since the last call, from many threads. Raises the first StoreError or OSError, Missing and Changed
     among them, and Stopped soon after `stop` is set.
     """
     wanted = (Wanted(key, size, str(path)) for key, size, path in objects)
-    done = {}
-    with contextlib.closing(downloads(store, wanted, durable=durable, progress=progress, stop=stop)) as outcomes:
-        for one, downloaded, error in outcomes:
+    outcomes = downloads(store, wanted, durable=durable, progress=progress, stop=stop)
+    return {one.key: downloaded.crc32 for one, downloaded in _results(outcomes)}
+
+
+def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
+    """What was transferred, with its result; raises the first error."""
+    with contextlib.closing(outcomes):
+        for of, result, error in outcomes:
             if error is not None:
                 raise error
-            assert downloaded is not None
-            done[one.key] = downloaded.crc32
-    return done
+            assert result is not None
+            yield of, result
 
 
 # Sending
@@ -176,7 +177,7 @@ def _upload(
     progress: Callable[[int], None],
     stop: threading.Event,
 ) -> Uploaded:
-    """Send a large file. Its checksum is read beside that, from pages that the upload has just read, or will."""
+    """Upload a large file. A second thread computes the checksum at the same time, from the same pages."""
     journals.mkdir(parents=True, exist_ok=True)
     journal = journals / f"{hashlib.sha256(f'{store.url}/{key}'.encode()).hexdigest()[:32]}.upload"
     for _ in range(1 if snapshots else tree.ATTEMPTS):  # a file that has changed once will change again

@@ -45,7 +45,7 @@ class Scan:
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
     """Walk a tree. `own` is the name of a manifest, which does not count. Raises NotFound when there is no such directory.
 
-    What is deleted while we walk has never been there.
+    What is deleted during the walk is ignored.
     """
     if not os.path.isdir(root):
         there = os.path.lexists(root)
@@ -63,7 +63,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
                 for entry in entries:
                     name = entry.name
                     path = prefix + name
-                    if not name.isascii() and (wrong := _unspeakable(name)):
+                    if not name.isascii() and (wrong := _not_utf8(name)):
                         scan.failed[wrong] = "its name is not UTF-8; rename it"
                     elif entry.is_dir(follow_symlinks=False):
                         waiting.append((path + "/", entry.path, (*way[:-1], f"{way[-1]}/{name}")))
@@ -76,7 +76,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
                             stat = entry.stat(follow_symlinks=False)
                         except FileNotFoundError:
                             continue
-                        files[path] = Stat(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+                        files[path] = _stat(stat)
                     elif entry.is_symlink():
                         if inside := _link(scan, path, entry.path, real, way):
                             waiting.append((path + "/", entry.path, (*way, inside)))
@@ -90,7 +90,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """Add what a link leads to, if it is a file; where it leads, if that is a directory to be walked."""
+    """Add the target of a link if it is a file; returns the target if it is a directory to walk."""
     try:
         found = os.stat(place)
         target = os.path.realpath(place)
@@ -98,7 +98,7 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
         scan.ignored[path] = f"it is a link to nothing ({error.strerror})"
         return ""
     if kinds.S_ISREG(found.st_mode):
-        scan.files[path] = Stat(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        scan.files[path] = _stat(found)
     elif not kinds.S_ISDIR(found.st_mode):
         scan.ignored[path] = "it is a link to neither a file nor a directory"
     elif not f"{target}/".startswith(f"{real}/"):
@@ -110,8 +110,8 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
     return ""
 
 
-def _unspeakable(name: str) -> str:
-    """A name that is not UTF-8 in a form that can be printed; empty when it is."""
+def _not_utf8(name: str) -> str:
+    """The printable form of a name that is not UTF-8; empty if it is UTF-8."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -120,7 +120,7 @@ def _unspeakable(name: str) -> str:
 
 
 def gone(path: str | Path) -> bool:
-    """Whether there is nothing of this name (as opposed to something that we may not see)."""
+    """Whether a path does not exist (as opposed to one that we may not access)."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -145,9 +145,9 @@ def version(stat: Stat) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """A file's content, the file as it was before, and whether it stayed so; None when it has more than `limit` bytes.
+    """A file's content, its stat before the read, and whether that stayed the same; None if it has more than `limit` bytes.
 
-    What changes while it is read is read again, a few times. Raises OSError.
+    A file that changes meanwhile is read again, a few times. Raises OSError.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
@@ -170,7 +170,7 @@ def write(file: int, data: bytes | memoryview, start: int) -> None:
 
 
 def checksum(path: str) -> Seen:
-    """A file's content as a checksum, with the file as it was; -1 if that changes meanwhile. Raises OSError."""
+    """A file's checksum and stat; the checksum is -1 if the file changes meanwhile. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
         before = _stat(os.fstat(file.fileno()))
@@ -180,7 +180,7 @@ def checksum(path: str) -> Seen:
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
-    """Copy the beginning of a file; how many bytes there were, and their crc32. Raises OSError."""
+    """Copy up to `length` bytes of a file; returns their number and crc32. Raises OSError."""
     with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
