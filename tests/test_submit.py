@@ -12,7 +12,7 @@ import pytest
 import apiserver
 from outlast import kube, runs, store
 from outlast.agent import ownership
-from outlast.cluster import backend
+from outlast.cluster import backend, workloads
 from outlast.errors import Superseded
 from outlast.runs import output as stored
 from outlast.status import JobStatus, State
@@ -178,7 +178,7 @@ def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
     (before,) = the(api, "statefulsets.apps")
     said = [State.FAILED, State.SUCCEEDED]
     told = lambda _, name: JobStatus(name=name, run="", state=said[0])  # noqa: E731  # as its agents say, who are not here
-    monkeypatch.setattr(backend.KubernetesBackend, "status", told)
+    monkeypatch.setattr(workloads.Workloads, "status", told)
     _, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert out.splitlines()[0].startswith("StatefulSet train has failed; its run goes on from its newest checkpoint")
     assert "StatefulSet train changed" in out

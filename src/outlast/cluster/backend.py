@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,10 @@ from outlast.backends import LogLine
 from outlast.cluster import evaluation, fault_injection, job_status
 from outlast.cluster import logs as podlogs
 from outlast.cluster.submission import Submission, rendered
-from outlast.cluster.workloads import KINDS, NAMED, WORKERS, Workloads, job_name, part_of, sizes
-from outlast.contract import Label, Pod
-from outlast.errors import ClusterError, Forbidden, NotFound, OutlastError
-from outlast.kube import dropins, pods
+from outlast.cluster.workloads import KINDS, NAMED, WORKERS, Workloads, job_name
+from outlast.contract import Label
+from outlast.errors import NotFound, OutlastError
+from outlast.kube import pods
 from outlast.runs import output as stored
 from outlast.status import JobStatus, State
 
@@ -34,10 +33,6 @@ if TYPE_CHECKING:
 
 Document = kube.Document
 
-_ASK_S = 3.0
-"""Timeout of asking an agent for its step."""
-_ASKED = 16
-"""Most agents that are asked at once."""
 _AGENTS_S = 5.0
 """Interval of asking agents whether they are done while logs are followed."""
 
@@ -63,21 +58,20 @@ class KubernetesBackend:
         for workload in self.workloads.list_():
             found.setdefault(job_name(workload), []).append(workload)
         workers = self.cluster.list_(kube.POD, labels=f"{Label.JOB},{WORKERS}") if found else []
-        statuses = [job_status.status(self._snapshot(name, each, workers, ask=False)) for name, each in found.items()]
+        statuses = [job_status.status(self.workloads.snapshot(name, each, workers, ask=False)) for name, each in found.items()]
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
         """The status of a job, its agents asked for their step."""
-        return job_status.status(self._snapshot(name, self.workloads.known(name), self.workloads.pods(name), ask=True))
+        return self.workloads.status(name)
 
     def output(self, name: str) -> str:
         """The place of a job's output."""
-        return job_status.status(self._snapshot(name, self.workloads.known(name), (), ask=False)).output
+        return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
         """The ledger of the run, as far as it has been uploaded to the store."""
-        place = self.store_url(name)
-        if not place:
+        if not (place := self.workloads.store_url(name)):
             raise NotFound(f"the ledger of {name} is in its pods only; give the job an output in a store to read it from here")
         from outlast import store
 
@@ -132,12 +126,12 @@ class KubernetesBackend:
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
         if follow and (began or job_status.over(known[0]) is None):
-            watched = _Watched(self, name)
+            watched = _Watched(self.workloads, name)
             course = podlogs.Course(f"{Label.JOB}={name},{WORKERS}", watched.over, wanted, watched.done.__contains__, watched.why)
             yield from podlogs.follow(self.cluster, course, tail=tail, since_s=since_s, say=say)
         elif began:
             yield from podlogs.merged(self.cluster, found, tail=tail, since_s=since_s, say=say)
-        elif url := job_status.status(self._snapshot(name, known, (), ask=False)).output if self.store_url(name) else "":
+        elif url := self.workloads.store_url(name):
             say(f"no pod of {name} has a log; these lines are from {url}")
             yield from stored.logs(url, worker=worker, tail=tail)
         elif found:
@@ -174,11 +168,11 @@ class KubernetesBackend:
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
         """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. With `take_over` whoever trains its run in the
         store now, in another namespace for instance, is made to stop. Raises AlreadyRunning when that may be this job."""
-        return Submission(self).apply(job, source=source, fresh=fresh, take_over=take_over)
+        return Submission(self.workloads, self.documents).apply(job, source=source, fresh=fresh, take_over=take_over)
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
         """End or remove what must go before a job is created, or refuse; returns what was done, as sentences."""
-        return Submission(self).make_room(name, documents, fresh=fresh, dry_run=dry_run)
+        return Submission(self.workloads, self.documents).make_room(name, documents, fresh=fresh, dry_run=dry_run)
 
     def ensure(self, name: str) -> bool:
         """False: nothing is started here, since controllers of the cluster drive the job."""
@@ -198,7 +192,7 @@ class KubernetesBackend:
         if kind is kube.ELASTIC_JOB:
             self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
         elif kind is kube.LEGACY_JOB:
-            self._wish(kind, title, None, replicas)
+            self.workloads.wish(kind, title, None, replicas)
         elif kind is kube.STATEFUL_SET:
             if job_status.suspended(workload):
                 self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
@@ -213,23 +207,15 @@ class KubernetesBackend:
 
     def steer(self, name: str, verb: str) -> None:
         """Carry out a verb that needs nothing but the job's name; to interrupt a job in a cluster is to suspend it."""
-        verbs = {
-            "suspend": self.suspend,
-            "interrupt": self.suspend,
-            "resume": self.resume,
-            "cancel": self.cancel,
-            "kill": self.kill,
-        }
-        verbs[verb](name)
+        getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:
         """Save, and release the pods until `resume`."""
-        workload, kind, title = self.workloads.active(name)
-        self.set_suspended(workload, kind, title, True)
+        self.workloads.set_suspended(self.workloads.active(name)[0], True)
 
     def resume(self, name: str) -> None:
         """Continue a suspended job."""
-        workload, kind, title = self.workloads.active(name)
+        workload, kind, _ = self.workloads.active(name)
         if not job_status.suspended(workload):
             raise OutlastError(
                 f"{name} is not suspended ({self.status(name).state}); outlast status {name} shows where it stands"
@@ -237,28 +223,7 @@ class KubernetesBackend:
         if kind is kube.ELASTIC_JOB and not workload["spec"].get("suspend"):
             low, _ = self.workloads.allowed(workload) or (1, 1)
             raise OutlastError(f"{name} is to have 0 workers, which suspends it; go on with: outlast scale {name} {low}")
-        self.set_suspended(workload, kind, title, False)
-
-    def set_suspended(self, workload: Document, kind: kube.Kind, title: str, value: bool) -> None:
-        if kind is kube.VOLCANO_JOB:
-            verb = "suspend" if value else "resume"
-            raise OutlastError(f"a Job of Volcano has no field for it; use vcctl job {verb} -N {title}")
-        if kind not in (kube.STATEFUL_SET, kube.LEGACY_JOB):
-            self.cluster.patch(kind, title, {"spec": {"suspend": value}})
-            return
-        annotation = (workload["metadata"].get("annotations") or {}).get(job_status.WISHED)
-        if value and not job_status.suspended(workload):
-            drop_in = dropins.of(workload)
-            now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
-            self._wish(kind, title, str(now), 0)
-        elif not value:
-            before = int(annotation or (self.workloads.allowed(workload) or (1, 1))[1])
-            self._wish(kind, title, None, before)
-
-    def _wish(self, kind: kube.Kind, title: str, before: str | None, replicas: int) -> None:
-        """Set how many pods a workload without a field for suspension has, and note how many it had."""
-        spec = {"replicaSpecs": {"Worker": {"replicas": replicas}}} if kind is kube.LEGACY_JOB else {"replicas": replicas}
-        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: before}}, "spec": spec})
+        self.workloads.set_suspended(workload, False)
 
     def cancel(self, name: str) -> None:
         """End the job for good: its workload, configuration and Service are deleted, its claims and output stay."""
@@ -282,7 +247,7 @@ class KubernetesBackend:
         self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda line: print(line.text, flush=True)
     ) -> int:
         """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
-        return evaluation.evaluate(self.workloads, name, args, stored=bool(self.store_url(name)), show=show)
+        return evaluation.evaluate(self.workloads, name, args, show=show)
 
     # Requests
 
@@ -290,46 +255,12 @@ class KubernetesBackend:
         there = ", ".join(str(index) for index in sorted({pods.index(pod) for pod in found}))
         return NotFound(f"{name} has no worker {worker}; {f'there are {there}' if there else 'it has no pods now'}")
 
-    def _snapshot(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> job_status.Snapshot:
-        current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
-        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
-        own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        told, unknown = self._metrics(own) if ask and not job_status.archived(current) else ({}, "")
-        processes, allowed = 1, None
-        if (drop_in := dropins.of(current)) is not None:
-            low, _, high = drop_in.sizes(current)
-            processes, allowed = drop_in.processes(current), (low, high)
-        elif (ask or current["kind"] == "ElasticJob") and (job := self.workloads.job(current)):
-            processes, allowed = job.spec.processes(), sizes(job)
-        return job_status.Snapshot(name, current, own, told, allowed, processes, older, unknown, time.time())
-
-    def _metrics(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """The metrics of agents by their pods' names, and why some may not be asked."""
-        names = [pod["metadata"]["name"] for pod in found if pods.running(pod)]
-
-        def ask(name: str) -> job_status.Metrics | ClusterError:
-            try:
-                return job_status.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
-            except ClusterError as error:
-                return error
-
-        if not names:
-            return {}, ""
-        with ThreadPoolExecutor(min(_ASKED, len(names))) as crew:
-            answers = dict(zip(names, crew.map(ask, names), strict=True))
-        denied = next((str(answer) for answer in answers.values() if isinstance(answer, Forbidden)), "")
-        return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
-
-    def store_url(self, name: str) -> str:
-        found = job_status.status(self._snapshot(name, self.workloads.known(name), (), ask=False)).store
-        return found.url if found else ""
-
 
 class _Watched:
     """Polls whether a job goes on, with few requests: it stays of its kind, and agents are asked now and then."""
 
-    def __init__(self, backend: KubernetesBackend, name: str) -> None:
-        self._backend, self._name = backend, name
+    def __init__(self, workloads: Workloads, name: str) -> None:
+        self._workloads, self._name = workloads, name
         self._kinds: Sequence[kube.Kind] = KINDS
         self._asked = -_AGENTS_S
         self._workload: Document = {}
@@ -338,19 +269,19 @@ class _Watched:
 
     def over(self) -> bool:
         """Whether nothing more will come, unless the job is resumed or submitted again."""
-        workloads = self._backend.workloads.of(self._name, self._kinds) or self._backend.workloads.of(self._name)
+        workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.over(workloads[0]) is not None:
             return True
         self._workload, self._kinds = workloads[0], [kube.kind_of(workloads[0])]
         if job_status.suspended(workloads[0]):
-            return not any(pods.running(pod) for pod in self._backend.workloads.pods(self._name))
+            return not any(pods.running(pod) for pod in self._workloads.pods(self._name))
         if self._kinds != [kube.STATEFUL_SET] or time.monotonic() - self._asked < _AGENTS_S:
             return False
-        status = self._backend.status(self._name)
+        status = self._workloads.status(self._name)
         self._asked = time.monotonic()
         self.done.update(worker.pod for worker in status.workers if worker.state in ("done", "failed"))
         return status.state in (State.SUCCEEDED, State.FAILED)
 
     def why(self) -> str:
         """Why the job has no pods, as far as its workload shows."""
-        return job_status.status(self._backend._snapshot(self._name, [self._workload], (), ask=False)).reason
+        return job_status.status(self._workloads.snapshot(self._name, [self._workload], (), ask=False)).reason

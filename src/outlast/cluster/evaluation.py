@@ -18,13 +18,12 @@ from outlast.manifests import evaluation
 Document = kube.Document
 
 
-def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, stored: bool, show: Callable[[LogLine], None]) -> int:
-    """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code. `stored`: its output is in a
-    store."""
+def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
+    """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.known(name)[0]
     if job_status.archived(workload):
         raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
-    if not stored and not has_claim(workload):
+    if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
     unique = f"{RANDOM.getrandbits(32):08x}"
     made = cluster.create(evaluation.document(name, _template(workloads, workload), args, unique=unique))

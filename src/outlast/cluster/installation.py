@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from outlast.cluster import etcd_users
 from outlast.contract import OPERATOR, OPERATOR_NAMESPACE, Label
 from outlast.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
-from outlast.kube import kinds
+from outlast.kube import kinds, pods, within, without_server_fields
 from outlast.kube.kinds import Kind, kind_of
 from outlast.manifests import install, rbac, rendezvous
 from outlast.manifests.request import Document
@@ -120,7 +120,7 @@ def bring(cluster: Cluster, wanted: Sequence[Document], *, dry_run: bool = False
         if old is None:
             yield Done("created", document)
         else:
-            yield Done("unchanged" if same(old, made) else "changed", document)
+            yield Done("unchanged" if without_server_fields(old) == without_server_fields(made) else "changed", document)
         if document["kind"] == kinds.CRD.kind and not dry_run:
             _wait_established(cluster, document["metadata"]["name"])
 
@@ -193,16 +193,6 @@ def _check_etcd(old: Document | None, new: Document) -> None:
     )
 
 
-def same(old: Document, new: Document) -> bool:
-    """Whether applying a document has changed nothing that anybody could notice."""
-
-    def content(document: Document) -> Document:
-        meta = {key: document["metadata"].get(key) for key in ("labels", "annotations", "finalizers", "ownerReferences")}
-        return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
-
-    return content(old) == content(new)
-
-
 def _there(cluster: Cluster, document: Document) -> Document | None:
     meta = document["metadata"]
     return _read(cluster, kind_of(document), meta["name"], meta.get("namespace"))
@@ -217,9 +207,7 @@ def _read(cluster: Cluster, kind: Kind, name: str, namespace: str | None = None)
 
 def _gone(cluster: Cluster, document: Document) -> bool:
     """Wait until a document that is being deleted is no longer there; whether it is gone in time."""
-    from outlast import kube
-
-    with kube.within(_GONE_S) as stop:
+    with within(_GONE_S) as stop:
         while not stop.is_set():
             now = _there(cluster, document)
             if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
@@ -239,10 +227,9 @@ def _wait_established(cluster: Cluster, name: str) -> None:
     """Wait until the API server serves what a definition defines. Raises ClusterError when it does not in time."""
 
     def established(definition: Document) -> bool:
-        states = {each["type"]: each for each in definition.get("status", {}).get("conditions") or ()}
-        if (refused := states.get("NamesAccepted", {})).get("status") == "False":
+        if refused := pods.condition(definition, "NamesAccepted", "False"):
             raise ClusterError(f"the definition {name} is not accepted: {refused.get('message')}; remove what has its names")
-        return bool(states.get("Established", {}).get("status") == "True")
+        return pods.condition(definition, "Established") is not None
 
     if await_(cluster, kinds.CRD, name, established, timeout_s=_ESTABLISHED_S) is None:
         raise ClusterError(f"the API server does not serve {name} after {_ESTABLISHED_S:.0f} s; look at it, and install again")
@@ -258,9 +245,7 @@ def await_(
     namespace: str | None = None,
 ) -> Document | None:
     """The document as soon as it is as wished; None when it is not within `timeout_s`."""
-    from outlast import kube
-
-    with kube.within(timeout_s) as stop:
+    with within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
             if change.type != "deleted" and until(change.document):
                 return change.document
@@ -303,9 +288,10 @@ def jobs(cluster: Cluster) -> list[str]:
 _JOBS = (kinds.ELASTIC_JOB, kinds.LEGACY_JOB)
 
 
-def definition(name: str = kinds.ELASTIC_JOB.resource) -> Document:
-    """Enough of the definition of ElasticJob to name it."""
-    return {"apiVersion": kinds.CRD.api_version, "kind": kinds.CRD.kind, "metadata": {"name": name}}
+def _named(kind: Kind, name: str, namespace: str = "") -> Document:
+    """Enough of a document to name it."""
+    where = {"namespace": namespace} if namespace else {}
+    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": {"name": name, **where}}
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Done]:
@@ -316,11 +302,11 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
     _check_alone(cluster, namespace)
     secrets: list[Document] = []
     with contextlib.suppress(Forbidden):  # those in the namespace go with it
-        secrets += [_secret(rendezvous.LOGIN, each) for each in etcd_users.admitted(cluster)]
-        secrets += [_secret(name, namespace) for name in (etcd_users.AUTHORITY, etcd_users.ROOT, install.ETCD_TLS)]
+        secrets += [_named(kinds.SECRET, rendezvous.LOGIN, each) for each in etcd_users.admitted(cluster)]
+        secrets += [_named(kinds.SECRET, name, namespace) for name in (etcd_users.AUTHORITY, etcd_users.ROOT, install.ETCD_TLS)]
     made = documents(namespace=namespace, etcd=install.Etcd(), secrets=secrets)
     wanted = [each for each in made if each["kind"] != kinds.CRD.kind]
-    named = [definition(kind.resource) for kind in _JOBS]
+    named = [_named(kinds.CRD, kind.resource) for kind in _JOBS]
     if crds:
         yield from (_delete(cluster, each) for each in named)
     left = [] if crds else [each for each in named if _there(cluster, each) is not None]
@@ -338,11 +324,6 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
             yield _delete(cluster, document)
     for each in left:
         yield Done("kept", each, "ElasticJobs would be deleted with it; --crds removes it")
-
-
-def _secret(name: str, namespace: str) -> Document:
-    """Enough of a Secret to name it."""
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name, "namespace": namespace}}
 
 
 def _delete(cluster: Cluster, document: Document) -> Done:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outlast.contract import Env, Label
-from outlast.kube import dropins, pods, wire
+from outlast.kube import dropins, pods, wire, workloads
 from outlast.kube.kinds import LEGACY_JOB
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 
@@ -111,12 +111,11 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
         return found.model_copy(update={key: value for key, value in told.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
         return found
-    # Pods show where workers are, and what is wrong in the cluster, as well as the operator does.
-    kept = {"workers": found.workers} if found.workers or not written.get("workers") else {}
     fields = {**found.model_dump(), **{key: value for key, value in written.items() if value is not None}}
     if found.told == "log":  # an operator does not read logs
         fields |= {"step": found.step, "steps": found.steps}
-    fields |= {key: [each.model_dump() for each in value] for key, value in kept.items()}
+    if found.workers:  # pods show where workers are as well as the operator does
+        fields["workers"] = [each.model_dump() for each in found.workers]
     fields |= {"name": found.name, "replicas": found.replicas, "min": found.min, "max": found.max, "submitted": found.submitted}
     fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *found.warnings])]
     return JobStatus.model_validate(fields)
@@ -131,21 +130,9 @@ def _newest(found: Sequence[Document]) -> dict[int, Document]:
 
 
 def _wanted(workload: Document) -> int:
-    spec = workload.get("spec") or {}
-    if (drop_in := dropins.of(workload)) is not None:
-        annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
-        return drop_in.sizes(workload)[1] or int(annotation or 0)
-    match workload.get("kind"):
-        case "ElasticJob":
-            workers = spec.get("workers") or {}
-            return int(workers.get("replicas", 1))
-        case "StatefulSet":
-            annotation = (workload["metadata"].get("annotations") or {}).get(WISHED)
-            return int(spec.get("replicas", 1)) or int(annotation or 0)
-        case _ if "tasks" in spec:
-            return sum(int(task.get("replicas", 1)) for task in spec["tasks"])
-        case _:
-            return int(spec.get("completions") or spec.get("parallelism") or 1)
+    """How many workers it has, or had when it was suspended."""
+    held = (workload["metadata"].get("annotations") or {}).get(WISHED)
+    return workloads.replicas(workload) or int(held or 0)
 
 
 def suspended(workload: Document) -> bool:
@@ -172,10 +159,9 @@ def over(workload: Document) -> State | None:
             return State.SUCCEEDED
         case "Failed" | "Terminated":
             return State.FAILED
-    for condition in (workload.get("status") or {}).get("conditions") or ():
-        if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-            return State.SUCCEEDED if condition["type"] == "Complete" else State.FAILED
-    return None
+    if pods.condition(workload, "Complete"):
+        return State.SUCCEEDED
+    return State.FAILED if pods.condition(workload, "Failed") else None
 
 
 def _volcano(workload: Document) -> str:
@@ -201,8 +187,8 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
     for index, pod in sorted(newest.items()):
         if problem := pods.lost(pod):
             return State.RESTARTING, f"worker {index} {problem}"
-    troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and not _done(pod)]
-    if len(alive) + sum(_done(pod) for pod in newest.values()) >= wanted:
+    troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
+    if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= wanted:
         ready = sum(pods.ready(pod) for pod in newest.values())
         return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
     began = any(pods.began(pod) for pod in snapshot.pods)
@@ -219,9 +205,8 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
 
 def _unmade(snapshot: Snapshot) -> str:
     """Why there are no pods."""
-    for condition in (snapshot.workload.get("status") or {}).get("conditions") or ():
-        if condition["type"] in ("FailedCreate", "ReplicaFailure") and condition["status"] == "True":
-            return f"its pods cannot be created: {condition.get('message')}"
+    if held := pods.condition(snapshot.workload, "FailedCreate") or pods.condition(snapshot.workload, "ReplicaFailure"):
+        return f"its pods cannot be created: {held.get('message')}"
     if broken := snapshot.workload.get(wire.UNREADABLE):
         return f"it cannot be read: {broken}"
     if snapshot.workload.get("kind") == "ElasticJob" and not snapshot.workload.get("status"):
@@ -229,10 +214,6 @@ def _unmade(snapshot: Snapshot) -> str:
             return "it was submitted a moment ago, and its operator is to take it up"
         return "no operator has taken it up yet; is one installed? (outlast install)"
     return f"its pods are not created yet; if it stays so, outlast why {snapshot.name} says why"
-
-
-def _done(pod: Document) -> bool:
-    return pods.phase(pod) == "Succeeded"
 
 
 def _stayed(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> State | None:
@@ -250,10 +231,8 @@ def _ended(snapshot: Snapshot, state: State) -> str:
     if state is State.SUCCEEDED:
         return "all workers are done"
     failure = _failure(snapshot.pods)
-    said = ""
-    for condition in (snapshot.workload.get("status") or {}).get("conditions") or ():
-        if condition["type"] == "Failed" and condition["status"] == "True":
-            said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
+    condition = pods.condition(snapshot.workload, "Failed") or {}
+    said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
     return "; ".join(filter(None, (failure.reason if failure else "", said))) or "it failed"
 
 
@@ -337,9 +316,6 @@ def _store(snapshot: Snapshot) -> StoreStatus | None:
 
 
 def _finished(workload: Document, ends: Sequence[pods.End]) -> float | None:
-    found = workload.get("status") or {}
-    when = pods.seconds(found.get("completionTime"))
-    for condition in found.get("conditions") or ():
-        if condition["type"] in ("Complete", "Failed") and condition["status"] == "True":
-            when = when or pods.seconds(condition.get("lastTransitionTime"))
-    return when or max((end.time for end in ends), default=0.0) or None
+    condition = pods.condition(workload, "Complete") or pods.condition(workload, "Failed") or {}
+    completed = (workload.get("status") or {}).get("completionTime")
+    return pods.seconds(completed or condition.get("lastTransitionTime")) or max((end.time for end in ends), default=0.0) or None

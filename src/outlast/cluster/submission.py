@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import kube
 from outlast.backoff import RANDOM
-from outlast.cluster import job_status, workloads
-from outlast.cluster.workloads import BESIDE, KINDS, NAMED, has_claim, workload_in
+from outlast.cluster import job_status
+from outlast.cluster.workloads import BESIDE, KINDS, NAMED, Workloads, has_claim, job_name, workload_in
 from outlast.contract import Label
 from outlast.errors import Absent, AlreadyRunning, Conflict, Forbidden, NotServed, OutlastError
 from outlast.kube import ownership
@@ -19,7 +19,6 @@ from outlast.manifests import objects
 from outlast.status import State
 
 if TYPE_CHECKING:
-    from outlast.cluster.backend import KubernetesBackend
     from outlast.spec import Job
 
 Document = kube.Document
@@ -53,14 +52,14 @@ def new_run(job: Job) -> str:
 class Submission:
     """Submits one job to a namespace."""
 
-    def __init__(self, backend: KubernetesBackend) -> None:
-        self.backend, self.cluster, self.workloads = backend, backend.cluster, backend.workloads
+    def __init__(self, workloads: Workloads, documents: Callable[[Job, Path, str | None, bool], list[Document]]) -> None:
+        self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
         """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. With `take_over` whoever trains its run in the
         store now, in another namespace for instance, is stopped. Raises AlreadyRunning when that may be this job."""
         url = self._to_take(job, fresh) if take_over else ""
-        of_file = workload_in(self.backend.documents(job, source, None, False))
+        of_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
             for there in self.workloads.of(job.metadata.name):
                 ended = self._ended(there)
@@ -68,7 +67,7 @@ class Submission:
                     yield self._again(there, of_file, ended)
                     return
         # Each submission is another owner of the run: an earlier one of the same file may have ended or be stopped.
-        documents = self.backend.documents(job, source, new_run(job), fresh)
+        documents = self.documents(job, source, new_run(job), fresh)
         wanted = workload_in(documents)
         if run := (of_file["metadata"].get("labels") or {}).get(Label.RUN):
             wanted["metadata"].setdefault("annotations", {})[FILE] = run
@@ -128,7 +127,7 @@ class Submission:
     def _ended(self, workload: Document) -> State | None:
         """The state in which a workload has ended; for a StatefulSet its agents are asked."""
         if kube.kind_of(workload) is kube.STATEFUL_SET and not job_status.suspended(workload):
-            state = self.backend.status(workloads.job_name(workload)).state
+            state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.over(workload)
 
@@ -143,7 +142,7 @@ class Submission:
 
     def _onward(self, name: str) -> str:
         """How the run of a failed job continues when it is submitted again."""
-        if self.backend.store_url(name) or has_claim(self.workloads.known(name)[0]):
+        if self.workloads.store_url(name) or has_claim(self.workloads.known(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
@@ -153,7 +152,7 @@ class Submission:
         if ended is not None:
             return f"{there['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
         if job_status.suspended(there) and not job_status.suspended(wanted):
-            self.backend.set_suspended(there, kube.kind_of(there), title, False)
+            self.workloads.set_suspended(there, False)
             return f"{there['kind']} {title} is resumed"
         return f"{there['kind']} {title} runs this very file already"
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from outlast import kube
 from outlast.cluster import job_status
-from outlast.contract import Label
-from outlast.errors import Absent, Forbidden, NotFound, NotServed, OutlastError, Unanswered
-from outlast.kube import dropins, ownership
+from outlast.contract import Label, Pod
+from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
+from outlast.kube import dropins, ownership, pods
 from outlast.manifests import evaluation
-from outlast.status import State
+from outlast.status import JobStatus, State
 
 if TYPE_CHECKING:
     from outlast.spec import Job
@@ -34,6 +35,10 @@ NAMED = (kube.ELASTIC_JOB, kube.LEGACY_JOB)
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation.COMPONENT}"
 """Selects the workers among the pods with a job's label. Pods of `elastic.pytorch.org` have the labels of their template."""
+_ASK_S = 3.0
+"""Timeout of asking an agent for its step."""
+_ASKED = 16
+"""Most agents that are asked at once."""
 
 
 class Workloads:
@@ -123,6 +128,71 @@ class Workloads:
             return low, high
         job = self.job(workload)
         return sizes(job) if job else None
+
+    def status(self, name: str) -> JobStatus:
+        """The status of a job, its agents asked for their step."""
+        return job_status.status(self.snapshot(name, self.known(name), self.pods(name), ask=True))
+
+    def recorded(self, name: str) -> JobStatus:
+        """What the workload alone shows of a job."""
+        return job_status.status(self.snapshot(name, self.known(name), (), ask=False))
+
+    def store_url(self, name: str) -> str:
+        """The store with a job's output; empty when it is in none."""
+        found = self.recorded(name).store
+        return found.url if found else ""
+
+    def snapshot(self, name: str, workloads: Sequence[Document], found: Sequence[Document], *, ask: bool) -> job_status.Snapshot:
+        """The snapshot of a job's newest workload and its pods; `ask`: the agents, too."""
+        current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
+        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
+        own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
+        told, unknown = self._metrics(own) if ask and not job_status.archived(current) else ({}, "")
+        processes, allowed = 1, None
+        if (drop_in := dropins.of(current)) is not None:
+            low, _, high = drop_in.sizes(current)
+            processes, allowed = drop_in.processes(current), (low, high)
+        elif (ask or current["kind"] == "ElasticJob") and (job := self.job(current)):
+            processes, allowed = job.spec.processes(), sizes(job)
+        return job_status.Snapshot(name, current, own, told, allowed, processes, older, unknown, time.time())
+
+    def _metrics(self, found: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
+        """The metrics of agents by their pods' names, and why some may not be asked."""
+        names = [pod["metadata"]["name"] for pod in found if pods.running(pod)]
+
+        def ask(name: str) -> job_status.Metrics | ClusterError:
+            try:
+                return job_status.metrics(self.cluster.proxy(name, Pod.PROBE_PORT, "/metrics", timeout_s=_ASK_S))
+            except ClusterError as error:
+                return error
+
+        if not names:
+            return {}, ""
+        with ThreadPoolExecutor(min(_ASKED, len(names))) as crew:
+            answers = dict(zip(names, crew.map(ask, names), strict=True))
+        denied = next((str(answer) for answer in answers.values() if isinstance(answer, Forbidden)), "")
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, ClusterError)}, denied
+
+    def set_suspended(self, workload: Document, value: bool) -> None:
+        """Suspend or resume a workload, in the way of its kind."""
+        kind, title = kube.kind_of(workload), workload["metadata"]["name"]
+        if kind is kube.VOLCANO_JOB:
+            verb = "suspend" if value else "resume"
+            raise OutlastError(f"a Job of Volcano has no field for it; use vcctl job {verb} -N {title}")
+        if kind not in (kube.STATEFUL_SET, kube.LEGACY_JOB):
+            self.cluster.patch(kind, title, {"spec": {"suspend": value}})
+        elif not value:
+            annotation = (workload["metadata"].get("annotations") or {}).get(job_status.WISHED)
+            self.wish(kind, title, None, int(annotation or (self.allowed(workload) or (1, 1))[1]))
+        elif not job_status.suspended(workload):
+            drop_in = dropins.of(workload)
+            now = drop_in.sizes(workload)[1] if drop_in else workload["spec"].get("replicas", 1)
+            self.wish(kind, title, str(now), 0)
+
+    def wish(self, kind: kube.Kind, title: str, before: str | None, replicas: int) -> None:
+        """Set how many pods a workload without a field for suspension has, and note how many it had."""
+        spec = {"replicaSpecs": {"Worker": {"replicas": replicas}}} if kind is kube.LEGACY_JOB else {"replicas": replicas}
+        self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: before}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:
         """Make a workload an owner of a document beside it, which is deleted with the last of its owners."""

@@ -116,6 +116,9 @@ def _image(reason: str, image: str, pods: Sequence[Document], message: str) -> C
 
 # Starting
 
+_PER_POD = re.compile(r"[0-9a-f]{64}|/proc/\d+\S*")
+"""The parts of a message that differ between pods."""
+
 
 def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Containers that cannot be created or started."""
@@ -127,7 +130,7 @@ def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
         over = kube_pods.termination(pod)
         if over and over.get("reason") in ("StartError", "ContainerCannotRun"):
             found.append((f"{over['reason']}: {over.get('message', '')}", pod))
-    for text, pods in grouped((_same(text), pod) for text, pod in found).items():
+    for text, pods in grouped((_PER_POD.sub("...", text), pod) for text, pod in found).items():
         if re.search(r"(secret|configmap) \"[^\"]+\" not found|couldn't find key", text):
             continue  # `storage.references` reports it
         whom = f"{workers_text(pods)} cannot be started"
@@ -136,27 +139,22 @@ def starts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
             if named == "outlast":
                 remedy = kube_pods.WITHOUT_OUTLAST
             named = named or "the command"
-            yield Cause("command-missing", f"{whom}: there is no {named} in the image {_of(pods)}", (text,), remedy)
+            yield Cause(
+                "command-missing",
+                f"{whom}: there is no {named} in the image {kube_pods.container(pods[0]).get('image', '')}",
+                (text,),
+                remedy,
+            )
         elif "exec format error" in text:
             yield Cause("image", f"{whom}: the image is not built for that processor", (text,), IMAGES[0].remedy)
         elif "will run as root" in text or "non-numeric user" in text:
             remedy = "build the image with a numeric user (USER 1000), or set runAsUser in the template's securityContext"
             yield Cause("root", f"{whom}: the image wants to run as root, and the pod may not", (text,), remedy)
         elif "permission denied" in text:
-            yield Cause(
-                "start", f"{whom}: the command may not be executed", (text,), "give it the x bit in the image, and to user 1000"
-            )
+            remedy = "give it the x bit in the image, and to user 1000"
+            yield Cause("start", f"{whom}: the command may not be executed", (text,), remedy)
         else:
             yield Cause("start", f"{whom}", (text,), "correct what the message names in the template or the image")
-
-
-def _same(text: str) -> str:
-    """The message without the parts that differ between pods."""
-    return re.sub(r"[0-9a-f]{64}|/proc/\d+\S*", "...", text)
-
-
-def _of(pods: Sequence[Document]) -> str:
-    return str(kube_pods.container(pods[0]).get("image", ""))
 
 
 # Ends
@@ -164,6 +162,7 @@ def _of(pods: Sequence[Document]) -> str:
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
 """`ValueError: no labels`, perhaps after torchrun's prefix of the line."""
 _LAST_LINES = 12
+_SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
 def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
@@ -190,21 +189,16 @@ def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
 
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
     """Whether this worker trains again, in this pod or a later one."""
-    made = str(pod["metadata"].get("creationTimestamp", ""))
     return any(
-        kube_pods.labelled_index(other) == kube_pods.labelled_index(pod) is not None
-        and str(other["metadata"].get("creationTimestamp", "")) >= made
-        and kube_pods.condition(other, "Ready")
-        for other in snapshot.pods
+        kube_pods.born(other) >= kube_pods.born(pod) and kube_pods.condition(other, "Ready") for other in snapshot.of_worker(pod)
     )
 
 
 def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
     """Whether this termination is a failure of its own, not requested, a failed start or an eviction, and not recovered from."""
     code = how.get("exitCode", 0)
-    told = code in (0, contract.Exit.INTERRUPTED, 143)
     return (
-        not told
+        code not in (0, contract.Exit.INTERRUPTED, 143)
         and not _recovered(snapshot, pod)
         and not _killed_by_probe(snapshot, pod)
         and how.get("reason") not in ("StartError", "ContainerCannotRun")
@@ -227,15 +221,8 @@ def _out_of_memory(snapshot: Snapshot, over: _Over) -> _Found:
         if limit
         else "set resources.memory, so that the pod is put where there is room"
     )
-    yield (
-        Cause(
-            "out-of-memory",
-            f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed for lack of memory: {had}",
-            _said(snapshot, pods),
-            remedy,
-        ),
-        pods,
-    )
+    what = f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed for lack of memory: {had}"
+    yield Cause("out-of-memory", what, _said(snapshot, pods), remedy), pods
 
 
 def _misconfigured(snapshot: Snapshot, over: _Over) -> _Found:
@@ -250,7 +237,7 @@ def _misconfigured(snapshot: Snapshot, over: _Over) -> _Found:
 def _failed(snapshot: Snapshot, over: _Over) -> _Found:
     for code, pods in grouped((str(how.get("exitCode")), pod) for pod, how in over).items():
         number = int(code)
-        by = f" ({name})" if (name := _signal(number)) else ""
+        by = f" ({name})" if (name := _SIGNALS.get(number - 128)) else ""
         reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
         what = f"{workers_text(pods)} ended with exit code {code}{by}" + (f": {reason}" if reason else "")
         if number == contract.Exit.GIVEN_UP:
@@ -262,14 +249,6 @@ def _failed(snapshot: Snapshot, over: _Over) -> _Found:
         else:
             remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
         yield Cause("failing-script", what, _said(snapshot, pods), remedy), pods
-
-
-def _signal(code: int) -> str:
-    """The name of the signal behind an exit code; empty for other codes."""
-    try:
-        return signal.Signals(code - 128).name
-    except ValueError:
-        return ""
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
@@ -310,7 +289,12 @@ def probing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     for pod in snapshot.pods:
         if killer := _killed_by_probe(snapshot, pod):
             found.append((f"killed {killer}", pod))
-        elif (asked := _failing(snapshot, pod)) and _running(pod) and not _started(pod) and (asked[-1].get("count") or 1) > 3:
+        elif (
+            (asked := _failing(snapshot, pod))
+            and kube_pods.any_running(pod)
+            and not _started(pod)
+            and (asked[-1].get("count") or 1) > 3
+        ):
             found.append(("silent", pod))
     for key, pods in grouped(found).items():
         evidence = (event_text(_failing(snapshot, pods[-1])[-1]),)
@@ -343,19 +327,10 @@ def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     killing, asked = snapshot.about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not asked:
         return ""
-    if "probe" not in str(killing[-1].get("message")):
-        left = (
-            pod["metadata"].get("deletionTimestamp")
-            or pod["status"].get("reason")
-            or kube_pods.condition(pod, "DisruptionTarget")
-        )
-        if left or not kube_pods.termination(pod):
-            return ""
+    removed = kube_pods.leaves(pod) or pod["status"].get("reason") or kube_pods.disruption(pod)
+    if "probe" not in str(killing[-1].get("message")) and (removed or not kube_pods.termination(pod)):
+        return ""
     return str(asked[-1]["message"]).split()[0]
-
-
-def _running(pod: Document) -> bool:
-    return any((status.get("state") or {}).get("running") for status in kube_pods.statuses(pod))
 
 
 def _started(pod: Document) -> bool:

@@ -38,7 +38,8 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
         if kinds.POD.resource in unseen:
             raise Forbidden(unseen[kinds.POD.resource])
         raise NotFound(f"there is no job {name} in namespace {where}; `outlast list` shows those there are")
-    queued = tuple(_owned(listed(kinds.WORKLOAD), workload))
+    # A list of Secrets contains their data: it is read only while pods wait for some.
+    waiting = any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods)
     queue = workload.get("metadata", {}).get("labels", {}).get("kueue.x-k8s.io/queue-name")
     volcano = workload.get("apiVersion") == kinds.VOLCANO_JOB.api_version
     return Snapshot(
@@ -52,10 +53,10 @@ def job(cluster: kube.Cluster, name: str, *, namespace: str | None = None) -> Sn
         classes=tuple(listed(kinds.STORAGE_CLASS)),
         quotas=tuple(listed(kinds.QUOTA)),
         limits=tuple(listed(kinds.LIMIT_RANGE)),
-        queued=queued,
+        queued=tuple(each for each in listed(kinds.WORKLOAD) if owned_by(each, workload)),
         queues=tuple(listed(kinds.LOCAL_QUEUE)) if queue else tuple(listed(kinds.VOLCANO_QUEUE)) if volcano else (),
         groups=tuple(_groups(listed, name, workload)),
-        secrets=frozenset(_names(cluster, kinds.SECRET, where, pods, unseen)),
+        secrets=frozenset(map(kube_pods.name, listed(kinds.SECRET))) if waiting else frozenset(),
         configs=frozenset(map(kube_pods.name, listed(kinds.CONFIG_MAP))),
         logs=_logs(cluster, where, pods),
         unseen=unseen,
@@ -68,17 +69,15 @@ def workload(cluster: kube.Cluster, name: str, namespace: str, *, labels: str, k
     listed = _reader(cluster, namespace, unseen)
     pods = tuple(listed(kinds.POD, labels))
     workload = next((each for each in listed(kind) if kube_pods.name(each) == name), {})
-    made = (kinds.NODE, kinds.CLAIM, kinds.STORAGE_CLASS, kinds.EVENT)
-    nodes, claims, classes, events = (tuple(listed(each)) for each in made)
     return Snapshot(
         name=name,
         namespace=namespace,
         workload=workload,
         pods=pods,
-        events=events,
-        nodes=nodes,
-        claims=claims,
-        classes=classes,
+        events=tuple(listed(kinds.EVENT)),
+        nodes=tuple(listed(kinds.NODE)),
+        claims=tuple(listed(kinds.CLAIM)),
+        classes=tuple(listed(kinds.STORAGE_CLASS)),
         logs=_logs(cluster, namespace, pods),
         unseen=unseen,
     )
@@ -123,21 +122,10 @@ def _of(workload: Document, pods: list[Document]) -> list[Document]:
     return [pod for pod in pods if not run or pod["metadata"]["labels"].get(Label.RUN, run) == run]
 
 
-def _owned(documents: list[Document], owner: Document) -> list[Document]:
-    return [each for each in documents if owned_by(each, owner)]
-
-
 def _groups(listed: _Listed, name: str, workload: Document) -> list[Document]:
     found = [*listed(kinds.POD_GROUP), *listed(kinds.VOLCANO_GROUP)]
-    mine = [each for each in found if each["metadata"].get("labels", {}).get(Label.JOB) == name]
-    return [*mine, *(each for each in _owned(found, workload) if each not in mine)]
-
-
-def _names(cluster: kube.Cluster, kind: Kind, namespace: str, pods: tuple[Document, ...], unseen: dict[str, str]) -> list[str]:
-    """Names of Secrets, only while pods wait for some: a list of Secrets contains their data."""
-    if not any(kube_pods.phase(pod) == "Pending" and pod["spec"].get("nodeName") for pod in pods):
-        return []
-    return list(map(kube_pods.name, _reader(cluster, namespace, unseen)(kind)))
+    labelled = [each for each in found if each["metadata"].get("labels", {}).get(Label.JOB) == name]
+    return labelled + [each for each in found if owned_by(each, workload) and each not in labelled]
 
 
 def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> dict[str, list[str]]:
@@ -147,7 +135,9 @@ def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> 
         return bool((kube_pods.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
 
     found: dict[str, list[str]] = {}
-    for pod in sorted((pod for pod in pods if kube_pods.termination(pod) or _runs(pod)), key=order, reverse=True)[:_LOGS]:
+    for pod in sorted((pod for pod in pods if kube_pods.termination(pod) or kube_pods.any_running(pod)), key=order, reverse=True)[
+        :_LOGS
+    ]:
         again = any((each.get("lastState") or {}).get("terminated") for each in kube_pods.statuses(pod))
         name = kube_pods.name(pod)
         options = kube.LogOptions(container=kube_pods.container_name(pod), tail=_LINES, previous=again)
@@ -156,7 +146,3 @@ def _logs(cluster: kube.Cluster, namespace: str, pods: tuple[Document, ...]) -> 
         except (Absent, Forbidden, Refused, Unanswered) as error:
             found[name] = [f"(the log cannot be read: {error})"]
     return found
-
-
-def _runs(pod: Document) -> bool:
-    return any((each.get("state") or {}).get("running") for each in kube_pods.statuses(pod))

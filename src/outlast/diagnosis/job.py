@@ -20,12 +20,8 @@ def absent(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """An ElasticJob that no operator has taken up."""
     if snapshot.kind == "ElasticJob" and not snapshot.workload.get("status") and not snapshot.pods:
         other = "" if snapshot.archived else ", `outlast submit --as indexed-job` needs none"
-        yield Cause(
-            "operator",
-            "no operator has taken up the job: its status is empty",
-            (),
-            f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}",
-        )
+        remedy = f"see whether the operator runs (kubectl get deployment -n outlast-system); `outlast install` brings it{other}"
+        yield Cause("operator", "no operator has taken up the job: its status is empty", (), remedy)
 
 
 def failing(snapshot: Snapshot, _: float) -> Iterator[Cause]:
@@ -49,25 +45,20 @@ def queues(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """A job that Kueue has not admitted."""
     queue = snapshot.workload.get("metadata", {}).get("labels", {}).get(_QUEUE)
     for workload in snapshot.queued:
-        if kube_pods.condition(workload, "Finished"):
-            continue
-        admitted, reserved = kube_pods.condition(workload, "Admitted"), kube_pods.condition(workload, "QuotaReserved")
-        if admitted:
+        if kube_pods.condition(workload, "Finished") or kube_pods.condition(workload, "Admitted"):
             continue
         name = workload.get("spec", {}).get("queueName") or queue
         evicted = kube_pods.condition(workload, "Evicted")
         refused = kube_pods.condition(workload, "QuotaReserved", "False") or {}
         checks = [each for each in workload.get("status", {}).get("admissionChecks", []) if each.get("state") != "Ready"]
         if workload.get("spec", {}).get("active") is False:
-            yield Cause(
-                "queue", f"its workload in queue {name} is deactivated", _told(evicted), "set spec.active of the Workload to true"
-            )
-        elif reserved:
+            remedy = "set spec.active of the Workload to true"
+            yield Cause("queue", f"its workload in queue {name} is deactivated", _told(evicted), remedy)
+        elif kube_pods.condition(workload, "QuotaReserved"):
             names = joined(str(each.get("name")) for each in checks)
             said = tuple(f"{each.get('name')}: {each.get('state')}: {each.get('message', '')}" for each in checks)
-            yield Cause(
-                "queue", f"queue {name} has room, and waits for {names or 'its checks'}", said, "see what these checks wait for"
-            )
+            what = f"queue {name} has room, and waits for {names or 'its checks'}"
+            yield Cause("queue", what, said, "see what these checks wait for")
         else:
             more = any(kube_pods.condition(each, "Admitted") for each in snapshot.queued)  # of an ElasticJob that grows
             what = f"queue {name} has not admitted {'all of its workers' if more else 'it'}"
@@ -145,9 +136,7 @@ def others(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     if (drop_in := dropins.of(snapshot.workload)) is not None:
         least = drop_in.sizes(snapshot.workload)[0]
     else:
-        least = (
-            snapshot.workload.get("spec", {}).get("workers", {}).get("min", wanted) if snapshot.kind == "ElasticJob" else wanted
-        )
+        least = snapshot.workload.get("spec", {}).get("workers", {}).get("min", wanted)
     if running and not ready and len(running) < least:
         have = f"{len(running)} of at least {least} workers run"
         missing = "fix what keeps the others from starting; training begins when all are there" if len(running) < wanted else ""
@@ -182,53 +171,37 @@ def wishes(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     queued = _QUEUE in snapshot.workload.get("metadata", {}).get("labels", {})
     if spec.get("suspend") and not queued and not _failed(snapshot):
         yield Cause("suspended", "it is suspended", (), f"go on with: outlast resume {snapshot.name}", wrong=False)
-    elif (snapshot.kind == "StatefulSet" and spec.get("replicas") == 0) or (snapshot.archived and snapshot.wanted() == 0):
-        yield Cause("suspended", "its number of workers is 0", (), f"go on with: outlast resume {snapshot.name}", wrong=False)
-    elif snapshot.kind == "ElasticJob" and snapshot.wanted() == 0:
-        yield Cause("suspended", "its number of workers is 0", (), f"go on with: outlast scale {snapshot.name} 1", wrong=False)
+    elif snapshot.kind in ("StatefulSet", "ElasticJob") and snapshot.wanted() == 0:
+        scaled = snapshot.kind == "ElasticJob" and not snapshot.archived
+        remedy = f"outlast scale {snapshot.name} 1" if scaled else f"outlast resume {snapshot.name}"
+        yield Cause("suspended", "its number of workers is 0", (), f"go on with: {remedy}", wrong=False)
     if deleted := snapshot.workload.get("metadata", {}).get("deletionTimestamp"):
         held = snapshot.workload["metadata"].get("finalizers", [])
         evidence = (f"since {deleted}", *((f"held by {joined(held)}",) if held else ()))
-        yield Cause(
-            "deleted",
-            "it is being deleted",
-            evidence,
-            "wait; if it stays so, the controller that set the finalizer does not run",
-            wrong=False,
-        )
+        remedy = "wait; if it stays so, the controller that set the finalizer does not run"
+        yield Cause("deleted", "it is being deleted", evidence, remedy, wrong=False)
 
 
 def finished(snapshot: Snapshot) -> Cause | None:
     """The cause of a job that has finished; it has no other."""
     spec, status = snapshot.workload.get("spec", {}), snapshot.workload.get("status", {})
-    if snapshot.kind == "Job" and (done := kube_pods.condition(snapshot.workload, "Complete")):
-        return Cause("finished", "it is finished, and all is well", _told(done), wrong=False)
-    if snapshot.kind == "ElasticJob" and (done := kube_pods.condition(snapshot.workload, "Succeeded")):
-        return Cause("finished", "it is finished, and all is well", _told(done), wrong=False)
-    if snapshot.kind == "Job" and "tasks" in spec and status.get("state", {}).get("phase") == "Completed":
-        return Cause("finished", "it is finished, and all is well", wrong=False)
+    well = "it is finished, and all is well"
+    done = kube_pods.condition(snapshot.workload, {"Job": "Complete", "ElasticJob": "Succeeded"}.get(snapshot.kind, "none"))
+    if done or (snapshot.kind == "Job" and "tasks" in spec and status.get("state", {}).get("phase") == "Completed"):
+        return Cause("finished", well, _told(done), wrong=False)
     if snapshot.kind == "StatefulSet" and snapshot.pods:
         ends = [containers.stayed(snapshot, pod) for pod in snapshot.pods if kube_pods.name(pod) in snapshot.logs]
         if ends and all(end is not None and end["exitCode"] == 0 for end in ends):
-            return Cause(
-                "finished",
-                "it is finished, and all is well",
-                (),
-                f"delete it with: outlast cancel {snapshot.name}",
-                wrong=False,
-            )
+            return Cause("finished", well, (), f"delete it with: outlast cancel {snapshot.name}", wrong=False)
     return None
 
 
 _REASONS = {
-    "BackoffLimitExceeded": ("it was given up: its workers failed more often than restarts.limit allows", "see below"),
-    "MaxFailedIndexesExceeded": ("it was given up: too many of its workers failed", "see below"),
-    "FailedIndexes": ("it was given up: some of its workers failed too often", "see below"),
-    "PodFailurePolicy": ("it was given up: starting again would not have helped", "see below"),
-    "DeadlineExceeded": (
-        "it was given up: it had not finished when activeDeadlineSeconds was over",
-        "raise activeDeadlineSeconds, and submit it again: it goes on from its newest checkpoint",
-    ),
+    "BackoffLimitExceeded": "it was given up: its workers failed more often than restarts.limit allows",
+    "MaxFailedIndexesExceeded": "it was given up: too many of its workers failed",
+    "FailedIndexes": "it was given up: some of its workers failed too often",
+    "PodFailurePolicy": "it was given up: starting again would not have helped",
+    "DeadlineExceeded": "it was given up: it had not finished when activeDeadlineSeconds was over",
 }
 
 
@@ -240,13 +213,15 @@ def given_up(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     reason = str(failed.get("reason", ""))
     if "deadline" in f"{reason} {failed.get('message', '')}".lower():
         reason = "DeadlineExceeded"
-    what, remedy = _REASONS.get(reason, (f"it has failed: {failed.get('message') or reason}", ""))
-    if remedy == "see below":
-        remedy = f"fix the cause, and submit it again; `outlast logs {snapshot.name}` shows what the workers said"
-    rule = "deadline" if reason == "DeadlineExceeded" else "failed"
-    limit = snapshot.workload["spec"].get("activeDeadlineSeconds")
-    evidence = (*_told(failed), *((f"activeDeadlineSeconds: {limit}",) if rule == "deadline" and limit else ()))
-    yield Cause(rule, what, evidence, remedy)
+    what = _REASONS.get(reason, f"it has failed: {failed.get('message') or reason}")
+    if reason == "DeadlineExceeded":
+        limit = snapshot.workload["spec"].get("activeDeadlineSeconds")
+        evidence = (*_told(failed), *((f"activeDeadlineSeconds: {limit}",) if limit else ()))
+        remedy = "raise activeDeadlineSeconds, and submit it again: it goes on from its newest checkpoint"
+        yield Cause("deadline", what, evidence, remedy)
+        return
+    remedy = f"fix the cause, and submit it again; `outlast logs {snapshot.name}` shows what the workers said"
+    yield Cause("failed", what, _told(failed), remedy if reason in _REASONS else "")
 
 
 def _failed(snapshot: Snapshot) -> Document | None:

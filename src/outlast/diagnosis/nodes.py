@@ -30,7 +30,7 @@ def lost(snapshot: Snapshot, now: float) -> Iterator[Cause]:
             remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then they are replaced"
             yield Cause("node-lost", f"{whom}, which no longer exists", (), remedy)
             continue
-        ready: Document = next((each for each in node["status"].get("conditions", []) if each["type"] == "Ready"), {})
+        ready = next(kube_pods.conditions(node, "Ready"), {})
         if ready.get("status") == "True":
             continue
         since = kube_pods.seconds(ready.get("lastTransitionTime"))
@@ -53,30 +53,18 @@ def _back(pods: list[Document]) -> str:
 
 def taken(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Pods that were evicted, preempted or drained, and have not been replaced."""
-    gone = [pod for pod in snapshot.pods if not _replaced(snapshot, pod)]
     found: list[tuple[str, Document]] = []
-    for pod in gone:
-        target = kube_pods.condition(pod, "DisruptionTarget") or {}
+    for pod in snapshot.pods:
+        if any(kube_pods.born(other) > kube_pods.born(pod) for other in snapshot.of_worker(pod)):
+            continue
         reason = pod["status"].get("reason") or ""
-        if target:
+        if target := kube_pods.disruption(pod):
             found.append((target.get("reason", ""), pod))
         elif reason in ("Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated", "NodeLost"):
             found.append((reason, pod))
     for reason, pods in grouped(found).items():
-        message = str(
-            pods[0]["status"].get("message") or (kube_pods.condition(pods[0], "DisruptionTarget") or {}).get("message", "")
-        )
-        yield _taken(reason, pods, message)
-
-
-def _replaced(snapshot: Snapshot, pod: Document) -> bool:
-    """Whether there is a newer pod of this worker."""
-    made = str(pod["metadata"].get("creationTimestamp", ""))
-    return any(
-        kube_pods.labelled_index(other) == kube_pods.labelled_index(pod) is not None
-        and str(other["metadata"].get("creationTimestamp", "")) > made
-        for other in snapshot.pods
-    )
+        message = pods[0]["status"].get("message") or (kube_pods.disruption(pods[0]) or {}).get("message", "")
+        yield _taken(reason, pods, str(message))
 
 
 def _taken(reason: str, pods: list[Document], message: str) -> Cause:
@@ -92,9 +80,8 @@ def _taken(reason: str, pods: list[Document], message: str) -> Cause:
     if reason in ("DeletionByTaintManager", "NodeLost"):
         return Cause("node-lost", f"{whom} taken away because node {where} was lost", evidence, _back(pods))
     if reason == "DeletionByPodGC":
-        return Cause(
-            "node-lost", f"{whom} taken away because node {where} no longer exists", evidence, "wait until it is replaced"
-        )
+        what = f"{whom} taken away because node {where} no longer exists"
+        return Cause("node-lost", what, evidence, "wait until it is replaced")
     if "ephemeral" in message or "emptyDir" in message or "disk" in message.lower():
         remedy = "write less to /tmp, /out and caches, raise the volume's sizeLimit in the template, or put them on a claim"
         return Cause("evicted", f"{whom} evicted from {where}: too much was written to the node's disk", evidence, remedy)
@@ -102,7 +89,6 @@ def _taken(reason: str, pods: list[Document], message: str) -> Cause:
         remedy = "set resources.memory to what the training needs, so that the node is not overfilled"
         return Cause("evicted", f"{whom} evicted from {where}, whose memory was used up", evidence, remedy)
     if "hutdown" in reason or "hutdown" in message:
-        return Cause(
-            "drained", f"{whom} ended because {where} was shut down", evidence, "it continues when there is another node"
-        )
+        remedy = "it continues when there is another node"
+        return Cause("drained", f"{whom} ended because {where} was shut down", evidence, remedy)
     return Cause("evicted", f"{whom} evicted from {where}", evidence, "see what the node says (kubectl describe node)")

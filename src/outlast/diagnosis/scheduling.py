@@ -51,13 +51,8 @@ def unschedulable(snapshot: Snapshot, _: float) -> Iterator[Cause]:
                     told += [cause] if cause else []
                     break
             else:
-                told.append(
-                    Cause(
-                        "unschedulable",
-                        f"{_whom(pods)} no node: {f'{count} ' if count else ''}{text}",
-                        remedy="see `kubectl describe pod` and `kubectl get nodes`, or ask the cluster's administrator",
-                    )
-                )
+                remedy = "see `kubectl describe pod` and `kubectl get nodes`, or ask the cluster's administrator"
+                told.append(Cause("unschedulable", f"{_whom(pods)} no node: {f'{count} ' if count else ''}{text}", (), remedy))
         for cause in told:
             yield Cause(cause.rule, cause.what, (*cause.evidence, f"FailedScheduling: {message}"), cause.remedy)
 
@@ -92,34 +87,31 @@ def _whom(pods: Sequence[Document]) -> str:
 def _resource(it: Blocked) -> Cause:
     resource = it.said["resource"]
     wanted = max(kube_pods.requested(pod, resource) for pod in it.pods)
-    nodes = [
-        (units.quantity(node["status"].get("allocatable", {}).get(resource, 0)), kube_pods.name(node))
-        for node in it.snapshot.nodes
-    ]
-    most = max(nodes, default=(0.0, ""))
-    asks = f"asks for {amount_text(resource, wanted)} {_noun(resource)}"
-    had = (_offers(it.snapshot.nodes, resource),)
-    if not it.snapshot.nodes:
+    offers = {kube_pods.name(node): _amount(node, resource) for node in it.snapshot.nodes}
+    most = max(offers.values(), default=0.0)
+    rule, asks = f"unschedulable-{_short(resource)}", f"asks for {amount_text(resource, wanted)} {_noun(resource)}"
+    each = (f"{name} {amount_text(resource, amount)} {_noun(resource)}" for name, amount in offers.items())
+    had = (f"nodes offer: {joined(each)}",)
+    if not offers:
         remedy = f"{_smaller(resource)}, or ask the cluster's administrator which nodes offer it (you may not see them)"
-        return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room, or none at all: each {asks}", (), remedy)
-    if most[0] == 0:
-        return Cause(
-            f"unschedulable-{_short(resource)}",
-            f"{it.whom} no node: none has any {resource}",
-            had,
-            _absent(it.snapshot, resource),
-        )
-    if most[0] < wanted:
-        remedy = f"{_smaller(resource)} to less than {amount_text(resource, most[0])}, or add larger nodes"
-        return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node that is large enough: each {asks}", had, remedy)
+        return Cause(rule, f"{it.whom} no node with room, or none at all: each {asks}", (), remedy)
+    if most == 0:
+        return Cause(rule, f"{it.whom} no node: none has any {resource}", had, _absent(it.snapshot, resource))
+    if most < wanted:
+        remedy = f"{_smaller(resource)} to less than {amount_text(resource, most)}, or add larger nodes"
+        return Cause(rule, f"{it.whom} no node that is large enough: each {asks}", had, remedy)
     remedy = f"wait until others leave, add nodes, or {_smaller(resource)} or workers.replicas"
-    return Cause(f"unschedulable-{_short(resource)}", f"{it.whom} no node with room: each {asks}, and others use it", had, remedy)
+    return Cause(rule, f"{it.whom} no node with room: each {asks}, and others use it", had, remedy)
+
+
+def _amount(node: Document, resource: str) -> float:
+    return units.quantity(node["status"].get("allocatable", {}).get(resource, 0))
 
 
 def _short(resource: str) -> str:
-    return (
-        resource if resource in ("cpu", "memory", "ephemeral-storage") else "gpu" if accelerators.known(resource) else "resource"
-    )
+    if resource in ("cpu", "memory", "ephemeral-storage"):
+        return resource
+    return "gpu" if accelerators.known(resource) else "resource"
 
 
 def _noun(resource: str) -> str:
@@ -131,24 +123,11 @@ def _smaller(resource: str) -> str:
     return f"lower {field}" if _short(resource) != "resource" else f"lower what the template requests of {resource}"
 
 
-def _offers(nodes: Sequence[Document], resource: str) -> str:
-    """`nodes offer: node-a 2 cores, node-b 2 cores`."""
-    amounts = [(kube_pods.name(node), units.quantity(node["status"].get("allocatable", {}).get(resource, 0))) for node in nodes]
-    each = (f"{name} {amount_text(resource, amount)} {_noun(resource)}" for name, amount in amounts)
-    return f"nodes offer: {joined(each)}"
-
-
 def _absent(snapshot: Snapshot, resource: str) -> str:
-    others = sorted(
-        {
-            each
-            for node in snapshot.nodes
-            for each, amount in node["status"].get("allocatable", {}).items()
-            if accelerators.known(each) and units.quantity(amount)
-        }
-    )
     if not accelerators.known(resource):
         return f"add nodes that offer {resource}, or remove it from the template"
+    resources = {each for node in snapshot.nodes for each in node["status"].get("allocatable", {}) if _amount(node, each)}
+    others = sorted(filter(accelerators.known, resources))
     has = f"nodes have {joined(others)}: set resources.accelerator; or " if others else ""
     return f"{has}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"
 
@@ -198,9 +177,8 @@ def _taint(it: Blocked) -> Cause:
     evidence = (f"tainted {taint}: {joined(carrying)}",) if carrying else ()
     several = "node" if it.count == 1 else "nodes"
     if key in _TAINTS:
-        return Cause(
-            "unschedulable-node", f"{it.whom} no node: {it.count} {several} cannot take any ({key})", evidence, _TAINTS[key]
-        )
+        what = f"{it.whom} no node: {it.count} {several} cannot take any ({key})"
+        return Cause("unschedulable-node", what, evidence, _TAINTS[key])
     operator = f'key: {key}, operator: Equal, value: "{value}"' if value else f"key: {key}, operator: Exists"
     return Cause(
         "unschedulable-taint",
@@ -210,76 +188,65 @@ def _taint(it: Blocked) -> Cause:
     )
 
 
-def _plain(rule: str, what: str, remedy: str) -> Callable[[Blocked], Cause]:
-    return lambda it: Cause(rule, f"{it.whom} no node: {what.format(count=it.count)}", (), remedy)
-
-
-def _nothing(_: Blocked) -> None:
-    """No cause: another module reports it better."""
-
-
 @dataclass(frozen=True)
 class Rule:
     """A message of the scheduler, and the cause that it means."""
 
     says: str
     cause: Callable[[Blocked], Cause | None]
+    """None when another module reports it better."""
+
+
+def _plain(says: str, rule: str, what: str, remedy: str) -> Rule:
+    return Rule(says, lambda it: Cause(rule, f"{it.whom} no node: {what.format(count=it.count)}", (), remedy))
 
 
 RULES = (
     Rule(r"Insufficient (?P<resource>\S+)", _resource),
     Rule(r"didn't match Pod's node affinity/selector|didn't match node selector", _selector),
     Rule(r"had (?:untolerated )?taints?(?:\(s\))? \{(?P<key>[^:}]+):? ?(?P<value>[^}]*)\}", _taint),
-    Rule(
+    _plain(
         r"didn't match pod anti-affinity rules|existing pods anti-affinity",
-        _plain(
-            "unschedulable-affinity",
-            "it may not be where another pod of its kind is, and all nodes have one",
-            "add nodes, lower workers.replicas, or make the anti-affinity of the template preferred instead of required",
-        ),
+        "unschedulable-affinity",
+        "it may not be where another pod of its kind is, and all nodes have one",
+        "add nodes, lower workers.replicas, or make the anti-affinity of the template preferred instead of required",
     ),
-    Rule(
+    _plain(
         r"didn't match pod affinity rules",
-        _plain(
-            "unschedulable-affinity",
-            "it may only be where certain pods are, and there are none with room",
-            "correct podAffinity in the template, or make it preferred instead of required",
-        ),
+        "unschedulable-affinity",
+        "it may only be where certain pods are, and there are none with room",
+        "correct podAffinity in the template, or make it preferred instead of required",
     ),
-    Rule(
+    _plain(
         r"topology spread constraints",
-        _plain(
-            "unschedulable-spread",
-            "it would make the spread of pods over zones or nodes too uneven",
-            "add nodes where there are few, or use whenUnsatisfiable: ScheduleAnyway in the template",
-        ),
+        "unschedulable-spread",
+        "it would make the spread of pods over zones or nodes too uneven",
+        "add nodes where there are few, or use whenUnsatisfiable: ScheduleAnyway in the template",
     ),
-    Rule(
+    _plain(
         r"were unschedulable",
-        _plain("unschedulable-node", "{count} are cordoned", "`kubectl uncordon` the nodes when they may be used again"),
+        "unschedulable-node",
+        "{count} are cordoned",
+        "`kubectl uncordon` the nodes when they may be used again",
     ),
-    Rule(
-        r"were not ready|were unreachable",
-        _plain("unschedulable-node", "{count} are lost", "bring the nodes back or replace them"),
-    ),
-    Rule(
+    _plain(r"were not ready|were unreachable", "unschedulable-node", "{count} are lost", "bring the nodes back or replace them"),
+    _plain(
         r"Too many pods",
-        _plain(
-            "unschedulable-pods", "{count} run as many pods as they may", "add nodes, or remove pods that are no longer needed"
-        ),
+        "unschedulable-pods",
+        "{count} run as many pods as they may",
+        "add nodes, or remove pods that are no longer needed",
     ),
-    Rule(
+    _plain(
         r"free ports",
-        _plain(
-            "unschedulable-port",
-            "the port of the machine that it asks for is taken",
-            "remove hostPort or hostNetwork from the template",
-        ),
+        "unschedulable-port",
+        "the port of the machine that it asks for is taken",
+        "remove hostPort or hostNetwork from the template",
     ),
-    Rule(
+    _plain(
         r"no nodes available to schedule pods",
-        _plain("unschedulable-node", "the cluster has none", "add nodes, or wait for the autoscaler"),
+        "unschedulable-node",
+        "the cluster has none",
+        "add nodes, or wait for the autoscaler",
     ),
-    Rule(r"[Pp]ersistent[Vv]olume|volume node affinity|max volume count|storage", _nothing),
-    Rule(r"pod group|PodGroup|[Gg]ang", _nothing),
+    Rule(r"[Pp]ersistent[Vv]olume|volume node affinity|max volume count|storage|pod group|PodGroup|[Gg]ang", lambda _: None),
 )

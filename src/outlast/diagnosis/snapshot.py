@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outlast.kube import dropins
 from outlast.kube import pods as kube_pods
+from outlast.kube import workloads
 from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests.request import Document
 
@@ -73,19 +73,14 @@ class Snapshot:
         """Pods that have no node yet."""
         return [pod for pod in self.pods if kube_pods.phase(pod) == "Pending" and not pod["spec"].get("nodeName")]
 
+    def of_worker(self, pod: Document) -> list[Document]:
+        """All pods of this pod's worker; none for a pod without an index."""
+        index = kube_pods.labelled_index(pod)
+        return [other for other in self.pods if kube_pods.labelled_index(other) == index is not None]
+
     def wanted(self) -> int:
         """How many workers the workload asks for."""
-        if (drop_in := dropins.of(self.workload)) is not None:
-            return drop_in.sizes(self.workload)[1]
-        spec = self.workload.get("spec", {})
-        match self.kind:
-            case "Job" if "tasks" in spec:
-                return sum(task.get("replicas", 1) for task in spec["tasks"])
-            case "Job":
-                return int(spec.get("parallelism", 1))
-            case "ElasticJob":
-                return int(spec.get("workers", {}).get("replicas", 1))
-        return int(spec.get("replicas", 1))
+        return workloads.replicas(self.workload)
 
 
 def event_time(event: Document) -> str:

@@ -59,12 +59,8 @@ def _unbound(snapshot: Snapshot, claim: Document, whom: str) -> Cause:
     offered = f"the cluster's storage classes: {joined(sorted(classes)) or 'none'}"
     what = f"{whom} for the claim {name}, which has no volume"
     if claim.get("status", {}).get("phase") == "Lost":
-        return Cause(
-            "claim-lost",
-            f"{whom} for the claim {name}, whose volume is gone",
-            (*events,),
-            "restore the volume or make a new claim",
-        )
+        what = f"{whom} for the claim {name}, whose volume is gone"
+        return Cause("claim-lost", what, tuple(events), "restore the volume or make a new claim")
     unseen = "storageclasses.storage.k8s.io" in snapshot.unseen
     unset = any("no storage class is set" in event for event in events)
     if wanted is None and (unset if unseen else not any(_is_default(each) for each in classes.values())):
@@ -75,15 +71,10 @@ def _unbound(snapshot: Snapshot, claim: Document, whom: str) -> Cause:
         remedy = "correct storageClass, or install the class (delete the claim first: its class cannot be changed)"
         return Cause("claim-class", f"{what}: there is no storage class {wanted}", (offered, *events), remedy)
     chosen = classes.get(wanted or next((each for each, its in classes.items() if _is_default(its)), ""), {})
-    failed = [event for event in events if event.startswith("ProvisioningFailed")]
-    if failed:
+    if any(event.startswith("ProvisioningFailed") for event in events):
         provisioner = chosen.get("provisioner", "the provisioner")
-        return Cause(
-            "claim-failed",
-            f"{what}: {provisioner} cannot make one",
-            tuple(events),
-            f"see what {provisioner} says, or choose another class",
-        )
+        remedy = f"see what {provisioner} says, or choose another class"
+        return Cause("claim-failed", f"{what}: {provisioner} cannot make one", tuple(events), remedy)
     if chosen.get("volumeBindingMode") == "WaitForFirstConsumer":
         remedy = "see why its pod finds no node; if no other cause is given here, look at the provisioner's pods"
         return Cause("claim-waits", f"{what}: it is created when a pod that uses it has a node", tuple(events), remedy)
@@ -100,16 +91,11 @@ def _elsewhere(pod: Document, text: str) -> Cause | None:
     whom = f"{workers_text([pod])} {verb([pod], 'finds', 'find')} no node"
     if "volume node affinity conflict" in text:
         remedy = "use a class with volumeBindingMode WaitForFirstConsumer, or a nodeSelector for the volume's zone"
-        return Cause(
-            "volume-elsewhere",
-            f"{whom}: its volume is in another zone or on another machine than the free nodes",
-            (text,),
-            remedy,
-        )
+        what = f"{whom}: its volume is in another zone or on another machine than the free nodes"
+        return Cause("volume-elsewhere", what, (text,), remedy)
     if "max volume count" in text:
-        return Cause(
-            "volume-count", f"{whom}: nodes have as many volumes as they can", (text,), "add nodes, or use fewer volumes a pod"
-        )
+        remedy = "add nodes, or use fewer volumes a pod"
+        return Cause("volume-count", f"{whom}: nodes have as many volumes as they can", (text,), remedy)
     return None
 
 
@@ -154,12 +140,8 @@ def references(snapshot: Snapshot, _: float) -> Iterator[Cause]:
                 remedy = f"admit the namespace to that etcd: outlast install --etcd --etcd-for {snapshot.namespace}"
         else:
             remedy = f"make it (kubectl create configmap {name} -n {snapshot.namespace} --from-file=FILE) or correct the template"
-        yield Cause(
-            f"{kind}-missing",
-            f"{whom} for the {word} {name}, which does not exist in namespace {snapshot.namespace}",
-            has,
-            remedy,
-        )
+        what = f"{whom} for the {word} {name}, which does not exist in namespace {snapshot.namespace}"
+        yield Cause(f"{kind}-missing", what, has, remedy)
 
 
 def mounts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
@@ -169,11 +151,10 @@ def mounts(snapshot: Snapshot, _: float) -> Iterator[Cause]:
             continue
         events = snapshot.about(pod, "FailedMount", "FailedAttachVolume")
         if events and not _MISSING.search(message := str(events[-1].get("message", ""))):
-            held = "another node still has the volume" if "Multi-Attach" in message else "a volume cannot be mounted"
-            remedy = (
-                "wait until the other pod is gone, or use a class with ReadWriteMany"
-                if "Multi-Attach" in message
-                else "fix what the message names: the driver on that node, the server of the volume, or the rights"
-            )
+            held = "a volume cannot be mounted"
+            remedy = "fix what the message names: the driver on that node, the server of the volume, or the rights"
+            if "Multi-Attach" in message:
+                held = "another node still has the volume"
+                remedy = "wait until the other pod is gone, or use a class with ReadWriteMany"
             whom = f"{workers_text([pod])} {verb([pod], 'waits', 'wait')}"
             yield Cause("mount", f"{whom} on {pod['spec'].get('nodeName')}: {held}", (event_text(events[-1]),), remedy)

@@ -193,6 +193,11 @@ def running(pod: Document) -> bool:
     return "running" in (container_status(pod).get("state") or {})
 
 
+def any_running(pod: Document) -> bool:
+    """Whether any container runs now, init containers included."""
+    return any((each.get("state") or {}).get("running") for each in statuses(pod))
+
+
 def ready(pod: Document) -> bool:
     """Whether the worker is in a world."""
     return bool(container_status(pod).get("ready")) and not leaves(pod)
