@@ -65,7 +65,7 @@ def test_a_pod_reaches_its_api_server_without_the_proxy_of_the_training(monkeypa
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
     cluster = kube.connect()
     assert (cluster.server, cluster.namespace) == ("https://10.0.0.1:443", "team-a")
-    assert not cluster.client.trust_env
+    assert not cluster.connection.clients.mine().trust_env
     cluster.close()
 
 
@@ -85,17 +85,17 @@ def test_threads_do_not_share_a_client_until_there_are_many(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(login, "_CLIENTS", 3)
-    mine, others = cluster.client, []
+    mine, others = cluster.connection.clients.mine(), []
 
     def look() -> None:
         cluster.list_(kube.POD)
-        others.append(cluster.client)
+        others.append(cluster.connection.clients.mine())
 
     for _ in range(4):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()
-    assert cluster.client is mine
+    assert cluster.connection.clients.mine() is mine
     assert [others.index(each) for each in others] == [0, 1, 2, 0]
     assert others[2] is mine
     cluster.close()

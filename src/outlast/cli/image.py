@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def build(
     """
     from outlast.cloud import images
 
-    found = images.dockerfile(context, file, [path for path in _candidates(context, file) if path.is_file()])
+    found = images.dockerfile(context, file)
     ours = found == context / "images" / "Dockerfile"
     if ours or variant:
         variant = show.one_of("variant", variant or "cpu", images.VARIANTS, none="")
@@ -134,8 +135,6 @@ def _run(command: Command, *, dry_run: bool, given: str | None = None) -> None:
 
 def _engines(wanted: str | None) -> dict[str, str]:
     """The engines on this machine, and why each cannot be used; empty when it can."""
-    import shutil
-
     from outlast.cloud import images
 
     found = {}
@@ -147,16 +146,11 @@ def _engines(wanted: str | None) -> dict[str, str]:
             asked = subprocess.run(
                 ["docker", "version", "--format", "{{.Server.Version}}"], capture_output=True, text=True, check=False
             )
-            found[engine] = (
-                (asked.stderr.strip() or "it does not answer").splitlines()[-1].rstrip(".") if asked.returncode else ""
-            )
+            if asked.returncode:
+                found[engine] = (asked.stderr.strip() or "it does not answer").splitlines()[-1].rstrip(".")
         if not found[engine]:
             break
     return found
-
-
-def _candidates(context: Path, file: Path | None) -> list[Path]:
-    return [file] if file else [context / "images" / "Dockerfile", context / "Dockerfile", context / "Containerfile"]
 
 
 def _revision(context: Path) -> str:

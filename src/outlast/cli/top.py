@@ -116,17 +116,12 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
         asked = [each.get("resources") or {} for each in pod["spec"]["containers"]]
         wanted = {key: pods.requested(pod, key) for key in ("cpu", "memory")}
         limit = sum(units.quantity((each.get("limits") or {}).get("memory", 0)) for each in asked)
-        used = usage.get(pod["metadata"]["name"])
         workers.append(
             {
                 "worker": pods.index(pod),
                 "pod": pod["metadata"]["name"],
                 "node": pod["spec"].get("nodeName"),
-                "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{wanted['cpu']:g}" if wanted["cpu"] else None),
-                "memory": _of(
-                    units.human_bytes(used["memory"]) if used else None,
-                    units.human_bytes(limit or wanted["memory"]) if limit or wanted["memory"] else None,
-                ),
+                **_shares(usage.get(pod["metadata"]["name"]), wanted["cpu"], limit or wanted["memory"]),
                 "accelerators": _devices(each.get("limits") or {} for each in asked),
             }
         )
@@ -137,14 +132,10 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
         except Forbidden as error:
             notes.append(str(error))
             break
-        used = node_usage.get(node)
         rows.append(
             {
                 "node": node,
-                "cpu": _of(f"{used['cpu']:.2f}" if used else None, f"{units.quantity(has.get('cpu', 0)):g}"),
-                "memory": _of(
-                    units.human_bytes(used["memory"]) if used else None, units.human_bytes(units.quantity(has.get("memory", 0)))
-                ),
+                **_shares(node_usage.get(node), units.quantity(has.get("cpu", 0)), units.quantity(has.get("memory", 0))),
                 "accelerators": _devices([has]),
             }
         )
@@ -153,7 +144,6 @@ def _there(place: KubernetesBackend, name: str) -> dict[str, Any]:
 
 def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
     """CPU cores and bytes by name, as metrics-server has measured them last."""
-
     try:
         items = place.cluster.list_(kind, labels=labels)
     except NotServed:
@@ -186,6 +176,9 @@ def _cell(value: object) -> object:
     return ", ".join(f"{count} {resource}" for resource, count in value.items()) or None if isinstance(value, dict) else value
 
 
-def _of(used: str | None, wanted: str | None) -> str | None:
-    """`0.52/2`, `-/2`, or nothing."""
-    return f"{used or '-'}/{wanted or '-'}" if used or wanted else None
+def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
+    """The columns of what is used of what there is: `0.52/2`, `-/2`, or nothing."""
+    uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
+    of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
+    columns = zip(("cpu", "memory"), uses, of, strict=True)
+    return {name: f"{use or '-'}/{most or '-'}" if use or most else None for name, use, most in columns}

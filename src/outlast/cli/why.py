@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING
 
 import typer
 
 from outlast.cli import show, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
-
-if TYPE_CHECKING:
-    from outlast.diagnosis import Cause
 
 
 def why(
@@ -35,24 +31,17 @@ def why(
       outlast why cifar10 -o json
     """
     from outlast import diagnosis
-
-    causes, unseen = _asked(ctx, name, namespace, context)
-    if output is Output.TABLE:
-        print(diagnosis.text(causes, unseen=unseen))
-    else:
-        show.data({"causes": [dataclasses.asdict(cause) for cause in causes], "unseen": unseen}, output)
-
-
-def _asked(
-    ctx: typer.Context, name: str | None, namespace: str | None, context: str | None
-) -> tuple[list[Cause], dict[str, str]]:
-    """The causes, and what could not be looked at."""
-    from outlast import diagnosis
     from outlast.diagnosis import gather, local_job
 
     place = which.place(ctx, name, namespace, context)
     found = which.job(place, name)
+    unseen: dict[str, str] = {}
     if (there := which.in_cluster(place)) is None:
-        return local_job.causes(place.status(found), place.events(found), time.time()), {}
-    seen = gather.job(there.cluster, found)
-    return diagnosis.causes(seen, time.time()), dict(seen.unseen)
+        causes = local_job.causes(place.status(found), place.events(found), time.time())
+    else:
+        seen = gather.job(there.cluster, found)
+        causes, unseen = diagnosis.causes(seen, time.time()), dict(seen.unseen)
+    if output is Output.TABLE:
+        print(diagnosis.text(causes, unseen=unseen))
+    else:
+        show.data({"causes": [dataclasses.asdict(cause) for cause in causes], "unseen": unseen}, output)

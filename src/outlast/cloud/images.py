@@ -1,4 +1,4 @@
-"""Building and pushing images with docker, podman or buildah: what to ask of each of them. Pure.
+"""Building and pushing images with docker, podman or buildah: what to ask of each of them.
 
     commands = build("podman", Build(context, file, "team/outlast:1", target="cuda", platforms=("linux/amd64", "linux/arm64")))
 
@@ -9,7 +9,7 @@ them, the others make a list of images that is pushed as a whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,14 +108,11 @@ def choose(wanted: str | None, broken: Mapping[str, str]) -> str:
     raise OutlastError(f"there is no {wanted or 'docker, podman or buildah'} on PATH; install one of them")
 
 
-def dockerfile(context: Path, file: Path | None, files: Sequence[Path]) -> Path:
-    """The Dockerfile of a directory: what is asked for, else Outlast's, else its own. `files`: those that exist.
-
-    Raises NotFound.
-    """
+def dockerfile(context: Path, file: Path | None) -> Path:
+    """The Dockerfile of a directory: what is asked for, else Outlast's, else its own. Raises NotFound."""
     usual = [context / "images" / "Dockerfile", context / "Dockerfile", context / "Containerfile"]
     for each in [file] if file else usual:
-        if each in files:
+        if each.is_file():
             return each
     looked = str(file) if file else ", ".join(map(str, usual))
     raise NotFound(f"there is no Dockerfile ({looked}); give the directory of Outlast's sources or of your own image, or --file")

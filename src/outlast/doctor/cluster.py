@@ -95,15 +95,15 @@ def checks(cluster: Cluster) -> Iterator[Check]:
     members = _maybe(lambda: cluster.get(kinds.STATEFUL_SET, install.ETCD, namespace=OPERATOR_NAMESPACE))
     login = _maybe(lambda: cluster.get(kinds.SECRET, rendezvous.LOGIN)) if isinstance(members, dict) else None
     yield from certificates(members, login, datetime.now(UTC).date())
-    nodes = _listed(cluster, kinds.NODE)
+    nodes = listed(cluster, kinds.NODE)
     yield machines(nodes)
     yield devices(nodes)
-    yield storage(_listed(cluster, kinds.STORAGE_CLASS))
+    yield storage(listed(cluster, kinds.STORAGE_CLASS))
     metrics = cluster.serves(kinds.POD_METRICS)
     without = "ask the cluster's administrator for metrics-server"
     yield passed("metrics", "served") if metrics else warned("metrics", "not served: `outlast top` has no numbers", without)
     yield queues({name: cluster.serves(kind) for name, kind in _QUEUES.items()})
-    if (quotas := _listed(cluster, kinds.QUOTA)) is not None:
+    if (quotas := listed(cluster, kinds.QUOTA)) is not None:
         yield from used_up(quotas)
     yield from worker(cluster)
 
@@ -137,7 +137,7 @@ def _maybe(read: Callable[[], Document]) -> Document | str | None:
         return str(error)
 
 
-def _listed(cluster: Cluster, kind: Kind) -> list[Document] | None:
+def listed(cluster: Cluster, kind: Kind) -> list[Document] | None:
     """All documents of a kind; None when they may not be read."""
     try:
         return cluster.list_(kind)

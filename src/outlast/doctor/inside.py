@@ -6,26 +6,28 @@ time limit, also when we are killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from outlast import __version__, accelerators, contract
+from outlast import __version__, accelerators, contract, diagnosis
 from outlast.accelerators import Accelerator
 from outlast.contract import Pod
+from outlast.diagnosis import gather
 from outlast.doctor import Check, failed, warned
 from outlast.doctor import cluster as judged
-from outlast.errors import Absent, ClusterError, Forbidden
-from outlast.kube import kinds
+from outlast.errors import Absent, ClusterError
+from outlast.kube import kinds, within
+from outlast.kube import pods as kube_pods
 from outlast.manifests import volumes as places
 from outlast.manifests.request import Document
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from outlast.kube import Cluster
 
 MARK = "outlast-doctor "
@@ -36,6 +38,7 @@ LABEL = f"{contract.GROUP}/doctor"
 _LABELS = {"name": "outlast", "part-of": "outlast", "component": "doctor"}
 NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
 """Names that every pod of a cluster must resolve."""
+_HOPELESS = ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError")
 _MEMORY = "2Gi"
 """Memory limit of a pod: torch takes a third of it."""
 
@@ -55,7 +58,7 @@ class Options:
 
 def checks(cluster: Cluster, options: Options) -> Iterator[Check]:
     """The checks of pods in the cluster's namespace. Raises ClusterError when none can be created."""
-    nodes = _nodes(cluster)
+    nodes = judged.listed(cluster, kinds.NODE)
     usable = [node for node in nodes or () if judged.usable(node)]
     two = options.network and (nodes is None or len(usable) > 1)
     name = f"outlast-doctor-{uuid.uuid4().hex[:8]}"
@@ -66,13 +69,11 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Check]:
         first = cluster.create(pod(name, 0, options, rank=two, on=on))
         ends = [first["metadata"]["name"]]
         if two:
-            placed = _until(
-                cluster, name, lambda pods: any(each.get("status", {}).get("podIP") for each in pods), options.timeout_s
-            )
-            if placed:
+            addressed = lambda pods: any(each.get("status", {}).get("podIP") for each in pods)  # noqa: E731
+            if placed := _until(cluster, name, addressed, options.timeout_s):
                 address = placed[0]["status"]["podIP"]
                 ends.append(cluster.create(pod(name, 1, options, rank=True, on=on, address=address))["metadata"]["name"])
-        over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(_over, pods)), options.timeout_s)
+        over = _until(cluster, name, lambda pods: len(pods) == len(ends) and all(map(kube_pods.over, pods)), options.timeout_s)
         yield from _answers(cluster, ends)
         if over is None or any(each["status"]["phase"] != "Succeeded" for each in over):
             yield from _unfinished(cluster, name, options)
@@ -183,11 +184,6 @@ def _answers(cluster: Cluster, pods: Sequence[str]) -> list[Check]:
 
 def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Check]:
     """Why pods of ours did not get to their end."""
-    import time
-
-    from outlast import diagnosis
-    from outlast.diagnosis import gather
-
     seen = gather.workload(cluster, name, cluster.namespace, labels=f"{LABEL}={name}", kind=kinds.POD)
     wrong = [cause for cause in diagnosis.causes(seen, time.time()) if cause.wrong and cause.rule != "absent"]
     for cause in wrong:
@@ -197,16 +193,10 @@ def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Check
         yield failed("pods", said, "give them longer with --timeout, or see what holds them: kubectl describe pod")
 
 
-def _over(pod: Document) -> bool:
-    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-
-
 def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], timeout_s: float) -> list[Document] | None:
     """Our pods as soon as they are as wished; None when they are not in time, or cannot get there."""
-    from outlast import kube
-
     pods: dict[str, Document] = {}
-    with kube.within(timeout_s) as stop:
+    with within(timeout_s) as stop:
         for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):
             pods[change.document["metadata"]["name"]] = change.document
             if done(list(pods.values())):
@@ -218,26 +208,11 @@ def _until(cluster: Cluster, name: str, done: Callable[[list[Document]], bool], 
 
 def _hopeless(pod: Document) -> bool:
     """Whether waiting longer does not help: the image cannot be pulled, or the command cannot be started."""
-    from outlast.kube import pods as kube_pods
-
-    reasons = {reason for reason, _ in kube_pods.waiting(pod)}
-    return bool(
-        reasons
-        & {"ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError", "CreateContainerError"}
-    )
-
-
-def _nodes(cluster: Cluster) -> list[Document] | None:
-    try:
-        return cluster.list_(kinds.NODE)
-    except Forbidden:
-        return None
+    return any(reason in _HOPELESS for reason, _ in kube_pods.waiting(pod))
 
 
 def _delete(cluster: Cluster, name: str) -> None:
     """Delete our pods, also those whose creation was not answered."""
     for index in (0, 1):
-        try:
+        with contextlib.suppress(Absent):
             cluster.delete(kinds.POD, f"{name}-{index}", grace_s=0)
-        except Absent:
-            continue

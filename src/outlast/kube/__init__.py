@@ -3,11 +3,11 @@
     cluster = kube.connect()
     for pod in cluster.list_(kube.POD, labels="outlast.dev/job=train"): ...
 
-`client` has the requests, `watch` changes, `streams` commands and ports in pods, `login` the way in, `error_mapping` the errors,
-`kinds` the kinds of documents. Three modules are pure: `pods`, the one reader of pods, `wire` and `kinds`.
+`client` has the requests, `api` their paths and pages, `watch` changes, `streams` commands and ports in pods, `login` the way
+in, `error_mapping` the errors, `kinds` the kinds of documents. Pure are `pods`, the one reader of pods, `wire` and `kinds`.
 """
 
-from outlast.kube.client import MANAGER, Cluster, LogOptions, Selection, without_server_fields
+from outlast.kube.client import Cluster, LogOptions, without_server_fields
 from outlast.kube.kinds import (
     CLAIM,
     CONFIG_MAP,
@@ -43,7 +43,6 @@ __all__ = [
     "JOB",
     "LEASE",
     "LEGACY_JOB",
-    "MANAGER",
     "NAMESPACE",
     "NODE",
     "NODE_METRICS",
@@ -63,7 +62,6 @@ __all__ = [
     "Kind",
     "LogOptions",
     "Pace",
-    "Selection",
     "Stop",
     "connect",
     "kind_of",

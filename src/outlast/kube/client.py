@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import email.utils
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import quote
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from outlast.errors import Absent, Forbidden, NotServed, Refused
-from outlast.kube import requests, streams, watch, wire
+from outlast.kube import requests, streams, watch
+from outlast.kube.api import Api, Selection
 from outlast.kube.error_mapping import Asked
 from outlast.kube.kinds import NAMESPACE, POD, Kind, kind_of
 from outlast.kube.requests import Document, Request
@@ -22,37 +22,11 @@ from outlast.kube.stop import Stop
 from outlast.kube.streams import Ended
 from outlast.kube.watch import Change
 
-if TYPE_CHECKING:
-    import httpx2
-
 MANAGER = "outlast"
 """Our name in `managedFields`."""
-_PAGE = 500
-"""Documents in a page of `list_`, as kubectl asks for."""
-_FIRST = 20
-"""The same of the first page of a kind whose documents may be of any size, such as jobs: an API server needs minutes for 500 of a
-MiB each. The next page has twice as many, as long as pages are short."""
-_PAGE_BYTES = 8 * 2**20
-"""Limit of a page. A longer one is asked for again with a quarter of the documents."""
 _WRITTEN_BY_SERVER = ("managedFields", "resourceVersion", "uid", "creationTimestamp", "generation", "selfLink")
 """Metadata that the API server writes."""
 _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The documents that a list or a watch is about."""
-
-    kind: Kind
-    namespace: str | None = None
-    everywhere: bool = False
-    labels: str = ""
-    fields: str = ""
-
-    def selectors(self) -> dict[str, str]:
-        """As parameters of a request."""
-        found = {"labelSelector": self.labels, "fieldSelector": self.fields}
-        return {key: value for key, value in found.items() if value}
 
 
 @dataclass(frozen=True)
@@ -84,55 +58,32 @@ class LogOptions:
         return given
 
 
-@dataclass
-class Cluster:
+class Cluster(Api):
     """The API server of a cluster, and the namespace of documents that name none."""
-
-    connection: requests.Connection = field(repr=False)
-    context: str
-    namespace: str
-
-    @property
-    def client(self) -> httpx2.Client:
-        """The HTTP client of this thread."""
-        return self.connection.clients.mine()
-
-    @property
-    def server(self) -> str:
-        """The address of the API server."""
-        return self.connection.server
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the server has warned of, each once."""
-        return self.connection.warnings
 
     # Documents
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
         """A document. Raises Absent."""
         asked, path = self.address("get", kind, name, namespace, subresource=subresource)
-        return self._document(Request(asked, "GET", path, repeat=True))
+        return self.document(Request(asked, "GET", path, repeat=True))
 
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:
         """All documents of a kind that the selectors find, in one namespace or `everywhere`."""
         selection = Selection(kind, namespace, everywhere, labels, fields)
-        for attempt in (1, 2):
-            try:
-                return [document for page, _ in self.pages(selection) for document in page]
-            except requests.Expired:  # between two pages
-                if attempt == 2:
-                    raise
-        raise AssertionError
+        try:
+            return [document for page, _ in self.pages(selection) for document in page]
+        except requests.Expired:  # between two pages
+            return [document for page, _ in self.pages(selection) for document in page]
 
     def create(self, document: Document, *, dry_run: bool = False) -> Document:
         """Create a document. Raises Taken when one of its name exists."""
         kind, name, namespace = _named(document)
         at, path = self.address("create", kind, "", namespace)
-        asked = Asked("create", kind, name, at.namespace, self.server)
-        return self._document(Request(asked, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
+        asked = replace(at, name=name)
+        return self.document(Request(asked, "POST", path, {**_WRITE, **_dry(dry_run)}, document))
 
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
@@ -145,7 +96,7 @@ class Cluster:
         asked, path = self.address("apply", kind, name, namespace)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **_dry(dry_run)}
         content_type = "application/apply-patch+yaml"
-        return self._document(
+        return self.document(
             Request(asked, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
         )
 
@@ -162,13 +113,13 @@ class Cluster:
         """Change some fields. A `metadata.resourceVersion` in the change makes it a condition: raises Conflict."""
         content_type = {"merge": "merge-patch", "strategic": "strategic-merge-patch", "json": "json-patch"}[type]
         asked, path = self.address("patch", kind, name, namespace, subresource=subresource)
-        return self._document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
+        return self.document(Request(asked, "PATCH", path, _WRITE, change, f"application/{content_type}+json"))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
         """Write a document that was read before. Raises Conflict when it has been written in between."""
         kind, name, namespace = _named(document)
         asked, path = self.address("update", kind, name, namespace, subresource=subresource)
-        return self._document(Request(asked, "PUT", path, _WRITE, document))
+        return self.document(Request(asked, "PUT", path, _WRITE, document))
 
     def delete(
         self,
@@ -190,7 +141,7 @@ class Cluster:
         if uid is not None:
             options["preconditions"] = {"uid": uid}
         asked, path = self.address("delete", kind, name, namespace)
-        return self._document(Request(asked, "DELETE", path, body=options, repeat=True))
+        return self.document(Request(asked, "DELETE", path, body=options, repeat=True))
 
     def evict(self, pod: str, *, namespace: str | None = None, uid: str | None = None) -> None:
         """Evict a pod, as the drain of its node does. Raises Refused when a PodDisruptionBudget keeps it."""
@@ -198,7 +149,7 @@ class Cluster:
         options = {"deleteOptions": {"preconditions": {"uid": uid}}} if uid else {}
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": name, **options}
         asked, path = self.address("evict", POD, pod, namespace, subresource="eviction")
-        self._document(Request(asked, "POST", path, body=body, tries=1))
+        self.document(Request(asked, "POST", path, body=body, tries=1))
 
     def watch(
         self,
@@ -274,7 +225,7 @@ class Cluster:
         }
         path = "apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
         request = Request(Asked("create", server=self.server), "POST", path, body=review, repeat=True)
-        return bool(self._document(request)["status"].get("allowed"))
+        return bool(self.document(request)["status"].get("allowed"))
 
     def version(self) -> str:
         """The server's version: `v1.36.2`."""
@@ -304,56 +255,16 @@ class Cluster:
         except Absent:
             return False
         except Forbidden:
-            return True
+            pass
         return True
 
     def raw(self, path: str) -> Document:
         """The document at a path: discovery and the server's version have no kind."""
-        return self._document(Request(Asked("get", server=self.server), "GET", path, repeat=True))
+        return self.document(Request(Asked("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
         """Close all connections."""
         self.connection.clients.close()
-
-    # Requests
-
-    def address(
-        self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
-    ) -> tuple[Asked, str]:
-        """What a request asks for, in words for its errors, and its path."""
-        inside = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
-        parts = [kind.root, *(["namespaces", quote(inside, safe="")] if inside else []), kind.plural]
-        parts += [quote(name, safe=":")] if name else []
-        parts += [subresource] if subresource else []
-        shown = name.partition(":")[0] if subresource == "proxy" else name
-        return Asked(verb, kind, shown, inside, self.server, subresource), "/".join(parts)
-
-    def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """The pages of a list, each with its version; documents are parsed one at a time. Raises `requests.Expired` when the list
-        has expired: the pages before are of no use then."""
-        kind = selection.kind
-        asked, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
-        token, limit = "", _FIRST if kind in wire.FREE else _PAGE
-        while True:
-            params = {**selection.selectors(), "limit": str(limit), **({"continue": token} if token else {})}
-            try:
-                most = _PAGE_BYTES if limit > 3 else None
-                answer = self.connection.answer(Request(asked, "GET", path, params, repeat=True, most=most))
-            except requests.TooLong:
-                limit //= 4
-                continue
-            content: bytes = answer.extensions.pop("whole", None) or answer.content
-            with requests.reading(content, asked):
-                meta, items = wire.page(content, kind)
-            token = meta.get("continue") or ""
-            yield _items(items, kind, content, asked), str(meta.get("resourceVersion", ""))
-            if not token:
-                return
-            if len(content) < _PAGE_BYTES // 4:
-                limit = min(_PAGE, 2 * limit)
-
-    def _document(self, request: Request) -> Document:
-        return requests.parsed(self.connection.answer(request).content, request.asked)
 
 
 def without_server_fields(document: Document) -> Document:
@@ -369,10 +280,3 @@ def _named(document: Mapping[str, Any]) -> tuple[Kind, str, str | None]:
 
 def _dry(dry_run: bool) -> dict[str, str]:
     return {"dryRun": "All"} if dry_run else {}
-
-
-def _items(items: Iterable[Document], kind: Kind, content: bytes, asked: Asked) -> Iterator[Document]:
-    """The documents of a page, completed with their kind, which a page does not repeat."""
-    with requests.reading(content, asked):
-        for item in items:
-            yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from outlast.errors import Refused, Unanswered
 from outlast.kube import requests
+from outlast.kube.api import Api
 from outlast.kube.error_mapping import Asked
 from outlast.kube.kinds import POD
 
 if TYPE_CHECKING:
     from httpx2.websockets import WebSocketSession
-
-    from outlast.kube.client import Cluster
 
 _GONE_S = 30.0
 """Timeout of a forwarded connection whose client has ended its side and over which nothing more comes from the pod."""
@@ -31,17 +30,15 @@ class Ended:
     error: bytes
 
 
-def execute(
-    cluster: Cluster, pod: str, command: Sequence[str], *, namespace: str | None, container: str, stdin: bytes | None
-) -> Ended:
+def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None, container: str, stdin: bytes | None) -> Ended:
     """See `Cluster.exec_`."""
     params: list[tuple[str, str]] = [("command", word) for word in command]
     params += [("stdout", "true"), ("stderr", "true")]
     params += [("container", container)] if container else []
     params += [("stdin", "true")] if stdin is not None else []
-    asked, path = cluster.address("exec", POD, pod, namespace, subresource="exec")
+    asked, path = api.address("exec", POD, pod, namespace, subresource="exec")
     written: dict[int, list[bytes]] = {1: [], 2: []}
-    with cluster.connection.websocket(asked, path, params, "v5.channel.k8s.io") as connection:
+    with api.connection.websocket(asked, path, params, "v5.channel.k8s.io") as connection:
         if stdin is not None:
             connection.send_bytes(b"\0" + stdin)
             connection.send_bytes(b"\xff\0")
@@ -54,10 +51,10 @@ def execute(
     raise Unanswered(f"{asked.thing}: the connection ended before the command did; the command may still run")
 
 
-def forward(cluster: Cluster, pod: str, port: int, connection: socket.socket, *, namespace: str | None) -> None:
+def forward(api: Api, pod: str, port: int, connection: socket.socket, *, namespace: str | None) -> None:
     """See `Cluster.forward`."""
-    asked, path = cluster.address("portforward", POD, pod, namespace, subresource="portforward")
-    with cluster.connection.websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
+    asked, path = api.address("portforward", POD, pod, namespace, subresource="portforward")
+    with api.connection.websocket(asked, path, [("ports", str(port))], "v4.channel.k8s.io") as there:
         gone = threading.Event()
         threading.Thread(target=_upload, args=(connection, there, gone), daemon=True).start()
         begun: set[int] = set()

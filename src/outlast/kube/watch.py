@@ -6,16 +6,14 @@ import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from outlast import backoff
 from outlast.errors import Unanswered
 from outlast.kube import requests, wire
+from outlast.kube.api import Api, Selection
 from outlast.kube.requests import Document
 from outlast.kube.stop import Stop
-
-if TYPE_CHECKING:
-    from outlast.kube.client import Cluster, Selection
 
 _WATCH_S = 140
 """Longest time that we ask the server for in one watch; the next one goes on where it ended. It is less than `_SILENCE_S`: for a
@@ -50,7 +48,7 @@ class Pace:
 PACE = Pace()
 
 
-def changes(cluster: Cluster, selection: Selection, stop: Stop, pace: Pace) -> Iterator[Change]:
+def changes(api: Api, selection: Selection, stop: Stop, pace: Pace) -> Iterator[Change]:
     """See `Cluster.watch`."""
     listening = pace.listening
     known = _Known()
@@ -58,11 +56,11 @@ def changes(cluster: Cluster, selection: Selection, stop: Stop, pace: Pace) -> I
     while not stop.is_set():
         try:
             if not version:
-                version = yield from known.differences(cluster.pages(selection))
+                version = yield from known.differences(api.pages(selection))
                 begun = True
             failures += 1  # unless anything comes: a connection that ends at once is no better than none
             since = time.monotonic()
-            for reached, change in _one_connection(cluster, selection, version, stop, listening):
+            for reached, change in _one_connection(api, selection, version, stop, listening):
                 version, failures = reached, 0
                 if change is not None:
                     known.note(change)
@@ -86,7 +84,7 @@ def changes(cluster: Cluster, selection: Selection, stop: Stop, pace: Pace) -> I
 
 
 def _one_connection(
-    cluster: Cluster, selection: Selection, version: str, stop: Stop, listening: Callable[[str | None], None]
+    api: Api, selection: Selection, version: str, stop: Stop, listening: Callable[[str | None], None]
 ) -> Iterator[tuple[str, Change | None]]:
     """Versions after the given one, and what changed with them (None: a bookmark), over one connection."""
     params = {
@@ -96,8 +94,8 @@ def _one_connection(
         "allowWatchBookmarks": "true",
         "timeoutSeconds": str(backoff.RANDOM.randint(_WATCH_S * 3 // 4, _WATCH_S)),
     }
-    asked, path = cluster.address("watch", selection.kind, "", selection.namespace, everywhere=selection.everywhere)
-    with cluster.connection.stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
+    asked, path = api.address("watch", selection.kind, "", selection.namespace, everywhere=selection.everywhere)
+    with api.connection.stream(asked, path, params, stop, silence_s=_SILENCE_S) as lines:
         listening(version)
         for line in lines:
             with requests.reading(line, asked):
