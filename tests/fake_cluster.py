@@ -74,6 +74,12 @@ class FakeCluster:
         except KeyError:
             raise Absent(f"{kind} {name} does not exist") from None
 
+    def find(self, kind: kinds.Kind, name: str, *, namespace: str | None = None) -> Document | None:
+        try:
+            return self.get(kind, name, namespace=namespace)
+        except Absent:
+            return None
+
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:

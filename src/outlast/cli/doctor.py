@@ -52,20 +52,17 @@ def doctor(
         for section, checks in _asked(image, store, secret or [], network, namespace, context, timeout):
             if output is Output.TABLE:
                 print(("\n" if found else "") + section, flush=True)
-            found[section] = list(_shown(checks, output))
+            found[section] = []
+            for check in checks:
+                found[section].append(check)
+                if output is Output.TABLE:
+                    print(check, flush=True)
     finally:
         signal.signal(signal.SIGTERM, before)
     if output is not Output.TABLE:
         show.data([{"where": where, **dataclasses.asdict(each)} for where, checks in found.items() for each in checks], output)
     if any(check.outcome == "fail" for checks in found.values() for check in checks):
         raise typer.Exit(1)
-
-
-def _shown(checks: Iterable[Check], output: Output) -> Iterator[Check]:
-    for check in checks:
-        if output is Output.TABLE:
-            print(check, flush=True)
-        yield check
 
 
 def _asked(

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from outlast import kube
 
 _WAIT_S = 120.0
-
-
 _RUNS = {"StatefulSet": "etcd", "Deployment": "the operator"}
 
 
@@ -165,15 +163,10 @@ def uninstall(
     cluster = kube.connect(context, namespace)
     try:
         if crds and not yes and (there := installation.jobs(cluster)):
-            _confirm(there, cluster.context or cluster.server)
+            named = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+            jobs = f"{len(there)} ElasticJob{'s' * (len(there) > 1)} of {cluster.context or cluster.server}"
+            terminal.confirm(f"{jobs} would be deleted with --crds ({named})")
         for done in installation.remove(cluster, namespace=namespace, crds=crds):
             print(done, flush=True)
     finally:
         cluster.close()
-
-
-def _confirm(jobs: list[str], where: str) -> None:
-    """Ask whether these jobs may be deleted. Raises OutlastError when not, or when nobody can be asked."""
-    named = ", ".join(jobs[:5]) + (f" and {len(jobs) - 5} more" if len(jobs) > 5 else "")
-    what = f"{len(jobs)} ElasticJob{'s' * (len(jobs) > 1)} of {where} would be deleted with --crds ({named})"
-    terminal.confirm(what)

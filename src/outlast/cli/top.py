@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -163,12 +164,10 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
 
 def _devices(found: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """How many accelerators of each kind there are in lists of resources."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for has in found:
-        for resource, amount in has.items():
-            if accelerators.known(resource) and (count := round(units.quantity(amount))):
-                counts[resource] = counts.get(resource, 0) + count
-    return counts
+        counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.known(name)})
+    return dict(+counts)
 
 
 def _cell(value: object) -> object:

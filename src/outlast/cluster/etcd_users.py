@@ -29,7 +29,7 @@ from urllib.parse import quote
 from outlast import etcd
 from outlast.cluster import certificates
 from outlast.cluster.certificates import Pair
-from outlast.errors import Absent, ClusterError, EtcdRefused, OutlastError
+from outlast.errors import ClusterError, EtcdRefused, OutlastError
 from outlast.kube import kinds
 from outlast.manifests import install
 from outlast.manifests.rendezvous import LOGIN
@@ -67,14 +67,14 @@ class Access:
 def access(cluster: Cluster, namespace: str, members: int, now: datetime.datetime) -> Access:
     """What there is, and what is new or renewed of it; changes nothing. Raises ClusterError, OutlastError."""
     held = _data(cluster, AUTHORITY, namespace)
-    authority = Pair(held["tls.crt"], held["tls.key"]) if held else None
+    authority = _pair(held)
     bundle = held.get("ca.crt", b"")
     if authority is None or certificates.worn(authority.certificate, now):
         before = authority
         authority = certificates.authority(install.ETCD, now)
         bundle = authority.certificate + (before.certificate if before else b"")
     root = _data(cluster, ROOT, namespace).get("password", b"").decode() or secrets.token_hex(24)
-    server = _pair(cluster, install.ETCD_TLS, namespace)
+    server = _pair(_data(cluster, install.ETCD_TLS, namespace))
     hosts = install.etcd_hosts(namespace, members)
     if server is None or not held or bundle != held.get("ca.crt") or certificates.worn(server.certificate, now, hosts):
         server = certificates.signed(install.ETCD, hosts, authority, now)
@@ -94,16 +94,13 @@ def admitted(cluster: Cluster) -> list[str]:
 
 def login(cluster: Cluster, access: Access, namespace: str, now: datetime.datetime) -> tuple[User, Document]:
     """The user of a namespace, and its Secret; changes nothing. Raises OutlastError when the name of the Secret is taken."""
-    try:
-        there: Document = cluster.get(kinds.SECRET, LOGIN, namespace=namespace)
-    except Absent:
-        there = {}
+    there = cluster.find(kinds.SECRET, LOGIN, namespace=namespace) or {}
     if there and (there["metadata"].get("labels") or {}).get(install.ETCD_ROLE) != "login":
         raise OutlastError(f"Secret {LOGIN} of namespace {namespace} is not ours; rename it, or let its jobs use another etcd")
     data = _decoded(there)
     password = data.get("password", b"").decode() or secrets.token_hex(24)
     user = User(f"namespace-{namespace}", f"{etcd.PREFIX}/{quote(f'{namespace}/', safe='')}", password)
-    pair = Pair(data["tls.crt"], data["tls.key"]) if "tls.crt" in data else None
+    pair = _pair(data)
     if pair is None or data.get("ca.crt") != access.bundle or certificates.worn(pair.certificate, now):
         pair = certificates.signed(user.name, (), access.authority, now)
     said = {**_files(pair, access.bundle), "user": user.name.encode(), "password": password.encode()}
@@ -201,16 +198,12 @@ def _files(pair: Pair, bundle: bytes) -> dict[str, bytes]:
     return {"ca.crt": bundle, "tls.crt": pair.certificate, "tls.key": pair.key}
 
 
-def _pair(cluster: Cluster, name: str, namespace: str) -> Pair | None:
-    data = _data(cluster, name, namespace)
-    return Pair(data["tls.crt"], data["tls.key"]) if data else None
-
-
 def _data(cluster: Cluster, name: str, namespace: str) -> dict[str, bytes]:
-    try:
-        return _decoded(cluster.get(kinds.SECRET, name, namespace=namespace))
-    except Absent:
-        return {}
+    return _decoded(cluster.find(kinds.SECRET, name, namespace=namespace) or {})
+
+
+def _pair(data: dict[str, bytes]) -> Pair | None:
+    return Pair(data["tls.crt"], data["tls.key"]) if "tls.crt" in data else None
 
 
 def _decoded(secret: dict[str, Any]) -> dict[str, bytes]:

@@ -167,8 +167,8 @@ def holder(binding: Document) -> str:
 
 def _check_alone(cluster: Cluster, namespace: str) -> None:
     """Raises OutlastError when the roles of the cluster serve an operator in another namespace."""
-    other = holder(_read(cluster, kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
-    if other and other != namespace and _read(cluster, kinds.DEPLOYMENT, OPERATOR, other):
+    other = holder(cluster.find(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
+    if other and other != namespace and cluster.find(kinds.DEPLOYMENT, OPERATOR, namespace=other):
         raise OutlastError(
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
             f"or take it away first: outlast uninstall --namespace {other}"
@@ -195,14 +195,7 @@ def _check_etcd(old: Document | None, new: Document) -> None:
 
 def _there(cluster: Cluster, document: Document) -> Document | None:
     meta = document["metadata"]
-    return _read(cluster, kind_of(document), meta["name"], meta.get("namespace"))
-
-
-def _read(cluster: Cluster, kind: Kind, name: str, namespace: str | None = None) -> Document | None:
-    try:
-        return cluster.get(kind, name, namespace=namespace)
-    except Absent:
-        return None
+    return cluster.find(kind_of(document), meta["name"], namespace=meta.get("namespace"))
 
 
 def _gone(cluster: Cluster, document: Document) -> bool:

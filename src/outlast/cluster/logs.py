@@ -281,10 +281,8 @@ class _Reader:
         """The pod as it is now; None when it is gone."""
         while not self._stop.is_set():
             try:
-                pod = self._cluster.get(kube.POD, self.name, namespace=self.namespace)
-                return pod if pod["metadata"]["uid"] == self._uid else None
-            except Absent:
-                return None
+                pod = self._cluster.find(kube.POD, self.name, namespace=self.namespace)
+                return pod if pod and pod["metadata"]["uid"] == self._uid else None
             except Unanswered:
                 self._stop.wait(_PAUSE_S)
         return None

@@ -58,8 +58,7 @@ class Workloads:
                 continue
             try:  # a user who may create only some of these kinds has jobs of those kinds only
                 if kind in NAMED:
-                    fields = f"metadata.name={name}" if name else ""
-                    found += self.cluster.list_(kind, fields=fields)
+                    found += self.cluster.list_(kind, fields=f"metadata.name={name}" if name else "")
                 else:
                     found += self.cluster.list_(kind, labels=f"{Label.JOB}{f'={name}' if name else ''},{_WORKER}")
                 listed += 1
@@ -231,17 +230,11 @@ class Workloads:
     def wait_until_gone(self, kind: kube.Kind, workload: Document) -> None:
         """Wait until a workload and its pods are gone, for at most their grace period and a minute."""
         meta = workload["metadata"]
-        deadline = (
-            time.monotonic()
-            + 60
-            + max((p["spec"].get("terminationGracePeriodSeconds", 30) for p in self.own_pods(workload)), default=0)
-        )
+        graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))
+        deadline = time.monotonic() + 60 + max(graces, default=0)
         while time.monotonic() < deadline:
-            try:
-                same = self.cluster.get(kind, meta["name"])["metadata"]["uid"] == meta["uid"]
-            except Absent:
-                same = False
-            if not same and not self.own_pods(workload):
+            there = self.cluster.find(kind, meta["name"])
+            if (there is None or there["metadata"]["uid"] != meta["uid"]) and not self.own_pods(workload):
                 return
             time.sleep(1)
         title, remedy = f"{workload['kind']} {meta['name']}", f"outlast status {job_name(workload)}"

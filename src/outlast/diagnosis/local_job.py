@@ -39,12 +39,8 @@ def _state(status: JobStatus, events: Sequence[Event], now: float) -> Iterator[C
         case State.FAILED:
             yield _failed(status, events)
         case State.RESTARTING:
-            yield Cause(
-                "restarting",
-                f"it forms a new world: {reason}",
-                _said(status.failure, events),
-                f"wait; `outlast logs -f {name}` shows what the workers do",
-            )
+            remedy = f"wait; `outlast logs -f {name}` shows what the workers do"
+            yield Cause("restarting", f"it forms a new world: {reason}", _said(status.failure, events), remedy)
         case State.PENDING:
             since = next((event["t"] for event in reversed(events) if event["kind"] in ("launcher", "submitted", "resumed")), now)
             late = now - since > _SLOW_START_S
@@ -80,31 +76,19 @@ def _go_on(status: JobStatus) -> str:
 def _failed(status: JobStatus, events: Sequence[Event]) -> Cause:
     name, failure = status.name, status.failure
     code = status.exit_code if failure is None or failure.code < 0 else failure.code
-    again = _go_on(status)
+    what, said, again = f"it has failed: {status.reason}", _said(failure, events), _go_on(status)
     tried = f"`outlast logs {name}` shows all; correct it and {again}"
     if code == contract.Exit.MISCONFIGURED:
-        return Cause(
-            "configuration",
-            f"it has failed: {status.reason}",
-            _said(failure, events),
-            f"correct the job file or the script as it says, and {again}",
-        )
-    hung = [event for event in events if event["kind"] == "hang"]
-    if hung and failure is not None and failure.cause is FailureCause.HANG:
+        return Cause("configuration", what, said, f"correct the job file or the script as it says, and {again}")
+    if failure is not None and failure.cause is FailureCause.HANG and any(event["kind"] == "hang" for event in events):
         same = "ranks that wait for each other must make the same collective calls in the same order"
-        remedy = f"see what it waits for; {same}{_stacks(events)}; {tried}"
-        return Cause("hang", f"it has failed: {status.reason}", _said(failure, events), remedy)
-    if code in (137,):
-        return Cause(
-            "killed",
-            f"it has failed: {status.reason}",
-            _said(failure, events),
-            "unless you killed it, the machine had no memory left (see dmesg): lower the batch or processesPerWorker, "
-            f"and {again}",
-        )
+        return Cause("hang", what, said, f"see what it waits for; {same}{_stacks(events)}; {tried}")
+    if code == 137:
+        memory = "unless you killed it, the machine had no memory left (see dmesg): lower the batch or processesPerWorker"
+        return Cause("killed", what, said, f"{memory}, and {again}")
     if status.end in (End.DEADLINE, End.STARTUP_DEADLINE):
-        return Cause("deadline", f"it has failed: {status.reason}", _said(failure, events), f"raise the deadline and {again}")
-    return Cause("failing-script", f"it has failed: {status.reason}", _said(failure, events), tried)
+        return Cause("deadline", what, said, f"raise the deadline and {again}")
+    return Cause("failing-script", what, said, tried)
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -52,24 +53,14 @@ class Right:
 
 
 RIGHTS = (
-    Right("create", kinds.JOB),
-    Right("list", kinds.JOB),
-    Right("delete", kinds.JOB),
-    Right("patch", kinds.JOB),
-    Right("create", kinds.CONFIG_MAP),
-    Right("patch", kinds.CONFIG_MAP),
-    Right("create", kinds.SERVICE),
-    Right("patch", kinds.SERVICE),
+    *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
+    *(Right(verb, kind) for kind in (kinds.CONFIG_MAP, kinds.SERVICE) for verb in ("create", "patch")),
     Right("list", kinds.POD),
     Right("watch", kinds.POD),
     Right("get", kinds.POD, "log"),
     Right("create", kinds.POD, "exec", needed=False),
     *(Right(verb, kinds.SECRET, needed=False) for verb in ("get", "create", "patch")),  # the key of workers at worker 0
-    Right("list", kinds.EVENT, needed=False),
-    Right("list", kinds.CLAIM, needed=False),
-    Right("list", kinds.QUOTA, needed=False),
-    Right("list", kinds.NODE, needed=False),
-    Right("list", kinds.STORAGE_CLASS, needed=False),
+    *(Right("list", kind, needed=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
 ELASTIC = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 
@@ -218,10 +209,8 @@ def rights(absent: Sequence[Right]) -> Check:
     if hard := [right for right in absent if right.needed]:
         return failed("rights", f"you may not {joined(map(str, hard), 'or')}", remedy)
     if absent:
-        said = f"enough to submit; you may not {joined(map(str, absent), 'or')}"
-        return warned(
-            "rights", said, "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
-        )
+        less = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all"
+        return warned("rights", f"enough to submit; you may not {joined(map(str, absent), 'or')}", less)
     return passed("rights", "all that submit, logs and why need")
 
 
@@ -294,15 +283,13 @@ def _kind(node: Document) -> str:
 def devices(nodes: list[Document] | None) -> Check:
     """Which accelerators the device plugins offer."""
     if nodes is None:
-        return warned(
-            "accelerators", "you may not list nodes", "a job with resources.gpu that waits is explained by `outlast why`"
-        )
-    total: dict[str, float] = {}
+        remedy = "a job with resources.gpu that waits is explained by `outlast why`"
+        return warned("accelerators", "you may not list nodes", remedy)
+    total: Counter[str] = Counter()
     for node in nodes:
-        for name, amount in node["status"].get("allocatable", {}).items():
-            if accelerators.known(name):
-                total[name] = total.get(name, 0) + units.quantity(amount)
-    has = [f"{count:.0f} × {name}" for name, count in sorted(total.items()) if count]
+        offered = node["status"].get("allocatable", {})
+        total.update({name: round(units.quantity(amount)) for name, amount in offered.items() if accelerators.known(name)})
+    has = [f"{count} × {name}" for name, count in sorted(total.items()) if count]
     if has:
         return passed("accelerators", joined(has))
     for row in accelerators.TABLE:

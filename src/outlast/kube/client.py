@@ -68,6 +68,13 @@ class Cluster(Api):
         asked, path = self.address("get", kind, name, namespace, subresource=subresource)
         return self.document(Request(asked, "GET", path, repeat=True))
 
+    def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document | None:
+        """A document; None when it does not exist."""
+        try:
+            return self.get(kind, name, namespace=namespace)
+        except Absent:
+            return None
+
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:

@@ -5,17 +5,15 @@ lightkube reads the certificates and tokens and runs the login programs of cloud
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from outlast.errors import NoCluster
 from outlast.kube import kubeconfig
 from outlast.kube.client import Cluster
-from outlast.kube.requests import CONNECT_S, READ_S, Connection
+from outlast.kube.requests import CONNECT_S, READ_S, Clients, Connection
 
 if TYPE_CHECKING:
     import httpx2
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
 
 _IDLE_S = 30.0
 """Idle timeout of kept connections: less than the API server's (90 s), more than the interval between two renewals of a Lease."""
-_CLIENTS = 32
-"""Most HTTP clients of a cluster. Each is some kilobytes, and the connections of its threads."""
 
 
 def connect(context: str | None = None, namespace: str | None = None, *, own: bool = False) -> Cluster:
@@ -118,33 +114,3 @@ def _for_lightkube(whole: Mapping[str, Any]) -> dict[str, Any]:
         return {**entry, "user": {**entry["user"], "exec": {**program, "apiVersion": version, "env": env}}}
 
     return {**whole, "users": [user(entry) for entry in whole["users"]]}
-
-
-class Clients:
-    """HTTP clients, one for each thread up to a limit.
-
-    Before each request a client checks all of its idle connections under a lock: with one client for twenty threads, most of them
-    would wait for that.
-    """
-
-    def __init__(self, make: Callable[[], httpx2.Client]) -> None:
-        self._make, self._made = make, [make()]
-        self._of_thread = threading.local()
-        self._threads = itertools.count()
-        self._guard = threading.Lock()
-
-    def mine(self) -> httpx2.Client:
-        """The client of this thread; threads share clients only when there are many."""
-        found: httpx2.Client | None = getattr(self._of_thread, "client", None)
-        if found is None:
-            with self._guard:
-                number = next(self._threads) % _CLIENTS
-                if number == len(self._made):
-                    self._made.append(self._make())
-                found = self._of_thread.client = self._made[number]
-        return found
-
-    def close(self) -> None:
-        """Close all connections."""
-        for client in self._made:
-            client.close()
