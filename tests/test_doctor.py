@@ -60,8 +60,7 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
 
 
 def test_an_extra_that_is_not_there_says_what_needs_it() -> None:
-    extra = machine.Extra("moon", ("lunar_lander",), "landing")
-    assert machine.installed(extra) == doctor.warned(
+    assert machine.installed("moon", ("lunar_lander",), "landing") == doctor.warned(
         "moon", "lunar_lander is not installed: needed for landing", "pip install 'outlast[moon]'"
     )
 

@@ -23,7 +23,7 @@ import pytest
 import apiserver
 import ports
 from outlast import errors, kube
-from outlast.kube import error_mapping, kubeconfig, login, requests, streams, watch
+from outlast.kube import error_mapping, kubeconfig, requests, streams, watch
 from outlast.kube.error_mapping import Asked
 from outlast.rendezvous.transports import kubernetes as rendezvous
 
@@ -84,7 +84,7 @@ LONG_RULE = f"metadata.name is longer than 51 characters; {'shorten it, ' * 10}s
 def test_threads_do_not_share_a_client_until_there_are_many(
     api: apiserver.ApiServer, cluster: kube.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(login, "_CLIENTS", 3)
+    monkeypatch.setattr(requests, "_CLIENTS", 3)
     mine, others = cluster.connection.clients.mine(), []
 
     def look() -> None:

@@ -46,10 +46,8 @@ class Cluster:
         self.changes: queue.Queue[kube.Change] = queue.Queue()
         self.lock = threading.Lock()
 
-    def get(self, kind: kube.Kind, name: str, *, namespace: str) -> Document:
-        if name not in self.pods:
-            raise Absent(name)
-        return self.pods[name]
+    def find(self, kind: kube.Kind, name: str, *, namespace: str) -> Document | None:
+        return self.pods.get(name)
 
     def list_(self, kind: kube.Kind, *, labels: str) -> list[Document]:
         return list(self.pods.values())

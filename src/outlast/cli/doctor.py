@@ -74,7 +74,7 @@ def _asked(
     context: str | None,
     timeout: float,
 ) -> Iterator[tuple[str, Iterable[Check]]]:
-    """The sections, each with its checks, made when they are looked at."""
+    """The sections, each with its checks, which run as they are read."""
     from outlast import doctor, kube
     from outlast.doctor import cluster as asked
     from outlast.doctor import inside, machine

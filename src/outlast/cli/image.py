@@ -105,7 +105,7 @@ def push(
 
 
 def _enter(engine: str, tag: str, *, dry_run: bool) -> None:
-    """Log in to Amazon's registry, if the image is to go there; others are the business of whoever has an account there."""
+    """Log in to Amazon's registry, if the image goes there; for other registries the user logs in."""
     from outlast.cloud import images
 
     repository = images.repository(tag)

@@ -117,7 +117,7 @@ def install(
             if not wait and workload["kind"] == "Deployment":
                 continue
             _wait(cluster, workload, begun, timeout)
-            if workload["kind"] == "StatefulSet":  # whoever may use it can only be told to one that runs
+            if workload["kind"] == "StatefulSet":  # users can only be added to a running etcd
                 with etcd_users.as_root(cluster, namespace, access, now) as client:
                     changed = etcd_users.admit(client, access.root, [user for user, _ in logins])
                 for_whom = f"jobs of {', '.join(admitted)}" if admitted else "no job yet; say --etcd-for NAMESPACE"

@@ -41,7 +41,7 @@ def _make(client: Any, repository: Repository) -> bool:
         return False
     except client.exceptions.RepositoryNotFoundException:
         pass
-    with contextlib.suppress(client.exceptions.RepositoryAlreadyExistsException):  # somebody else was quicker
+    with contextlib.suppress(client.exceptions.RepositoryAlreadyExistsException):  # another push was faster
         client.create_repository(**asked, repositoryName=repository.name)
         return True
     return False

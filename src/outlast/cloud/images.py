@@ -17,7 +17,7 @@ from outlast import accelerators
 from outlast.errors import NotFound, OutlastError
 
 ENGINES = ("docker", "podman", "buildah")
-"""In the order in which they are looked for."""
+"""In order of preference."""
 VARIANTS = ("cpu", *accelerators.IMAGES, "operator")
 """Stages of images/Dockerfile."""
 _ECR = re.compile(r"([0-9]{12})\.dkr\.ecr(?:-fips)?\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?")
@@ -83,7 +83,7 @@ def push(engine: str, tag: str, *, several: bool = False) -> list[Command]:
 
 
 def login(engine: str, registry: str, user: str) -> Command:
-    """The command that logs in, and reads the password from its standard input: nobody sees it in the list of processes."""
+    """The command that logs in; it reads the password from its standard input, which hides it from the list of processes."""
     return [engine, "login", "--username", user, "--password-stdin", registry]
 
 

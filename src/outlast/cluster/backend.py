@@ -116,13 +116,9 @@ class KubernetesBackend:
                 say(f"waiting for {name}: there is no such job in namespace {self.cluster.namespace} yet")
                 while not (known := backoff.until_answered(lambda: self.workloads.of(name), say, every_s=self.poll_s)):
                     time.sleep(self.poll_s)
+            every = backoff.until_answered(lambda: self.workloads.pods(name), say, every_s=self.poll_s)
         else:
-            known = self.workloads.known(name)
-        every = (
-            backoff.until_answered(lambda: self.workloads.pods(name), say, every_s=self.poll_s)
-            if follow
-            else self.workloads.pods(name)
-        )
+            known, every = self.workloads.known(name), self.workloads.pods(name)
         found = [pod for pod in every if wanted(pod)]
         began = any(pods.began(pod) for pod in found)
         if follow and (began or job_status.over(known[0]) is None):
@@ -166,12 +162,11 @@ class KubernetesBackend:
         return str((found["metadata"].get("labels") or {}).get(Label.RUN, found["metadata"]["name"]))
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. With `take_over` whoever trains its run in the
-        store now, in another namespace for instance, is made to stop. Raises AlreadyRunning when that may be this job."""
+        """Submit a job, and yield each thing done, see `Submission.apply`."""
         return Submission(self.workloads, self.documents).apply(job, source=source, fresh=fresh, take_over=take_over)
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> List[str]:
-        """End or remove what must go before a job is created, or refuse; returns what was done, as sentences."""
+        """End or remove what must go before a job is created, see `Submission.make_room`."""
         return Submission(self.workloads, self.documents).make_room(name, documents, fresh=fresh, dry_run=dry_run)
 
     def ensure(self, name: str) -> bool:
@@ -189,15 +184,12 @@ class KubernetesBackend:
             raise OutlastError(
                 f"{replicas} workers are not between workers.min ({low}) and max ({high}) of {name}; choose another"
             )
-        if kind is kube.ELASTIC_JOB:
-            self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
-        elif kind is kube.LEGACY_JOB:
+        if kind is kube.LEGACY_JOB:
             self.workloads.wish(kind, title, None, replicas)
-        elif kind is kube.STATEFUL_SET:
-            if job_status.suspended(workload):
-                self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
-            else:
-                self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
+        elif kind is kube.STATEFUL_SET and job_status.suspended(workload):
+            self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.WISHED: str(replicas)}}})
+        elif kind in (kube.ELASTIC_JOB, kube.STATEFUL_SET):
+            self.cluster.patch(kind, title, {"spec": {"replicas": replicas}}, subresource="scale")
         elif kind is kube.VOLCANO_JOB:
             self.cluster.patch(kind, title, [{"op": "replace", "path": "/spec/tasks/0/replicas", "value": replicas}], type="json")
         elif workload["spec"].get("completionMode") == "Indexed":

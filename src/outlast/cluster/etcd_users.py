@@ -108,9 +108,9 @@ def login(cluster: Cluster, access: Access, namespace: str, now: datetime.dateti
 
 
 def admit(client: etcd.Etcd, root: str, users: Sequence[User]) -> bool:
-    """Let these users log in, and nobody without a login; returns whether that changed anything. `client` is root.
+    """Let these users log in, and require a login of every client; returns whether that changed anything. `client` is root.
 
-    An etcd that asks for no login has lost its data, or its users are of somebody else: they are deleted. Raises EtcdError.
+    An etcd that asks for no login has lost its data, or its users were not made by us: they are deleted. Raises EtcdError.
     """
     enabled = bool(client.ask("auth/status", {}).get("enabled"))
     if not enabled:
@@ -167,7 +167,7 @@ def _forwarded(cluster: Cluster, namespace: str) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def carry(connection: socket.socket) -> None:
-            with connection, contextlib.suppress(ClusterError, OSError):  # the client says that nobody answers
+            with connection, contextlib.suppress(ClusterError, OSError):  # the client reports that it has no answer
                 cluster.forward(pod, etcd.PORT, connection, namespace=namespace)
 
         def accept() -> None:

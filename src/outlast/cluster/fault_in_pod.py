@@ -39,7 +39,7 @@ def launched(proc: str = "/proc") -> dict[int, int]:
                 environ = dict(part.partition(b"=")[::2] for part in file.read().split(b"\0"))
             with open(f"{proc}/{entry}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended, or is somebody else's
+        except OSError:  # it has ended, or is another user's
             continue
         if environ.get(b"RANK", b"").isdigit() and b"LOCAL_RANK" in environ:
             ranks[int(entry)], parents[int(entry)] = int(environ[b"RANK"]), parent
@@ -56,7 +56,7 @@ def main(action: str, pick: float, turns: int, stopped_s: float, running_s: floa
     pid = found[rank]
     print(json.dumps({"rank": rank, "pid": pid}), flush=True)
     os.kill(pid, SIGNALS[action])
-    if action != "slow" or os.fork():  # a child goes on, so that nobody has to hold a connection meanwhile
+    if action != "slow" or os.fork():  # a child continues, so that the connection can be closed
         return 0
     os.setsid()
     for descriptor in (0, 1, 2):

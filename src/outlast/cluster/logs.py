@@ -21,7 +21,7 @@ from outlast.errors import Absent, Refused, Unanswered
 from outlast.kube import pods
 
 _QUEUE = 10_000
-"""Longest queue of lines that nobody has read yet."""
+"""Most lines in the queue to the reader."""
 _POLL_S = 1.0
 """Interval of asking whether the job is over."""
 _STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")

@@ -56,8 +56,8 @@ class Submission:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. With `take_over` whoever trains its run in the
-        store now, in another namespace for instance, is stopped. Raises AlreadyRunning when that may be this job."""
+        """Submit a job, and yield each thing done: `Job train-0a1b2c3d created`. `take_over` stops the job that trains its run in
+        the store now, in another namespace for instance. Raises AlreadyRunning when that may be this job."""
         url = self._to_take(job, fresh) if take_over else ""
         of_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):

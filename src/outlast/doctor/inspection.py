@@ -1,4 +1,4 @@
-"""What a pod can see and reach: run inside one by `outlast doctor`, and by nobody else.
+"""What a pod can see and reach: run inside one by `outlast doctor` alone.
 
     python -m outlast.doctor.inspection --image --dns NAME ...
 

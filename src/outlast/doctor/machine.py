@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -31,19 +30,11 @@ print(torch.__version__, d.is_available(), found and found.device_count(), found
 """Run with the device types that torch may know."""
 
 
-@dataclass(frozen=True)
-class Extra:
-    """An extra of the package: what it brings, and what needs it."""
-
-    name: str
-    modules: Sequence[str]
-    needed_for: str
-
-
 EXTRAS = (
-    Extra("store", ("obstore", "botocore"), "outputs, code and data in a store"),
-    Extra("kubernetes", ("lightkube",), "clusters"),
+    ("store", ("obstore", "botocore"), "outputs, code and data in a store"),
+    ("kubernetes", ("lightkube",), "clusters"),
 )
+"""Extras of the package: their modules, and what needs them."""
 
 
 def checks() -> Iterator[Check]:
@@ -51,8 +42,8 @@ def checks() -> Iterator[Check]:
     yield python(sys.version_info[:2])
     yield passed("outlast", f"{__version__}, {platform.platform()}")
     yield torch(sys.executable)
-    for extra in EXTRAS:
-        yield installed(extra)
+    for name, modules, needed_for in EXTRAS:
+        yield installed(name, modules, needed_for)
     if not Path(sys.executable).with_name("py-spy").exists():  # where the agent looks
         yield warned("py-spy", "is not installed: a hang is ended without the stacks", "pip install 'outlast[train]'")
     yield devices()
@@ -93,13 +84,13 @@ def judged_torch(answer: str) -> Check:
     return passed("torch", f"{version}, {f'{count} × {name}' if count != 'None' else 'no GPU'}")
 
 
-def installed(extra: Extra) -> Check:
+def installed(name: str, modules: Sequence[str], needed_for: str) -> Check:
     """Whether an extra is there."""
-    absent = [module for module in extra.modules if importlib.util.find_spec(module) is None]
+    absent = [module for module in modules if importlib.util.find_spec(module) is None]
     if absent:
-        said = f"{', '.join(absent)} is not installed: needed for {extra.needed_for}"
-        return warned(extra.name, said, f"pip install 'outlast[{extra.name}]'")
-    return passed(extra.name, ", ".join(f"{module} {metadata.version(module)}" for module in extra.modules))
+        said = f"{', '.join(absent)} is not installed: needed for {needed_for}"
+        return warned(name, said, f"pip install 'outlast[{name}]'")
+    return passed(name, ", ".join(f"{module} {metadata.version(module)}" for module in modules))
 
 
 def devices() -> Check:

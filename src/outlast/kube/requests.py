@@ -189,7 +189,7 @@ class Connection:
                 yield connection
             finally:
                 end(connection)
-                # Its reader must have seen the end: a socket must not be closed while somebody reads from it. When the server has
+                # Its reader must have seen the end: a socket must not be closed while it is read from. When the server has
                 # ended the connection, the reader is gone and nothing more comes.
                 with contextlib.suppress(HTTPXWSException, TimeoutError):
                     while True:
