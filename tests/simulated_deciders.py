@@ -16,7 +16,7 @@ from outlast.rendezvous.etcd import election, schema
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.etcd.operated import for_operator
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Standing, World
+from outlast.rendezvous.world import MemberState, World
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd
 
@@ -65,7 +65,7 @@ class Node:
 
     def leave(self) -> None:
         """It ends, and says so."""
-        self.member.report = dataclasses.replace(self.member.report, standing=Standing.LEAVING)
+        self.member.report = dataclasses.replace(self.member.report, standing=MemberState.LEAVING)
         with contextlib.suppress(EtcdError):
             self.member.leave()
             self.candidate.last()

@@ -20,7 +20,7 @@ from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, schema
 from outlast.rendezvous.etcd.member import Identity, Membership
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd
 
@@ -68,7 +68,7 @@ class Bench:
             member.listed(member._store.range(OF.decided, prefix=True))
 
     def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[election.Candidate, Voice]:
-        terms = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Patience(start=2.0))
+        terms = coordinator.Settings((1, 2, 3), restarts.Policy(limit, timedelta(hours=1)), world.Timeouts(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
         how = {"clock": lambda: self.etcd.now + skew, "random": lambda: 0.0, "nonce": self.word, **fields}
@@ -103,7 +103,7 @@ def trains(bench: Bench, *members: Membership) -> None:
         bench.hear(member)
         assert member.world is not None
         member.report = dataclasses.replace(
-            member.report, standing=Standing.TRAINING, generation=member.world.generation, failed=False, failure=None
+            member.report, standing=MemberState.TRAINING, generation=member.world.generation, failed=False, failure=None
         )
         member.tell()
 
@@ -111,7 +111,7 @@ def trains(bench: Bench, *members: Membership) -> None:
 def fails(member: Membership, reason: str = "it failed", *, time: float = 0.0, echo: bool = False) -> None:
     failure = {"rank": 0, "code": 1, "reason": reason, "traceback": "", "time": time, "echo": echo, "step": None}
     member.report = dataclasses.replace(
-        member.report, standing=Standing.WAITING, failed=True, failure={**failure, "committed": None}
+        member.report, standing=MemberState.WAITING, failed=True, failure={**failure, "committed": None}
     )
     member.tell()
 
@@ -173,7 +173,7 @@ def test_what_is_nested_without_end_is_nothing() -> None:
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
-    terms = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Patience())
+    terms = coordinator.Settings((1,), restarts.Policy(1, timedelta(hours=1)), world.Timeouts())
     running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(terms, Voice()))
     client = etcd.Client(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)
@@ -259,12 +259,12 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
     if cut_off:
         bench.turn(candidate, seconds=6.0, keep=tuple(others))
         for member in others:
-            member.report = dataclasses.replace(member.report, standing=Standing.WAITING)
+            member.report = dataclasses.replace(member.report, standing=MemberState.WAITING)
             member.tell()
         bench.turn(candidate, keep=tuple(others))
         trains(bench, *others)
     failure = {"rank": 0, "code": 79, "reason": "worker 2 gives up", "traceback": "", "time": 0.0, "echo": False}
-    lost.report = dataclasses.replace(lost.report, standing=Standing.LEAVING, failed=True, failure=failure)
+    lost.report = dataclasses.replace(lost.report, standing=MemberState.LEAVING, failed=True, failure=failure)
     lost.tell()
     bench.turn(candidate, keep=tuple(others), seconds=1.0)
     assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
@@ -291,7 +291,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     bench.turn(candidate, keep=(member,))
     trains(bench, member)
     bench.turn(candidate, seconds=0.0)
-    member.report = dataclasses.replace(member.report, standing=Standing.DONE)
+    member.report = dataclasses.replace(member.report, standing=MemberState.DONE)
     member.tell()
     link = candidate._store
     assert isinstance(link, Link)
@@ -332,7 +332,7 @@ def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(be
 def test_a_later_process_of_a_fixed_index_takes_the_place_of_the_one_before(bench: Bench) -> None:
     a = bench.member("a", 0)
     b = bench.member("b", 0)
-    a.report = dataclasses.replace(a.report, standing=Standing.LEAVING)
+    a.report = dataclasses.replace(a.report, standing=MemberState.LEAVING)
     with pytest.raises(Superseded, match="another process is worker 0 of run r now, in the place of this one"):
         a.tell()
     b.tell()
@@ -411,7 +411,7 @@ def test_a_failure_that_cannot_be_read_counts_and_is_decided_on(bench: Bench) ->
     candidate, _ = bench.candidate("a", limit=5)
     bench.turn(candidate, keep=(a, b))
     trains(bench, a, b)
-    a.report = dataclasses.replace(a.report, standing=Standing.WAITING, failed=True, failure={"code": "of another version"})
+    a.report = dataclasses.replace(a.report, standing=MemberState.WAITING, failed=True, failure={"code": "of another version"})
     a.tell()
     bench.turn(candidate, keep=(a, b))
     assert bench.said().restarts == 1

@@ -20,7 +20,7 @@ from outlast.etcd import KeyValue
 from outlast.rendezvous import coordinator, restarts, world
 from outlast.rendezvous.etcd import election, schema
 from outlast.rendezvous.etcd.member import Identity, Membership
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 from outlast.status import State
 from simulated_etcd import Link, SimulatedEtcd, Watch
 
@@ -52,7 +52,7 @@ class Node:
         self.member = Membership(self.link, OF, who, clock=self.clock, choose=rng.choice)
         self.member.report = dataclasses.replace(self.member.report, address=f"host-{number}:1")
         what = coordinator.Settings(
-            tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Patience(start=5.0)
+            tuple(range(sizes[0], sizes[1] + 1)), restarts.Policy(10**6, timedelta(hours=1)), world.Timeouts(start=5.0)
         )
         config = election.ElectionConfig(
             what, Voice(), token, nnodes=terms, ttl=TTL, clock=self.clock, random=rng.random, nonce=lambda: f"born-{rng.random()}"
@@ -64,7 +64,7 @@ class Node:
         ]
         self.next = simulation.etcd.now + rng.uniform(0, WITHIN_S)
 
-    def say(self, standing: Standing, **fields: Any) -> None:
+    def say(self, standing: MemberState, **fields: Any) -> None:
         self.member.report = dataclasses.replace(self.member.report, standing=standing, **fields)
 
     def act(self) -> None:
@@ -83,10 +83,10 @@ class Node:
 
     def obey(self) -> None:
         me, there, called = self.member.report, self.member.world, self.member.called
-        if me.standing == Standing.WAITING and there and there.generation > me.generation and self.member.id in there.members:
-            self.say(Standing.TRAINING, generation=there.generation, failed=False, failure=None)
-        elif me.standing == Standing.TRAINING and called and called.generation > me.generation:
-            self.say(Standing.WAITING)
+        if me.standing == MemberState.WAITING and there and there.generation > me.generation and self.member.id in there.members:
+            self.say(MemberState.TRAINING, generation=there.generation, failed=False, failure=None)
+        elif me.standing == MemberState.TRAINING and called and called.generation > me.generation:
+            self.say(MemberState.WAITING)
 
 
 def with_problems(what: Any) -> None:
@@ -177,9 +177,9 @@ class Simulation:
             case "loss":
                 for each in self.nodes:
                     each.link.loss = rng.choice([0.0, 0.1, 0.3])
-            case "fail" if node and node.member.report.standing == Standing.TRAINING:
+            case "fail" if node and node.member.report.standing == MemberState.TRAINING:
                 failure = {"rank": 0, "code": 1, "reason": "it failed", "traceback": "", "time": node.clock(), "echo": False}
-                node.say(Standing.WAITING, failed=True, failure={**failure, "step": None, "committed": None})
+                node.say(MemberState.WAITING, failed=True, failure={**failure, "step": None, "committed": None})
             case "freeze" if node and not calm:
                 node.next += rng.uniform(1, 20)
             case "sleep" if node and not calm:
@@ -207,7 +207,7 @@ class Simulation:
         for node in self.nodes:
             node.link.cut, node.link.loss = False, 0.0
         self.run(150, harm=False)
-        training = [node for node in self.nodes if node.member.report.standing == Standing.TRAINING]
+        training = [node for node in self.nodes if node.member.report.standing == MemberState.TRAINING]
         newest = self.worlds[max(self.worlds)]
         assert {node.member.report.generation for node in training} == {newest.generation}
         assert sorted(node.member.id for node in training) == sorted(newest.members)

@@ -25,7 +25,7 @@ from outlast.rendezvous.etcd import client as rendezvous
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.etcd.election import ElectionConfig
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 
 
 class Nodes:
@@ -132,14 +132,14 @@ def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes
     a.close()
     nodes.all.remove(a)
     nodes.until(nodes.training(2), within_s=60)
-    nodes.decider().report(Standing.DONE)
+    nodes.decider().report(MemberState.DONE)
     done = nodes.decider()
     nodes.all.remove(done)
     done.close()
     nodes.until(lambda: (run := nodes.look()) and run.coordinator and run.coordinator.token != done.token)
     [last] = nodes.all
     assert nodes.training(2)()
-    last.report(Standing.DONE)
+    last.report(MemberState.DONE)
     nodes.until(lambda: last.closed)
     assert last.closed == sockets.Closed(
         f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE, "JobSucceeded"
@@ -150,7 +150,7 @@ def test_a_run_that_has_ended_is_nothing_to_a_new_one_of_its_name(nodes: Nodes) 
     old = [nodes.start((2, 2)) for _ in range(2)]
     nodes.until(nodes.training(1))
     for client in old:
-        client.report(Standing.DONE)
+        client.report(MemberState.DONE)
     nodes.until(lambda: all(client.closed for client in old))
     assert {client.closed.code for client in old if client.closed} == {contract.Exit.DONE}
     nodes.all.clear()
@@ -185,7 +185,7 @@ def test_a_node_that_gives_up_ends_the_job(nodes: Nodes) -> None:
         "time": 0.0,
         "echo": False,
     }
-    a.report(Standing.LEAVING, failed=True, failure={**failure, "step": None, "committed": None})
+    a.report(MemberState.LEAVING, failed=True, failure={**failure, "step": None, "committed": None})
     a.close()
     nodes.all.remove(a)
     nodes.until(lambda: b.closed)

@@ -18,7 +18,7 @@ from outlast import contract, spec
 from outlast.ledger import Ledger
 from outlast.rendezvous import worker0, world
 from outlast.rendezvous.transports import seal, sockets
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 
 KEY = b"the key of the run"
 JOB = spec.parse("""
@@ -283,5 +283,5 @@ def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> Non
 
 
 def test_reports_that_make_sense_are_read() -> None:
-    report = sockets.Report("run", 3, Standing.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3})
+    report = sockets.Report("run", 3, MemberState.DONE, 4, 1.5, "[::1]:7", True, {"committed": 3})
     assert sockets.Report.of(json.loads(json.dumps({**asdict(report), "newer": 1}))) == report

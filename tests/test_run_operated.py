@@ -19,13 +19,13 @@ import apiserver
 from outlast import contract
 from outlast.rendezvous import world
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 from outlast.workerfiles import progress
 from test_run_pods import Pods
 
 RUN = "job-1a2b3c4d"
 ARGS = ("--steps=100", "--pause=0.04", "--print", "--gate")
-STARTS_AGAIN = world.Patience(recovery=20)
+STARTS_AGAIN = world.Timeouts(recovery=20)
 """Whoever was killed is waited for: a new pod takes longer than the second that survivors wait by themselves."""
 
 
@@ -68,7 +68,7 @@ class Operator:
                 self.standings.add((id, report.standing))
                 if said := (report.failure or {}).get("log_tail"):
                     self.tails[id] = said
-                standing = Standing(report.standing)
+                standing = MemberState(report.standing)
                 self.state = self.state.heard(
                     world.Member(id, report.address, standing, report.generation, time.time(), report.failed)
                 )

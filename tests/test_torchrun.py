@@ -52,7 +52,7 @@ class Decider:
         await self.server.start(self.path)
         self.ready.set()
         while not self.over:
-            decision = world.decide(self.state, self.wanted, world.Patience(), time.time())
+            decision = world.decide(self.state, self.wanted, world.Timeouts(), time.time())
             self.state = self.state.after(decision)
             for id in self.state.members:
                 match decision:
@@ -64,7 +64,7 @@ class Decider:
         await self.server.stop()
 
     def heard(self, report: sockets.Report) -> None:
-        standing = world.Standing(report.standing)
+        standing = world.MemberState(report.standing)
         self.state = self.state.heard(
             world.Member(report.id, report.address, standing, report.generation, time.time(), report.failed)
         )
@@ -144,7 +144,7 @@ class Offers:
     generation = 0
 
     def report(self, standing: str, **fields: object) -> None:
-        if standing == world.Standing.WAITING:
+        if standing == world.MemberState.WAITING:
             self.generation += 1
             self.world = world.World(self.generation, (0, 1), f"127.0.0.1:{ports.free()}", "")
 

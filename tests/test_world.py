@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from outlast.rendezvous import world
-from outlast.rendezvous.world import Call, Cause, Closed, Decision, Member, Patience, Standing, State, Wait, Wanted, World
+from outlast.rendezvous.world import Call, Cause, Closed, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
 
-WAITING, TRAINING, LEAVING, DONE = Standing.WAITING, Standing.TRAINING, Standing.LEAVING, Standing.DONE
-PATIENCE = Patience(start=30, recovery=1, growth=5, leave=120, answer=10)
+WAITING, TRAINING, LEAVING, DONE = MemberState.WAITING, MemberState.TRAINING, MemberState.LEAVING, MemberState.DONE
+TIMEOUTS = Timeouts(start=30, recovery=1, growth=5, leave=120, answer=10)
 NOW = 1000.0
 
 
@@ -34,7 +34,7 @@ def decided(*members, world=None, called=None, want=None, now=NOW, since=-math.i
 
 
 def decide(state, want, now) -> Decision:
-    return world.decide(state, want, PATIENCE, now)
+    return world.decide(state, want, TIMEOUTS, now)
 
 
 def training(*ids, generation=4):

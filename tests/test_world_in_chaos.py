@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from outlast.rendezvous import world
-from outlast.rendezvous.world import Call, Closed, Decision, Member, Patience, Standing, State, Wait, Wanted, World
+from outlast.rendezvous.world import Call, Closed, Decision, Member, MemberState, State, Timeouts, Wait, Wanted, World
 
-PATIENCE = Patience()
-LONGEST = 2 * max(PATIENCE.start, PATIENCE.leave)
+TIMEOUTS = Timeouts()
+LONGEST = 2 * max(TIMEOUTS.start, TIMEOUTS.leave)
 IDS = st.integers(0, 6)
 
 
@@ -36,18 +36,18 @@ class Worker:
     def obey(self) -> bool:
         """Do the next thing it was told; False when there is none."""
         me = self.now
-        if me.standing is Standing.LEAVING or (self.hangs and me.standing is Standing.TRAINING):
+        if me.standing is MemberState.LEAVING or (self.hangs and me.standing is MemberState.TRAINING):
             return False
         if self.world and self.world.generation > me.generation:
-            if me.standing is not Standing.WAITING:
-                self.now = replace(me, standing=Standing.WAITING)
+            if me.standing is not MemberState.WAITING:
+                self.now = replace(me, standing=MemberState.WAITING)
                 return True
             if me.id in self.world.members:
-                self.now = replace(me, standing=Standing.TRAINING, generation=self.world.generation, failed=False)
+                self.now = replace(me, standing=MemberState.TRAINING, generation=self.world.generation, failed=False)
                 return True
         called = self.call is not None and self.call.generation > me.generation
-        if called and (me.standing is Standing.TRAINING or (me.standing is Standing.DONE and not self.call.planned)):
-            self.now = replace(me, standing=Standing.WAITING)
+        if called and (me.standing is MemberState.TRAINING or (me.standing is MemberState.DONE and not self.call.planned)):
+            self.now = replace(me, standing=MemberState.WAITING)
             return True
         return False
 
@@ -74,7 +74,7 @@ class Job:
 
     def start(self, id: int) -> None:
         self.starts += 1
-        self.workers[id] = Worker(Member(id, f"host-{id}:{self.starts}", Standing.WAITING))
+        self.workers[id] = Worker(Member(id, f"host-{id}:{self.starts}", MemberState.WAITING))
         self.report(id)
 
     def report(self, id: int) -> None:
@@ -89,8 +89,8 @@ class Job:
         self.state = self.state.gone(id)
 
     def look(self) -> Decision:
-        decision = world.decide(self.state, self.wanted, PATIENCE, self.now)
-        assert decision == world.decide(self.state, self.wanted, PATIENCE, self.now)
+        decision = world.decide(self.state, self.wanted, TIMEOUTS, self.now)
+        assert decision == world.decide(self.state, self.wanted, TIMEOUTS, self.now)
         self.check(decision)
         self.state = self.state.after(decision)
         if isinstance(decision, Call | World):
@@ -113,7 +113,7 @@ class Job:
                 assert before.world is None or pending is not None, "a running world is not replaced without a call"
                 assert len(decision.members) in self.sizes
                 assert len(decision.members) <= max(self.sizes[0], self.replicas)
-                assert all(members[id].standing is Standing.WAITING for id in decision.members)
+                assert all(members[id].standing is MemberState.WAITING for id in decision.members)
                 assert decision.address == members[decision.members[0]].address
                 assert decision.at == self.now
                 survivors = [id for id in ranks if id in decision.members and members[id].generation == generation]
@@ -130,7 +130,7 @@ class Job:
             case Closed():
                 assert decision.done or self.replicas == 0
                 if decision.done:
-                    assert {(members[id].standing, members[id].generation) for id in ranks} == {(Standing.DONE, generation)}
+                    assert {(members[id].standing, members[id].generation) for id in ranks} == {(MemberState.DONE, generation)}
 
     def settle(self) -> Decision:
         """Nothing more happens from outside: who was told something does it, who leaves goes, time passes."""
@@ -156,17 +156,17 @@ class Job:
     def step(self, id: int) -> bool:
         worker, known = self.workers[id], self.state.members
         moved = worker.connected and worker.obey()
-        if worker.connected and worker.now.standing is Standing.LEAVING:
+        if worker.connected and worker.now.standing is MemberState.LEAVING:
             self.end(id)
             return True
         ranks = self.state.world.members if self.state.world and not self.state.called else ()
-        ends = id in ranks and any(rank in known and known[rank].standing is Standing.DONE for rank in ranks)
-        if ends and worker.now.standing is Standing.TRAINING and not worker.now.failed:
+        ends = id in ranks and any(rank in known and known[rank].standing is MemberState.DONE for rank in ranks)
+        if ends and worker.now.standing is MemberState.TRAINING and not worker.now.failed:
             moved = True
             if worker.hangs:
                 worker.now = replace(worker.now, failed=True)
             else:
-                worker.now = replace(worker.now, standing=Standing.DONE)
+                worker.now = replace(worker.now, standing=MemberState.DONE)
         before = self.state
         self.report(id)
         return moved or self.state != before
@@ -180,9 +180,9 @@ class Job:
         trains = {
             id
             for id, w in self.workers.items()
-            if w.connected and formed and w.now.standing is Standing.TRAINING and w.now.generation == formed.generation
+            if w.connected and formed and w.now.standing is MemberState.TRAINING and w.now.generation == formed.generation
         }
-        able = {id for id, w in self.workers.items() if w.connected and (not w.hangs or w.now.standing is Standing.WAITING)}
+        able = {id for id, w in self.workers.items() if w.connected and (not w.hangs or w.now.standing is MemberState.WAITING)}
         target = world.largest(self.sizes, self.replicas) or self.sizes[0]
         assert len(trains) == world.largest(self.sizes, min(target, len(able | trains))), (decision, self.state)
         assert trains == set(formed.members if formed else ())
@@ -246,16 +246,16 @@ class Chaos(RuleBasedStateMachine):
                 job.report(id)
             case "hangs", _:
                 worker.hangs = not worker.hangs
-            case "fails", Standing.TRAINING:
+            case "fails", MemberState.TRAINING:
                 worker.now = replace(now, failed=True)
-            case "fails and waits", Standing.TRAINING:
-                worker.now = replace(now, failed=True, standing=Standing.WAITING)
-            case "waits untold", Standing.TRAINING:
-                worker.now = replace(now, standing=Standing.WAITING)
-            case "leaves", Standing.WAITING | Standing.TRAINING:
-                worker.now = replace(now, standing=Standing.LEAVING)
-            case "finishes", Standing.TRAINING if not now.failed:
-                worker.now = replace(now, standing=Standing.DONE)
+            case "fails and waits", MemberState.TRAINING:
+                worker.now = replace(now, failed=True, standing=MemberState.WAITING)
+            case "waits untold", MemberState.TRAINING:
+                worker.now = replace(now, standing=MemberState.WAITING)
+            case "leaves", MemberState.WAITING | MemberState.TRAINING:
+                worker.now = replace(now, standing=MemberState.LEAVING)
+            case "finishes", MemberState.TRAINING if not now.failed:
+                worker.now = replace(now, standing=MemberState.DONE)
             case "obeys", _:
                 worker.obey()
         if heard:
@@ -297,7 +297,7 @@ class Chaos(RuleBasedStateMachine):
         """No generation is made twice as long as somebody trains in the newest."""
         job = self.job
         newest = job.worlds[-1].generation if job.worlds else None
-        trains = [w.now for w in job.workers.values() if w.connected and w.now.standing is Standing.TRAINING]
+        trains = [w.now for w in job.workers.values() if w.connected and w.now.standing is MemberState.TRAINING]
         if rarely and any(m.generation == newest for m in trains):
             job.state = State({})
             for id in job.workers:
@@ -338,7 +338,7 @@ def test_no_step_is_lost_while_nobody_fails(events: list[tuple[str, int]], knows
             case "start" if number not in job.workers:
                 job.start(number)
             case "leave" if number in job.workers:
-                job.workers[number].now = replace(job.workers[number].now, standing=Standing.LEAVING)
+                job.workers[number].now = replace(job.workers[number].now, standing=MemberState.LEAVING)
                 job.report(number)
                 job.look()
             case "scale":

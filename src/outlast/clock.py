@@ -33,7 +33,7 @@ class Clock:
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """The steady time of the last break, by which silence has to be counted anew."""
+        """The steady time of the last break, from which silence has to be counted."""
 
     def __call__(self) -> float:
         """The steady time now. Notes a break if the wall clock stepped, or the machine slept, since the last reading."""

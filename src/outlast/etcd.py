@@ -466,7 +466,7 @@ class Etcd:
 
 
 class _Useless(EtcdRefused):
-    """This endpoint is of no use to us, whoever asks; another one of the same etcd may be."""
+    """This endpoint can serve no request of ours; another one of the same etcd may."""
 
 
 class _Expired(EtcdAway):

@@ -165,7 +165,7 @@ class Launcher(Coordinator):
         self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
         if state in (State.SUCCEEDED, State.FAILED):  # what the user wants is in `wanted.json`
-            self.closing, self.close_by = (State(state), reason, code), self.clock() + self.patience.leave + EXIT_TIMEOUT_S
+            self.closing, self.close_by = (State(state), reason, code), self.clock() + self.timeouts.leave + EXIT_TIMEOUT_S
             self.closed, self.status.end = sockets.Closed(reason, code), End(memory.get("end", ""))
         self._collect_ended()
         if self.pool.present and memory["world"]:  # it may still train: listen before deciding
@@ -335,7 +335,7 @@ class Launcher(Coordinator):
         leave = code == contract.Exit.INTERRUPTED
         self.closed_at = self.clock()
         self.status.interruptions += leave
-        self.close_by = self.closed_at + (self.patience.leave + EXIT_TIMEOUT_S if leave else EXIT_TIMEOUT_S)
+        self.close_by = self.closed_at + (self.timeouts.leave + EXIT_TIMEOUT_S if leave else EXIT_TIMEOUT_S)
         if leave:
             for worker in self.pool.present.values():
                 self.pool.ask_to_leave(worker)

@@ -15,7 +15,7 @@ from outlast.operator.job_status import Account
 from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.operator.snapshot import JobSnapshot, MemberReport, Pod
 from outlast.rendezvous import restarts, world
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 from outlast.status import State
 
 UNHEARD = "Unheard"
@@ -100,15 +100,15 @@ class Reconcile:
         longer than any renewal takes. Then the path to the API server is presumed broken, and no worker dead. They come back one
         after another, as each retries; until all have, the remaining ones are presumed alive too."""
         should = [report for pod in self._living if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost is None]
-        should = [report for report in should if report.member.standing is not Standing.DONE]
+        should = [report for report in should if report.member.standing is not MemberState.DONE]
         late = [report for report in should if self.until(self.last_heard(report), self.lease_s(report) / 2) is None]
         state = self.status.state
         held = state is not None and job_status.why(self.status.conditions, state) == UNHEARD
         return late if held or 2 * len(late) > len(should) else []
 
     @property
-    def patience(self) -> world.Patience:
-        return dataclasses.replace(world.Patience(), leave=self.spec.interruption.grace.total_seconds())
+    def timeouts(self) -> world.Timeouts:
+        return dataclasses.replace(world.Timeouts(), leave=self.spec.interruption.grace.total_seconds())
 
     @property
     def policy(self) -> restarts.Policy:
@@ -223,7 +223,7 @@ class Reconcile:
             sizes, grace, where = (0, 0), 0.0, ""
         else:
             workers = self.spec.workers
-            sizes, grace = (workers.min, workers.max), self.patience.leave
+            sizes, grace = (workers.min, workers.max), self.timeouts.leave
             where = desired.checkpoints(self.snapshot.job)
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         there = {pod.index for pod in self.alive}

@@ -24,7 +24,7 @@ from outlast.operator.queues import ClusterFeatures
 from outlast.rendezvous import failures
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Report, is_count, is_number
-from outlast.rendezvous.world import Member, Standing
+from outlast.rendezvous.world import Member, MemberState
 from outlast.status import Failure
 
 Document = Mapping[str, Any]
@@ -324,7 +324,9 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
         index = int((meta.get("labels") or {})[Label.WORKER])
         report = Report.of(from_json(annotations[Annotation.REPORT]))
         progress = from_json(annotations.get(Annotation.PROGRESS) or "{}") or {}
-        member = Member(index, report.address, Standing(report.standing), report.generation, float(report.since), report.failed)
+        member = Member(
+            index, report.address, MemberState(report.standing), report.generation, float(report.since), report.failed
+        )
         renewed = lease.get(HEARD) or podwords.seconds(fields.get("renewTime"))
         holder, its_run = fields.get("holderIdentity"), report.run
         step, steps, committed, generation = (_count(progress.get(each)) for each in ("step", "steps", "committed", "generation"))

@@ -1,6 +1,6 @@
 """Coordinates one run: hears its members, publishes calls and worlds, judges failures and says when the run is over.
 
-The decisions are `world.decide` and `failures.judge`; this carries them out, whoever it is that coordinates: the launcher of one
+The decisions are `world.decide` and `failures.judge`; this carries them out in the process that coordinates: the launcher of one
 machine (`local.launcher`), the agent of worker 0 (`rendezvous.worker0`), or a member that was elected
 (`rendezvous.etcd.election`). They differ in the methods below the first ruler. A coordinator may die at any moment: `remember`
 keeps what its successor must know, before anybody hears of it.
@@ -18,7 +18,7 @@ from outlast.contract import End
 from outlast.rendezvous import failures, restarts, world
 from outlast.rendezvous.failures import Pending
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Cause, Standing
+from outlast.rendezvous.world import Cause, MemberState
 from outlast.status import Failure, State
 
 if TYPE_CHECKING:
@@ -36,20 +36,20 @@ class Settings:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     policy: restarts.Policy
-    patience: world.Patience
+    timeouts: world.Timeouts
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
         """Those of a job file."""
-        patience = dataclasses.replace(world.Patience(), leave=fields.interruption.grace.total_seconds())
-        return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), patience)
+        timeouts = dataclasses.replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
+        return cls(fields.workers.allowed(), restarts.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
 class Coordinator:
     """All that is known of one run. `heard` and `gone` take what the transport brings; `decide` follows from it."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
-        self.sizes, self.policy, self.patience = settings.sizes, settings.policy, settings.patience
+        self.sizes, self.policy, self.timeouts = settings.sizes, settings.policy, settings.timeouts
         self.clock = clock
         self.history: restarts.History = ()
         self.restarts = 0
@@ -65,9 +65,9 @@ class Coordinator:
         """The newest generation whose failure has been judged; later reports of it are ignored."""
         self.committed = 0
         """The newest committed step that a failure told of."""
-        self.timeouts = failures.COORDINATOR
+        self.debounce = failures.COORDINATOR
         self.gives_up = True
-        """Whether workers of a job that failed exit with GIVEN_UP, so that whoever counts pods does not begin again."""
+        """Whether workers of a job that failed exit with GIVEN_UP, so that the controller of their pods gives up, too."""
         self.closed: sockets.Closed | None = None
         """The final result, sent to everybody who reports."""
 
@@ -106,7 +106,7 @@ class Coordinator:
     def over(self, state: State, reason: str, code: int, end: End = End.UNKNOWN) -> None:
         """There is no further world, and workers are to end with this code."""
         if self.closed is not None or state is State.SUSPENDED:
-            return  # whoever suspends the job takes its workers away
+            return  # what suspends the job also removes its workers
         if state is State.FAILED and code != contract.Exit.MISCONFIGURED and self.gives_up:
             code = contract.Exit.GIVEN_UP
         self.closed = sockets.Closed(reason, code, end)
@@ -134,7 +134,7 @@ class Coordinator:
             world.Member(
                 report.id,
                 report.address,
-                Standing(report.standing),
+                MemberState(report.standing),
                 report.generation,
                 self.clock(),
                 report.failed,
@@ -171,10 +171,10 @@ class Coordinator:
     def decide(self, replicas: int, expected: Iterable[int] | None) -> world.Decision | None:
         """Take the next decision and act on it; None while it would be too early. `expected` as in `world.Wanted`."""
         now = self.clock()
-        if failures.held_until(self.pending, self.pending_since, now, self.timeouts) is not None:
+        if failures.held_until(self.pending, self.pending_since, now, self.debounce) is not None:
             return None
         wanted = world.Wanted(replicas, self.sizes, None if expected is None else frozenset(expected))
-        decision = world.decide(self.known, wanted, self.patience, now)
+        decision = world.decide(self.known, wanted, self.timeouts, now)
         match decision:
             case world.Call():
                 self._publish_call(decision)
@@ -192,7 +192,7 @@ class Coordinator:
         return max(called, self.known.world.generation if self.known.world else 0)
 
     def _call(self, call: world.Call) -> sockets.Called:
-        until = call.at + self.patience.leave
+        until = call.at + self.timeouts.leave
         return sockets.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.clock())
 
     def _publish_call(self, call: world.Call) -> None:
@@ -219,11 +219,11 @@ class Coordinator:
         """Judge what has failed although no new world can be formed yet."""
         now, world_now = self.clock(), self.known.world
         trains = world_now is not None and any(
-            m.standing is Standing.TRAINING and m.generation == world_now.generation
+            m.standing is MemberState.TRAINING and m.generation == world_now.generation
             for id, m in self.known.members.items()
             if id in world_now.members
         )
-        if failures.settled_at(self.pending, self.pending_since, now, self.timeouts, unanswered=trains) is None:
+        if failures.settled_at(self.pending, self.pending_since, now, self.debounce, unanswered=trains) is None:
             self.judge()
 
     def judge(self) -> bool:

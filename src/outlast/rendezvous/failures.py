@@ -31,21 +31,21 @@ class Pending(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeouts:
+class Debounce:
     """How long failures of one generation are collected, in seconds from the first of them."""
 
     cause: float = 0.5
-    """While there are only echoes: how long nobody is called, since that would stop whoever died before it could say why."""
+    """While there are only echoes: how long no workers are called, since a call would stop the cause before it can report."""
     settle: float = 1.0
     """Before the failures are judged although no world can be formed yet."""
     answer: float = 5.0
     """The same while there are only echoes and a member that may be their cause has not answered."""
 
 
-COORDINATOR = Timeouts()
-OPERATOR = Timeouts(cause=1.5, answer=math.inf)
+COORDINATOR = Debounce()
+OPERATOR = Debounce(cause=1.5, answer=math.inf)
 """Kubelets tell within about a second how a container ended, and in the end they tell it of every pod."""
-PLAIN_PODS = Timeouts(cause=5.0)
+PLAIN_PODS = Debounce(cause=5.0)
 """Pods that report nothing themselves: the kubelet of the cause may be seconds behind that of an echo."""
 
 
@@ -72,17 +72,17 @@ def only_echoes(pending: Collection[Pending]) -> bool:
     return bool(pending) and all(each.echo for each in pending)
 
 
-def held_until(pending: Collection[Pending], since: float, now: float, timeouts: Timeouts) -> float | None:
+def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:
     """Until when no workers are called together, so that the cause can be told; None when they may be."""
-    return until(since, timeouts.cause, now) if only_echoes(pending) else None
+    return until(since, debounce.cause, now) if only_echoes(pending) else None
 
 
 def settled_at(
-    pending: Collection[Pending], since: float, now: float, timeouts: Timeouts, *, unanswered: bool = False
+    pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
 ) -> float | None:
     """When to judge failures of which the first came at `since`; None when that is now. `unanswered`: a member that may be the
     cause still says that it trains."""
-    return until(since, timeouts.answer if unanswered and only_echoes(pending) else timeouts.settle, now)
+    return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
 @dataclass(frozen=True)

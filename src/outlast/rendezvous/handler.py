@@ -41,7 +41,7 @@ from outlast import contract, files
 from outlast.clock import Awake
 from outlast.rendezvous import transport
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Standing, World
+from outlast.rendezvous.world import MemberState, World
 from outlast.workerfiles import notice, progress
 
 BACKEND = "outlast"
@@ -73,7 +73,7 @@ class Handler(RendezvousHandler):
         leave_s: float | None = None,
     ) -> None:
         """`join_s` is how long a world is waited for, `leave_s` how long training that is asked to may take to save and leave;
-        None: as long as whoever asks says."""
+        None: until the deadline of the call."""
         self._client = client
         self._run_id = run_id
         self._join_s, self._leave_s = join_s, leave_s
@@ -100,7 +100,7 @@ class Handler(RendezvousHandler):
 
     def done(self) -> None:
         """The training processes of the current world have finished."""
-        self._next = {"standing": Standing.DONE}
+        self._next = {"standing": MemberState.DONE}
 
     @property
     def generation(self) -> int:
@@ -188,7 +188,7 @@ class Handler(RendezvousHandler):
 
     def _next_world(self, address: str) -> World:
         generation = self.generation
-        fields: dict[str, Any] = {"standing": Standing.WAITING, "failed": False, "failure": None, **self._next}
+        fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, **self._next}
         self._next = {}
         if not self._said_leaving:
             self._client.report(address=address, generation=generation, **fields)
@@ -203,12 +203,12 @@ class Handler(RendezvousHandler):
                 raise Leaving("this worker was told to leave")
             world, called = self._client.world, self._client.called
             if (
-                fields["standing"] is Standing.DONE
+                fields["standing"] is MemberState.DONE
                 and called is not None
                 and not called.planned
                 and called.generation > generation
             ):
-                fields["standing"] = Standing.WAITING  # others failed at the end: the last steps come again
+                fields["standing"] = MemberState.WAITING  # others failed at the end: the last steps come again
                 self._client.report(**fields)
             if world is not None and world.generation > generation and self._client.id in world.members:
                 return world
@@ -225,7 +225,7 @@ class Handler(RendezvousHandler):
         fields = dataclasses.asdict(world)
         with contextlib.suppress(OSError):  # for people to look at; a full disk must not keep a world from forming
             files.replace(self._state / contract.WORLD, json.dumps(fields))
-        self._client.report(standing=Standing.TRAINING, generation=world.generation, failed=False, failure=None)
+        self._client.report(standing=MemberState.TRAINING, generation=world.generation, failed=False, failure=None)
         timeout = timedelta(seconds=STORE_TIMEOUT_S)
         if rank == 0:
             store = TCPStore(
@@ -245,7 +245,7 @@ class Handler(RendezvousHandler):
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
         """Whether the time is over in which training could save and leave. It begins when we first hear that it should: the clock
-        of whoever asks is not ours, and either may be set meanwhile. A deadline that was put off begins it anew."""
+        of the caller is not ours, and either may be set meanwhile. A deadline that was extended starts it again."""
         asked, now = (kind, generation, deadline), self._clock()
         if self._asked is None or self._asked[0] != asked:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s
@@ -259,7 +259,7 @@ class Handler(RendezvousHandler):
     def _say_leaving(self) -> None:
         if not self._said_leaving:
             self._said_leaving = True
-            self._client.report(standing=Standing.LEAVING)
+            self._client.report(standing=MemberState.LEAVING)
 
 
 class Torchrun(Handler):
@@ -279,13 +279,13 @@ class Torchrun(Handler):
         """Say how this node has ended: torchrun calls this from a `finally`, with what it ends by still in the air."""
         ended_by = sys.exception()
         if ended_by is None:
-            self._client.report(standing=Standing.DONE)
+            self._client.report(standing=MemberState.DONE)
         elif isinstance(ended_by, ChildFailedError):
             rank, first = ended_by.get_first_failure()
             reason = f"worker {self._client.id} gives up, its --max-restarts are used up: rank {rank}"
             said = {"rank": rank, "code": contract.Exit.GIVEN_UP, "traceback": "", "time": time.time(), "echo": False}
             failure = {**said, "reason": f"{reason} exited with {first.exitcode}", "step": None, "committed": None}
-            self._client.report(standing=Standing.LEAVING, failed=True, failure=failure)
+            self._client.report(standing=MemberState.LEAVING, failed=True, failure=failure)
         return super().shutdown()
 
 

@@ -36,7 +36,7 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step then."""
     failed_step: int | None
-    """The step that raised or hung; None when it is not known, or somebody killed the process: that says nothing of the step."""
+    """The step that raised or hung; None when it is not known, or the process was killed, which says nothing about the step."""
 
 
 History = tuple[Record, ...]

@@ -29,8 +29,8 @@ DEFAULTS = {
     "ttl": float(TTL_S),
     "join_timeout": 600.0,
     "last_call_timeout": 30.0,
-    "recovery_timeout": world.Patience().recovery,
-    "growth_timeout": world.Patience().growth,
+    "recovery_timeout": world.Timeouts().recovery,
+    "growth_timeout": world.Timeouts().growth,
     "connect_timeout": 60.0,
 }
 """Options that are seconds."""
@@ -57,10 +57,10 @@ class Client(etcd.Client):
         who = Identity(run, id, ttl=int(said["ttl"]), nnodes=f"{least}:{most}", most=most)
         super().__init__(where, who)
         self.token = who.token
-        patience = world.Patience(
+        timeouts = world.Timeouts(
             start=said["last_call_timeout"], recovery=said["recovery_timeout"], growth=said["growth_timeout"]
         )
-        settings = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, patience)
+        settings = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, timeouts)
         config = ElectionConfig(settings, Printer(), token=who.token, nnodes=who.nnodes, ttl=who.ttl)
         self._running = etcd.Running(where, run, config, id=lambda: self.id if self.id >= 0 else None)
         self._candidate_started = False
@@ -69,7 +69,7 @@ class Client(etcd.Client):
         """An address by which others reach this machine, as far as can be seen."""
 
     def connect(self, within_s: float) -> None:
-        """Reach the etcd for the first time. Raises EtcdError: at once what trying again does not mend."""
+        """Reach the etcd for the first time. Raises EtcdError, at once if a retry cannot help."""
         begun, failures = time.monotonic(), 0
         while True:
             try:
@@ -96,7 +96,7 @@ class Client(etcd.Client):
         atexit.unregister(self.close)
         super().close()
         if self._candidate_started:
-            self._running.close(done=self._standing == world.Standing.DONE)
+            self._running.close(done=self._standing == world.MemberState.DONE)
 
 
 class Printer:

@@ -85,7 +85,7 @@ class Host(coordinator.Coordinator):
     def _run(self, sock: socket.socket) -> None:
         try:
             asyncio.run(self._serve(sock))
-        except Exception as bug:  # nobody would ever decide again
+        except Exception as bug:  # without this thread the run has no coordinator
             self._broken(f"the rendezvous has failed: {bug!r}")
             raise
 
@@ -121,7 +121,7 @@ class Host(coordinator.Coordinator):
                 raise
 
     def _look(self) -> None:
-        """Pods that were asked for are expected; one more may come when somebody scales."""
+        """Pods that were asked for are expected; more may come when the workload is scaled."""
         expected = {*range(self._replicas), *self.reports}
         decision = self.decide(min(len(expected), self._most), expected)
         if isinstance(decision, world.Wait) and self.known.world is None and decision.steady != self._said:

@@ -5,7 +5,7 @@ and at `look_again`. The answer: call the workers together, publish a world, wai
 
     state = state.heard(Member(...))                      # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
-    decision = decide(state, wanted, patience, now)       # ask again until it says Wait or Closed
+    decision = decide(state, wanted, timeouts, now)       # ask again until it says Wait or Closed
     state = state.after(decision)                         # store it before publishing it
 
 What workers do: after `Call(g + 1)` those that train in `g` come to WAITING, when planned after they have saved; an unplanned
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
-class Standing(enum.StrEnum):
+class MemberState(enum.StrEnum):
     """What a member does, as it reports itself."""
 
     WAITING = "waiting"
@@ -45,7 +45,7 @@ class Member:
     """Index of the worker; not its rank."""
     address: str
     """`host:port` where the others would meet if it became rank 0."""
-    standing: Standing
+    standing: MemberState
     generation: int = 0
     """The world it trains in, or trained in last; 0 for none."""
     since: float = 0.0
@@ -63,7 +63,7 @@ class Cause(enum.StrEnum):
     """Not told, or told by a version that knows other causes."""
     START = "start"
     RESUME = "resume"
-    """The run goes on after nobody trained it."""
+    """The run goes on after a pause in which no worker trained."""
     LOST = "lost"
     """Workers are gone."""
     FAILED = "failed"
@@ -149,16 +149,16 @@ class Wanted:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Workers that are to be members, whether connected or still being started; who is not there yet is awaited, with patience.
-    None: unknown, so anybody may come until the target is reached."""
+    """Workers that are to be members, whether connected or still being started; we wait for absent ones until a timeout.
+    None: unknown, so any worker may join until the target is reached."""
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """How long to wait for workers, in seconds."""
 
     start: float = 30.0
-    """For workers that are not there yet, from when the smallest allowed world could be formed; while nobody holds a state."""
+    """For workers that are not there yet, from when the smallest allowed world could be formed; while no worker holds a state."""
     recovery: float = 1.0
     """The same while survivors stand idle."""
     growth: float = 5.0
@@ -180,7 +180,7 @@ class State:
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """When this coordinator took over a world that is not its own: the members get `Patience.answer` from then to report."""
+    """When this coordinator took over a world that is not its own: the members get `Timeouts.answer` from then to report."""
     floor: int = 0
     """Lower bound: no generation up to this one is used, since it may have existed unseen."""
 
@@ -197,7 +197,7 @@ class State:
         if member is None:
             return self
         if (
-            member.standing is Standing.DONE
+            member.standing is MemberState.DONE
             and self.world
             and id in self.world.members
             and member.generation >= self.world.generation
@@ -211,7 +211,7 @@ class State:
             return replace(self, called=decision)
         if isinstance(decision, World):
             # What was DONE in older worlds was not enough, and those that said so may be gone.
-            members = {id: m for id, m in self.members.items() if m.standing is not Standing.DONE}
+            members = {id: m for id, m in self.members.items() if m.standing is not MemberState.DONE}
             return replace(self, members=members, world=decision, called=None)
         return self
 
@@ -221,17 +221,17 @@ def largest(sizes: Iterable[int], available: int) -> int:
     return max((size for size in sizes if size <= available), default=0)
 
 
-def decide(state: State, wanted: Wanted, patience: Patience, now: float) -> Decision:
+def decide(state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> Decision:
     """What to do next, and why in one sentence: the first rule of the table with something to say."""
-    situation = _Situation(state, wanted, patience, now)
+    situation = _Situation(state, wanted, timeouts, now)
     return next(decision for rule in RULES if (decision := rule(situation)) is not None)
 
 
 class _Situation:
     """One look at the state: what the rules ask about."""
 
-    def __init__(self, state: State, wanted: Wanted, patience: Patience, now: float) -> None:
-        self.members, self.world, self.wanted, self.patience, self.now = state.members, state.world, wanted, patience, now
+    def __init__(self, state: State, wanted: Wanted, timeouts: Timeouts, now: float) -> None:
+        self.members, self.world, self.wanted, self.timeouts, self.now = state.members, state.world, wanted, timeouts, now
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
         self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
@@ -249,24 +249,24 @@ class _Situation:
         self.late = [id for id in self.ranks if id in self.members and self.members[id].generation < self.generation]
         """Members of the world that have not, or no longer: they were started again."""
         self.late_until = (
-            self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), patience.answer) if self.late else None
+            self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), timeouts.answer) if self.late else None
         )
         absent = [id for id in self.ranks if id not in self.members]
-        self.unheard_until = self.until(state.since, patience.answer)
+        self.unheard_until = self.until(state.since, timeouts.answer)
         self.unheard, self.lost = ([], absent) if self.unheard_until is None else (absent, [])
         self.training = [
-            m for m in self.members.values() if m.standing is Standing.TRAINING and (m.id in self.ranked or self.world is None)
+            m for m in self.members.values() if m.standing is MemberState.TRAINING and (m.id in self.ranked or self.world is None)
         ]
         """Those whose unsaved steps a planned call protects."""
 
-    def until(self, at: float, patience: float) -> float | None:
-        return until(at, patience, self.now)
+    def until(self, at: float, timeout: float) -> float | None:
+        return until(at, timeout, self.now)
 
     def look_again(self, *ends: float | None) -> float | None:
         """The first of these times, and of those at which members of the world will be late or lost."""
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
-    def those(self, standing: Standing) -> list[int]:
+    def those(self, standing: MemberState) -> list[int]:
         """Members of the world with this standing, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
@@ -291,7 +291,7 @@ class _Situation:
 
 
 def everybody_is_done(s: _Situation) -> Decision | None:
-    if not s.ranks or s.those(Standing.DONE) != list(s.ranks):
+    if not s.ranks or s.those(MemberState.DONE) != list(s.ranks):
         return None
     return Closed(f"{_workers(s.ranks)} {_are(s.ranks)} done", done=True)
 
@@ -301,7 +301,7 @@ def generation_from_elsewhere(s: _Situation) -> Decision | None:
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
-        busy = (Standing.TRAINING, Standing.DONE)
+        busy = (MemberState.TRAINING, MemberState.DONE)
         beyond = [m for m in s.members.values() if m.generation > s.generation and m.standing in busy]
     if not beyond:
         return None
@@ -317,7 +317,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def failed_workers(s: _Situation) -> Decision | None:
-    failed = [m for m in s.inside if m.failed and m.standing is not Standing.DONE]
+    failed = [m for m in s.inside if m.failed and m.standing is not MemberState.DONE]
     if not failed:
         return None
     why = next((m.why for m in failed if m.why), "") or f"{_workers(m.id for m in failed)} failed"
@@ -325,8 +325,8 @@ def failed_workers(s: _Situation) -> Decision | None:
 
 
 def workers_left_untold(s: _Situation) -> Decision | None:
-    left = s.those(Standing.WAITING)
-    if not s.running or not left or s.those(Standing.LEAVING):  # with one that leaves, the others save and stop as well
+    left = s.those(MemberState.WAITING)
+    if not s.running or not left or s.those(MemberState.LEAVING):  # with one that leaves, the others save and stop as well
         return None
     return s.drop(Cause.LEFT, f"{_workers(left)} left generation {s.generation} untold")
 
@@ -335,21 +335,21 @@ def world_not_taken_up(s: _Situation) -> Decision | None:
     """A worker was started again unseen, or never heard of its world; the others make no step without it."""
     if not s.late or s.late_until is not None:
         return None
-    return s.drop(Cause.LATE, f"{_workers(s.late)} did not take up generation {s.generation} within {s.patience.answer:g} s")
+    return s.drop(Cause.LATE, f"{_workers(s.late)} did not take up generation {s.generation} within {s.timeouts.answer:g} s")
 
 
 # A call is pending
 
 
 def grace_ran_out(s: _Situation) -> Decision | None:
-    if s.called is None or not s.training or s.until(s.called.at, s.patience.leave) is not None:
+    if s.called is None or not s.training or s.until(s.called.at, s.timeouts.leave) is not None:
         return None
-    return s.drop(Cause.LATE, f"{_workers(m.id for m in s.training)} did not save within {s.patience.leave:g} s")
+    return s.drop(Cause.LATE, f"{_workers(m.id for m in s.training)} did not save within {s.timeouts.leave:g} s")
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
     """Some had finished when the call came and the others will not: all train the last steps again."""
-    done = [m.id for m in s.members.values() if m.standing is Standing.DONE and m.generation >= s.generation]
+    done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
     reason = f"only {_workers(done)} {_are(done)} done"
@@ -359,7 +359,7 @@ def done_without_the_others(s: _Situation) -> Decision | None:
 def more_workers_leave(s: _Situation) -> Decision | None:
     if s.called is None or not s.called.planned or not s.training:
         return None
-    leaving = tuple(sorted({*s.called.leaving, *s.those(Standing.LEAVING)}))
+    leaving = tuple(sorted({*s.called.leaving, *s.those(MemberState.LEAVING)}))
     if len(leaving) == len(s.called.leaving):
         return None
     return replace(s.called, cause=Cause.LEAVING, reason=f"{_workers(leaving)} {_are(leaving)} leaving", leaving=leaving)
@@ -377,7 +377,7 @@ def world_begins(s: _Situation) -> Decision | None:
 
 
 def world_ends(s: _Situation) -> Decision | None:
-    done = s.those(Standing.DONE)
+    done = s.those(MemberState.DONE)
     if not s.running or not done:
         return None
     ended = frozenset(done)
@@ -388,11 +388,11 @@ def world_ends(s: _Situation) -> Decision | None:
 def suspended(s: _Situation) -> Decision | None:
     if s.wanted.replicas > 0:
         return None
-    busy = [m.id for m in s.training] + s.those(Standing.LEAVING)
+    busy = [m.id for m in s.training] + s.those(MemberState.LEAVING)
     if s.running and busy:
         return s.call(Cause.SUSPEND, "suspended: no workers are wanted", planned=True, leaving=s.ranks)
     if s.called is not None and busy:
-        end = s.until(s.called.at, s.patience.leave if s.called.planned else s.patience.answer)
+        end = s.until(s.called.at, s.timeouts.leave if s.called.planned else s.timeouts.answer)
         if end is not None:
             what, then = f"waiting for {_workers(busy)} to {_verb(s)}", ", then the job is suspended"
             return s.wait(what, end, then=then, look_again=s.look_again(end))
@@ -400,23 +400,23 @@ def suspended(s: _Situation) -> Decision | None:
 
 
 def forming(s: _Situation) -> Decision | None:
-    """The best world that may be hoped for closes as soon as all of it waits; patience ends the hopes, one by one."""
+    """Publish the largest world that can still form as soon as all its members wait; each timeout that ends makes it smaller."""
     if s.running:
         return None
-    here = [m for m in s.members.values() if m.standing is Standing.WAITING]
+    here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
     coming, coming_until = _coming(s)
     absent_until = _absent_until(s, here)
     connected = _in_order(s, [*here, *coming])
     absent: list[int] = []
     if s.wanted.expected is not None and absent_until is not None:
-        leaving = {m.id for m in s.members.values() if m.standing is Standing.LEAVING}
+        leaving = {m.id for m in s.members.values() if m.standing is MemberState.LEAVING}
         absent = sorted(s.wanted.expected - leaving - {m.id for m in connected})
     anybody = s.wanted.expected is None and absent_until is not None
     size = s.target if anybody else largest(s.wanted.sizes, min(s.target, len(connected) + len(absent)))
     if not size:
         return Wait(f"{_here(s, here)}, and nobody else is on the way", s.look_again(coming_until if coming else None))
     chosen = connected[:size]
-    unready = [m.id for m in chosen if m.standing is not Standing.WAITING]
+    unready = [m.id for m in chosen if m.standing is not MemberState.WAITING]
     lacking = size - len(chosen)
     if not unready and not lacking:
         return _world(s, chosen)
@@ -436,7 +436,7 @@ def forming(s: _Situation) -> Decision | None:
 
 
 def workers_leave(s: _Situation) -> Decision | None:
-    leaving = s.those(Standing.LEAVING)
+    leaving = s.those(MemberState.LEAVING)
     if not leaving:
         return None
     return s.call(Cause.LEAVING, f"{_workers(leaving)} {_are(leaving)} leaving", planned=True, leaving=leaving)
@@ -451,7 +451,7 @@ def too_many_workers(s: _Situation) -> Decision | None:
 
 def newcomers(s: _Situation) -> Decision | None:
     """Growing costs a save and a restart: it is done once for all who come, and not soon after the last change."""
-    waiting = sorted(m.id for m in s.members.values() if m.standing is Standing.WAITING and m.id not in s.ranked)
+    waiting = sorted(m.id for m in s.members.values() if m.standing is MemberState.WAITING and m.id not in s.ranked)
     available = len(s.ranks) + len(waiting)
     size = largest(s.wanted.sizes, min(s.target, available))
     if s.world is None or size <= len(s.ranks):
@@ -459,9 +459,9 @@ def newcomers(s: _Situation) -> Decision | None:
     hoped = s.target
     if s.wanted.expected is not None:
         hoped = largest(s.wanted.sizes, min(s.target, available + len(s.wanted.expected - s.members.keys())))
-    ends = [s.until(s.world.at, s.patience.growth)]
+    ends = [s.until(s.world.at, s.timeouts.growth)]
     if hoped > size:
-        ends.append(s.until(min(s.members[id].since for id in waiting), s.patience.growth))
+        ends.append(s.until(min(s.members[id].since for id in waiting), s.timeouts.growth))
     end = max((end for end in ends if end is not None), default=None)
     who = _workers(waiting[: size - len(s.ranks)])
     if end is None:
@@ -503,9 +503,9 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
     if s.called is None:
         return (), None
     if s.called.planned and s.training:
-        return s.training, s.until(s.called.at, s.patience.leave)
-    end = s.until(s.called.at, s.patience.answer)
-    busy = [m for m in s.members.values() if m.standing in (Standing.TRAINING, Standing.DONE)]
+        return s.training, s.until(s.called.at, s.timeouts.leave)
+    end = s.until(s.called.at, s.timeouts.answer)
+    busy = [m for m in s.members.values() if m.standing in (MemberState.TRAINING, MemberState.DONE)]
     return (busy, end) if end is not None else ((), None)
 
 
@@ -516,9 +516,9 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
         return math.inf
     at = sorted(m.since for m in here)[least - 1]
     if s.called is None:
-        return s.until(at, s.patience.start)
+        return s.until(at, s.timeouts.start)
     survivors = any(m.generation >= max(s.generation, 1) for m in here)
-    return s.until(max(at, s.called.at), s.patience.recovery if survivors else s.patience.start)
+    return s.until(max(at, s.called.at), s.timeouts.recovery if survivors else s.timeouts.start)
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
@@ -529,7 +529,7 @@ def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
     def place(m: Member) -> tuple[int, int, int]:
         if m.generation == newest:
             return 0, rank.get(m.id, len(rank)), m.id
-        return 1, m.standing is not Standing.WAITING, m.id
+        return 1, m.standing is not MemberState.WAITING, m.id
 
     return sorted(members, key=place)
 
@@ -542,14 +542,14 @@ def _world(s: _Situation, chosen: Sequence[Member]) -> World:
     return World(generation, tuple(m.id for m in chosen), chosen[0].address, reason, s.now)
 
 
-def until(at: float, patience: float, now: float) -> float | None:
-    """When a patience that began at `at` ends; None when it is over.
+def until(at: float, timeout: float, now: float) -> float | None:
+    """When a timeout that began at `at` ends; None when it is over.
 
-    A beginning in the future means that the clock went back. If by less than the patience, no time has passed yet. If by more,
-    it is unknown how much has, and the patience is over. So no wait is longer than twice its patience, however the clock jumps.
+    A beginning in the future means that the clock went back. If by less than the timeout, no time has passed yet. If by more,
+    it is unknown how much has, and the timeout is over. So no wait is longer than twice its timeout, however the clock jumps.
     """
-    end = at + patience
-    return None if now >= end or at > now + patience else end
+    end = at + timeout
+    return None if now >= end or at > now + timeout else end
 
 
 # Words

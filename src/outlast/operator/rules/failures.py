@@ -16,7 +16,7 @@ from outlast.operator.snapshot import Pod
 from outlast.rendezvous import failures as judging
 from outlast.rendezvous import restarts, world
 from outlast.rendezvous.failures import Pending
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 from outlast.status import Failure, State
 
 
@@ -46,7 +46,7 @@ def unanswered(rec: Reconcile) -> bool:
     """Whether a member of the world still reports that it trains although others have failed: it may be the cause, and dead."""
     known = rec.status.world
     said = [report.member for id, report in rec.snapshot.reports.items() if id in rec.members]
-    return any(m.standing is Standing.TRAINING and m.generation == known.generation for m in said if known is not None)
+    return any(m.standing is MemberState.TRAINING and m.generation == known.generation for m in said if known is not None)
 
 
 def count_reported(rec: Reconcile, pending: list[Pending], new: world.World | None = None) -> None:

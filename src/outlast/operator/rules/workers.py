@@ -14,7 +14,7 @@ from outlast.operator.reconcile import Reconcile
 from outlast.operator.rules import failures
 from outlast.operator.rules.kueue import RECHECK_S as QUEUE_RECHECK_S
 from outlast.operator.snapshot import Pod
-from outlast.rendezvous.world import Standing
+from outlast.rendezvous.world import MemberState
 from outlast.status import Failure, State
 
 FAST_LOSS_S = 10.0
@@ -95,7 +95,7 @@ def silent_workers(rec: Reconcile) -> None:
     new = []
     for pod in rec.alive:
         report = rec.snapshot.reports.get(pod.index)
-        if report is None or report.member.standing is Standing.DONE:
+        if report is None or report.member.standing is MemberState.DONE:
             continue
         if (end := rec.silent_at(report)) is not None:
             rec.requeue_at(min(end, rec.now + UNHEARD_RECHECK_S) if rec.unheard else end)  # to hear them again is no change

@@ -13,7 +13,7 @@ from outlast.operator.rules.workers import desired_indices
 from outlast.rendezvous import failures as judging
 from outlast.rendezvous import world
 from outlast.rendezvous.etcd import schema
-from outlast.rendezvous.world import Call, Cause, Standing
+from outlast.rendezvous.world import Call, Cause, MemberState
 from outlast.status import Failure, State
 
 ARRIVE_S = 2.0
@@ -35,7 +35,7 @@ def world_learned(rec: Reconcile) -> None:
         rec.update(born=said.born, counted_generation=0, elected=0, world=None, called=None)
     _failures_learned(rec, said)
     new, before = said.world, rec.status.world
-    busy = [each.member.generation for each in report if each.member.standing is not Standing.WAITING or each.member.failed]
+    busy = [each.member.generation for each in report if each.member.standing is not MemberState.WAITING or each.member.failed]
     if new and new.generation > (before.generation if before else 0) and new.generation <= max(busy, default=0):
         _formed(rec, dataclasses.replace(new, at=rec.now))
     call, known, at = said.called, rec.status, rec.now
@@ -82,7 +82,7 @@ def world_decided(rec: Reconcile) -> None:
     if not failures.explained(rec) and (end := judging.held_until(pending, since, rec.now, judging.OPERATOR)) is not None:
         return rec.requeue_at(end)
     for _ in range(4):
-        decision = world.decide(state, wanted, rec.patience, rec.now)
+        decision = world.decide(state, wanted, rec.timeouts, rec.now)
         if isinstance(decision, world.World) and pending:
             failures.count_reported(rec, pending, decision)
             if rec.done:
@@ -127,7 +127,7 @@ def _state(rec: Reconcile) -> world.State:
     known = rec.status
     members = {}
     for id, report in rec.snapshot.reports.items():
-        done = report.member.standing is Standing.DONE and known.world and report.member.generation >= known.world.generation
+        done = report.member.standing is MemberState.DONE and known.world and report.member.generation >= known.world.generation
         pod = rec.pod(id)
         cut = pod is not None and pod.uid in rec.deletes and rec.deletes[pod.uid].grace_s == 0
         gone = pod is None or pod.uid in rec.ends or cut or rec.silent_at(report) is None

@@ -1,8 +1,8 @@
 """A member's client of a rendezvous by etcd v3: under torchrun anywhere, and in pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-The threads around `membership` and `elected`, and a look for people at what they have written. While etcd is away, what was heard
-last stays true and training goes on; nothing of it is raised here.
+The threads around `member.Membership` and `election.Candidate`, and `look`, which shows people what they have written. While etcd
+is away, the last published state stays valid and training goes on; no error is raised here.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Client:
                     self._changed.notify_all()
                 self._stop.wait(pause(failures, LONGEST_PAUSE_S))
                 continue
-            except Exception as bug:  # nobody would ever speak for this worker again
+            except Exception as bug:  # without this thread the worker reports no more
                 self._end(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
                 raise
             line.well()
@@ -275,7 +275,7 @@ class Running:
         self.close()
 
     def close(self, *, done: bool = False) -> None:
-        """The same; when training is done, not before somebody has said that the run is over, or it takes too long."""
+        """As `wait`; if training is done, first wait until a coordinator has closed the run, for up to CLOSE_S."""
         self._close_by = time.monotonic() + (CLOSE_S if done else 0.0)
         self._inbox.put(None)
         if self._thread.ident:

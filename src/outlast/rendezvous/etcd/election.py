@@ -86,7 +86,7 @@ class Term(coordinator.Coordinator):
         candidate was part of."""
         super().__init__(config.settings, config.clock)
         if config.operated:
-            self.timeouts = replace(self.timeouts, answer=math.inf)  # the operator reports what becomes of their pods
+            self.debounce = replace(self.debounce, answer=math.inf)  # the operator reports what becomes of their pods
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
         self.gives_up = not config.nnodes  # torchrun knows no such code
         self._lease: int | None = None
@@ -144,7 +144,7 @@ class Term(coordinator.Coordinator):
             return
         ranks, generation = self.known.world.members, self.known.world.generation
         for id in set(said.done if said else ()) & set(ranks) - self.known.members.keys():
-            self.known = self.known.heard(world.Member(id, "", world.Standing.DONE, generation, now))
+            self.known = self.known.heard(world.Member(id, "", world.MemberState.DONE, generation, now))
         inside = [id for id in ranks if id in self.known.members and self.known.members[id].generation >= generation]
         if not inside:
             self._listen_until = now + REPORT_S
@@ -210,7 +210,7 @@ class Term(coordinator.Coordinator):
         self.heard(report)
 
     def _learn(self, record: schema.Record) -> None:
-        """A member may know of a world that etcd had lost: it goes on, and is followed by none that somebody may have seen."""
+        """A member may know a world that etcd has lost: it goes on, and we skip generations that may have followed it unseen."""
         said = record.world
         own = self.known.world.generation if self.known.world else 0
         if said and said.generation > own and (self.known.called is None or said.generation >= self.known.called.generation):
@@ -276,7 +276,7 @@ class Term(coordinator.Coordinator):
         known = self.known
         ranks = known.world.members if known.world else ()
         generation = known.world.generation if known.world else 0
-        done = [m.id for m in known.members.values() if m.standing is world.Standing.DONE and m.generation >= generation]
+        done = [m.id for m in known.members.values() if m.standing is world.MemberState.DONE and m.generation >= generation]
         return schema.Said(
             by=self._config.token,
             born=self._born,
@@ -285,7 +285,7 @@ class Term(coordinator.Coordinator):
             world=known.world,
             tokens=self._tokens if known.world else (),
             called=known.called if known.called and known.called.generation > generation else None,
-            leave_s=self.patience.leave,
+            leave_s=self.timeouts.leave,
             closed=self.closed,
             why=self._why,
             floor=known.floor,

@@ -19,7 +19,7 @@ from outlast.errors import Superseded
 from outlast.etcd import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous.etcd import schema
 from outlast.rendezvous.transports.sockets import Called, Closed, Report
-from outlast.rendezvous.world import Standing, World
+from outlast.rendezvous.world import MemberState, World
 
 
 class Store(Protocol):
@@ -77,7 +77,7 @@ class Membership:
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
         """-1 until one is found."""
-        self.report = Report(run=who.run, id=self.id, standing=Standing.WAITING, since=wall())
+        self.report = Report(run=who.run, id=self.id, standing=MemberState.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
         """The newest that we may be in."""
@@ -89,7 +89,7 @@ class Membership:
         self.said: tuple[int, schema.Said] | None = None
         """All that was decided, as heard last, and the revision of etcd by which it was."""
         self.heard = False
-        """Whether etcd has been listed: nobody is a member before."""
+        """Whether etcd has been listed; before that we do not register."""
         self._newest: World | None = None
         """The newest world that we have heard of."""
         self._tokens: tuple[str, ...] = ()
@@ -159,7 +159,7 @@ class Membership:
             self._find_a_place()
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        take = self._who.id is not None and not self._registered  # whoever was worker i before us is not any more
+        take = self._who.id is not None and not self._registered  # replaces an earlier process of this index
         written = put(key, record.dumps(), self._lease)
         outcome = self._store.txn([] if take else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
@@ -192,7 +192,7 @@ class Membership:
 
     def leave(self) -> None:
         """Go: at once, except that what we have said of our end stays until the lease ends. Raises EtcdError."""
-        if self._lease is not None and self.report.standing != Standing.DONE and not self.report.failed:
+        if self._lease is not None and self.report.standing != MemberState.DONE and not self.report.failed:
             self._store.revoke(self._lease)
         self._lease, self._modified = None, 0
 
@@ -240,7 +240,7 @@ class Membership:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
         if said.born != self._born and not schema.live(said, self._leader):
-            return  # of a run that is no more, or nobody has taken it up yet
+            return  # of a run that is over, or that no coordinator has taken over yet
         if said.terms != self._who.nnodes:
             # A job that was killed leaves its key for as long as the lease lasts: only who is there for longer is another job.
             if said.terms and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:

@@ -39,7 +39,7 @@ RENEW_S = contract.RENEW_S
 LONGEST_PAUSE_S = 1.0
 """Between two attempts at a report that says something new, or at hearing; of one that renews, RENEW_S."""
 ANSWER_S = 10.0
-"""How long the API server may take to answer to a report. Arbitrary; there is a newer one by then."""
+"""How long the API server may take to answer to a report. Arbitrary; by then there is a newer report to send."""
 LAST_S = 1.0
 """How long a member that goes waits for its last report to be taken."""
 
@@ -138,7 +138,7 @@ class Client:
         try:
             with contextlib.closing(Connection(self._namespace)) as connection:
                 target(connection)
-        except Exception as bug:  # nobody would ever speak for this worker, or listen, again
+        except Exception as bug:  # without this thread the worker reports, or hears, no more
             self._leave(f"the rendezvous has failed: {bug!r}", contract.Exit.FAILED)
             raise
 
@@ -156,7 +156,7 @@ class Client:
                 name, there = f"metadata.name={self._job}", set[str]()
 
                 def stands(version: str | None, there: set[str] = there) -> None:
-                    if version is not None and not there:  # whoever watches is not told of what was gone before
+                    if version is not None and not there:  # a watch does not report deletions from before it began
                         raise Absent(f"there is no ElasticJob {self._job}")
 
                 watch = cluster.watch(ELASTIC_JOB, stop=watching, fields=name, pace=kube.Pace(stands, LONGEST_PAUSE_S))
@@ -218,7 +218,7 @@ class Client:
             print(f"outlast | how the run has ended cannot be noted in {self._state}: {problem}", flush=True)
 
     def _leave(self, reason: str, code: int) -> None:
-        """There is no further world for this member, and nobody to report to; the run may go on without it."""
+        """There is no further world for this member, and it reports no more; the run may go on without it."""
         with self._changed:
             self.gone = True
             if not self.closed:
@@ -262,7 +262,7 @@ class Client:
                 self._changed.wait_for(lambda: self._written != self._taken or self._stop.is_set() or self.gone, self._every_s())
 
     def _renew(self, cluster: kube.Cluster, lease: dict[str, Any]) -> None:
-        """Write the Lease: the first time whoever had it, then only if nobody else has written there. Raises Superseded."""
+        """Write the Lease: the first time unconditionally, then only if no other process has written it. Raises Superseded."""
         meta = lease["metadata"]
         while True:
             known = {"resourceVersion": self._version} if self._version else {}
@@ -325,7 +325,7 @@ class Client:
 
 
 class Connection:
-    """A thread's own client of the API server: nobody else uses it, so it can be closed as soon as its login has expired.
+    """A thread's own client of the API server: no other thread uses it, so it can be closed as soon as its login has expired.
 
     The token of a pod's account is replaced where it lies before it expires; a new login reads it there.
     https://kubernetes.io/docs/reference/access-authn-authz/service-accounts-admin/

@@ -1,7 +1,7 @@
 """Lines between a member and the coordinator, authenticated with the key of the run.
 
 Each side sends a nonce in the clear; every line after that carries an HMAC-SHA256 keyed by the run's key and both nonces, over
-the direction, a counter and the line. So nobody without the key can write a line, repeat one, or turn one around. Lines are not
+the direction, a counter and the line. So without the key one cannot write a line, repeat one, or turn one around. Lines are not
 encrypted: reports are no secret.
 
     member <-> coordinator  {"nonce": "..."}
@@ -30,7 +30,7 @@ _DIGITS = 64
 
 
 class Forged(ValueError):
-    """A line was not written by somebody who knows the key, or not now."""
+    """A line was written without the key, or for another connection or place in it."""
 
 
 def key(environ: Mapping[str, str]) -> bytes:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from outlast import contract
 from outlast.rendezvous.transports import seal
-from outlast.rendezvous.world import Standing, World
+from outlast.rendezvous.world import MemberState, World
 
 if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
@@ -73,7 +73,7 @@ class Report:
     run: str
     id: int
     standing: str
-    """A `world.Standing`."""
+    """A `world.MemberState`."""
     generation: int = 0
     """The world it trains in, or trained in last."""
     since: float = 0.0
@@ -89,7 +89,7 @@ class Report:
 
     @classmethod
     def of(cls, said: object) -> Self:
-        """From its JSON form, whoever wrote it. Raises ValueError for what no member says; fields of newer versions are left out.
+        """From untrusted JSON. Raises ValueError for what no member sends; ignores fields of newer versions.
 
         What is in `failure` is checked where it is used, see `failures.reported`.
         """
@@ -103,7 +103,7 @@ class Report:
             raise ValueError(f"a report must say {', '.join(sorted(lacking))}")
         if (failure := fields.get("failure")) and not is_count(failure.get("committed", 0)):
             fields["failure"] = {**failure, "committed": None}
-        return cls(**{**fields, "standing": Standing(fields["standing"])})
+        return cls(**{**fields, "standing": MemberState(fields["standing"])})
 
 
 def is_count(value: object) -> bool:
@@ -119,7 +119,7 @@ def is_number(value: object) -> bool:
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "run": lambda value: isinstance(value, str),
     "id": lambda value: is_count(value) and value < contract.MOST_WORKERS,
-    "standing": lambda value: isinstance(value, str) and value in list(Standing),
+    "standing": lambda value: isinstance(value, str) and value in list(MemberState),
     "generation": is_count,
     "since": is_number,
     "address": lambda value: isinstance(value, str) and _ADDRESS.fullmatch(value) is not None,
@@ -307,7 +307,7 @@ def published(kind: type[Kind], message: Mapping[str, Any]) -> Kind | None:
 
 
 def world_from(said: object) -> World:
-    """A world from its JSON form, whoever wrote it. Raises ValueError for what is none."""
+    """A world from untrusted JSON. Raises ValueError for anything else."""
     if not isinstance(said, Mapping):
         raise ValueError("it is no world")
     members, generation, at = said.get("members"), said.get("generation"), said.get("at", 0.0)
@@ -369,7 +369,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key` is that of the run: who does not know it is no member; none on a Unix socket. `clock` is what silence is measured
-        by: one that stands still when nobody listens here, see `clock.Awake`."""
+        by: one that stands still while this process does, see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._heard = heard
         self._gone = gone
@@ -492,7 +492,7 @@ class Server:
         return True
 
     def _complain(self, writer: asyncio.StreamWriter, sentence: str) -> None:
-        """Say what is wrong, but not as often as somebody wants to have it said."""
+        """Print what is wrong, at most once every _COMPLAIN_S: a peer may send any number of such messages."""
         now = time.monotonic()
         if now - self._complained_at < _COMPLAIN_S:
             return
