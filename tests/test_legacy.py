@@ -165,7 +165,7 @@ def test_a_job_whose_name_is_no_label_has_no_workers_and_says_so() -> None:
     cluster.settle()
     assert (cluster.pods, cluster.status["state"]) == ({}, "Created")
     assert cluster.message("Limited") == (
-        "no worker is made: the job's name has 64 characters, and labels hold at most 63; give it a shorter one"
+        "no worker is created: the job's name has 64 characters, and labels hold at most 63; give it a shorter one"
     )
 
 
@@ -194,14 +194,14 @@ def test_what_cannot_be_honoured_is_said() -> None:
         f"rdzvEndpoint etcd-service:2379 is not used: workers meet at worker 0 ({place})",
         "replicaSpecs.Etcd is not used: there are workers only",
         "schedulingPolicy.minAvailable (2) is not used: workers start one by one, and training with minReplicas",
-        "replicas (200) is not within minReplicas and maxReplicas (1 to 128): 128 is taken",
+        "replicas (200) is not within minReplicas and maxReplicas (1 to 128): 128 is used",
         "restartPolicy Never of the template is not used: replicaSpecs.Worker.restartPolicy is Always",
-        "restartPolicy Always starts workers again that are done, so the job never ends; write ExitCode or OnFailure",
-        "arguments of torchrun go before what it is told: --rdzv_backend=etcd stay as they are",
+        "restartPolicy Always restarts workers that have succeeded, so the job never ends; write ExitCode or OnFailure",
+        "arguments of torchrun override the job: --rdzv_backend=etcd stay as they are",
     ]
     spec["containers"] = [{"name": "a"}, {"name": "b"}]
     assert list(pods.limits(job))[-1] == (
-        "none of the containers (a, b) is called elasticjob-worker, so none is told where to meet; call torchrun's so"
+        "none of the containers (a, b) is called elasticjob-worker, so none is set up for torchrun; rename its container"
     )
     assert list(pods.limits(a_job())) == []
 
@@ -444,7 +444,7 @@ def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() ->
         state = {"running": {"startedAt": text(cluster.now + began)}}
         cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"] = [{"name": "elasticjob-worker", "state": state}]
     (deletion,) = cluster.look().deletes
-    assert (deletion.name, deletion.reason) == ("cifar-worker-3", "others are done: there is nothing left to train")
+    assert (deletion.name, deletion.reason) == ("cifar-worker-3", "others have succeeded: nothing is left to train")
     assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
     cluster.end(2, 0)
     cluster.settle()
@@ -554,7 +554,7 @@ def test_a_worker_that_never_begins_is_made_again_until_the_budget_is_used_up(ho
     sentence = (
         "failed with exit code 137 in its init container fetch" if how == "killed" else "failed before it began (SysctlForbidden)"
     )
-    assert said == [f"{sentence}; it is started again"]
+    assert said == [f"{sentence}; it is restarted"]
     assert cluster.message("Failed") == (
         f"ElasticJob cifar is failed because worker 1 {sentence}, and backoffLimit (1) is used up by 2 restarts."
     )
@@ -590,7 +590,7 @@ def test_a_worker_fails_with_its_torchrun_while_another_container_runs_on(code: 
     if code == 1:
         assert cluster.message("Failed").startswith("ElasticJob cifar is failed because worker 0 failed with exit code 1,")
         return
-    assert [(each.reason, each.grace_s) for each in deletes] == [("failed with exit code 137; it is started again", None)]
+    assert [(each.reason, each.grace_s) for each in deletes] == [("failed with exit code 137; it is restarted", None)]
     assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 1, [0, 1])
     assert cluster.pods["cifar-worker-0"]["metadata"]["uid"] != before
 
@@ -637,7 +637,7 @@ def test_a_master_is_not_dropped_without_a_word() -> None:
     job = a_job()
     job["spec"]["replicaSpecs"]["Master"] = {"replicas": 1, "restartPolicy": "Never"}
     assert list(pods.limits(job)) == [
-        "replicaSpecs.Master is not used, and what it says is not run: torchrun has no master, workers meet at worker 0; "
+        "replicaSpecs.Master is not used, its template does not run: torchrun has no master, workers meet at worker 0; "
         "add its replicas to those of replicaSpecs.Worker"
     ]
     types = SCHEMA["properties"]["spec"]["properties"]["replicaSpecs"]
@@ -679,7 +679,7 @@ def test_workers_that_fail_since_worker_0_is_lost_are_made_again(how: str) -> No
             host["metadata"] |= {"uid": "new", "creationTimestamp": text(cluster.now)}
     cluster.end(1, 1)
     (deletion,) = [each for each in cluster.decide().deletes if each.name == "cifar-worker-1"]
-    assert deletion.reason == "failed with exit code 1 since worker 0, where workers meet, was lost; it is started again"
+    assert deletion.reason == "failed with exit code 1 since worker 0, where workers meet, was lost; it is restarted"
     cluster.settle()
     assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
     assert cluster.status["restarts"] == (how == "killed")
@@ -830,7 +830,7 @@ def test_a_changed_range_of_workers_reaches_all_of_them() -> None:
     cluster = running()
     cluster.job["spec"]["maxReplicas"] = 4
     plan = cluster.look()
-    assert {each.reason for each in plan.deletes} == {"all workers are started again: there may be 1:4 now, and not 1:128"}
+    assert {each.reason for each in plan.deletes} == {"all workers are restarted: there may be 1:4 now, and not 1:128"}
     assert plan.creates == ()
     cluster.settle()
     assert {variables(pod)["PET_NNODES"] for pod in cluster.pods.values()} == {"1:4"}
@@ -846,7 +846,7 @@ def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -
     plan = cluster.look()
     assert plan.creates == ()
     assert {each.name: each.reason for each in plan.deletes} == dict.fromkeys(
-        ("cifar-worker-0", "cifar-worker-1"), "all workers are started again: this one meets elsewhere than a new one would"
+        ("cifar-worker-0", "cifar-worker-1"), "all workers are restarted: its rendezvous differs from that of new ones"
     )
     cluster.settle()
     assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1, 2], "Running", 0)
@@ -951,7 +951,7 @@ def test_a_pod_of_somebody_else_is_not_touched_and_told() -> None:
     assert [each["metadata"]["name"] for each in plan.creates] == ["cifar-worker-0"]
     assert plan.deletes == ()
     assert cluster.message("Limited") == (
-        "Pod cifar-worker-1 is there and is not of this job, so worker 1 is not made; delete the pod"
+        "Pod cifar-worker-1 exists and does not belong to this job, so worker 1 is not created; delete the pod"
     )
 
 

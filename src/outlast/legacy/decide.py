@@ -1,12 +1,12 @@
-"""What is to be done about an ElasticJob of `elastic.pytorch.org`: the archived controller's promises, without its defects.
+"""Reconciles an ElasticJob of `elastic.pytorch.org`: the archived controller's behaviour, without its defects.
 
     decide(job, pods, now, lost={"node-a"}, leaving={"node-b": "karpenter.sh/disrupted"})  -> Plan
 
-Its pods run plain torchrun, which finds a new world by itself when workers come and go; here pods are made, replaced and removed,
-and the job ends. What is known of failures is in `.status` (`restarts`, `judged`), written before anything is deleted because of
-it. The same plan comes out of the same documents, and a job about which nothing is to be done has an empty one. Pure.
+Its pods run plain torchrun, which forms new worlds by itself; this module creates, replaces and deletes pods, and ends the job.
+Failures are counted in `.status` (`restarts`, `judged`), before a pod is deleted because of one. A job that has settled has an
+empty plan. Pure.
 
-Pods are deleted in one look and made anew in a later one, when they are gone: there are never two of one index.
+A pod is deleted in one reconcile pass and created again in a later one, when it is gone: an index never has two pods.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outlast.operator.plan import Deletion, Document, Event, Plan
 from outlast.rendezvous.world import until
 
 _AT_ONCE, _PAUSE_S, _LONGEST_S = 3, 10.0, 300.0
-"""Restarts before there is a pause between them, the first pause (they double), and the longest."""
+"""Restarts without backoff, the first pause (doubled each time), and the longest."""
 
 
 def decide(
@@ -36,8 +36,8 @@ def decide(
     lost: Collection[str] = (),
     leaving: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan. `pods` are those that have the job's labels; `lost` are names of nodes that do not answer, or are no more;
-    `leaving` those of nodes that will soon be gone, with the taint that says so."""
+    """The plan. `pods` have the job's labels; `lost` are names of nodes that do not answer or do not exist; `leaving` are nodes
+    about to be terminated, with their taint."""
     snapshot = Snapshot(job, pods, now, frozenset(lost), leaving or {})
     if job["metadata"].get("deletionTimestamp"):
         return Plan(deletes=tuple(snapshot.stuck()), requeue_at=snapshot.next_stuck())
@@ -47,8 +47,7 @@ def decide(
 
 
 def unreadable(job: Mapping[str, Any], pods: Sequence[Document], problem: str, now: float) -> Plan:
-    """The plan for a job of which only the metadata could be read: it has failed, unless it was different when its pods were
-    made. They go on then, and nothing is done about them."""
+    """The plan for a job of which only the metadata could be read: it has failed, unless it has pods already, which go on."""
     snapshot = Snapshot(job, pods, now, frozenset())
     if job["metadata"].get("deletionTimestamp") or snapshot.ended is not None or snapshot.own:
         return Plan()
@@ -61,7 +60,7 @@ def unreadable(job: Mapping[str, Any], pods: Sequence[Document], problem: str, n
 
 
 def _end(snapshot: Snapshot) -> Plan | None:
-    """The job is over: it has failed, or all of its workers are done."""
+    """The plan for a job that has just failed or succeeded; None for others."""
     if said := _failed(snapshot):
         return _over_with(snapshot, "Failed", f"ElasticJob {snapshot.name} is failed because {said}.")
     done = snapshot.succeeded.keys() & set(range(snapshot.wanted))
@@ -92,7 +91,7 @@ def _failed(snapshot: Snapshot) -> str:
 
 
 def _go_on(snapshot: Snapshot) -> Plan:
-    """What makes the pods those that are wanted."""
+    """Bring the pods to the desired state."""
     deletes = list(snapshot.stuck())
     later = [snapshot.next_stuck(), _deadline(snapshot)]
     going = {each.uid for each in deletes}
@@ -106,28 +105,28 @@ def _go_on(snapshot: Snapshot) -> Plan:
         if index >= snapshot.wanted and snapshot.phase(pod) != "Succeeded":
             delete(pod, f"{snapshot.wanted} workers are wanted")
     for pod in snapshot.late:
-        delete(pod, "others are done: there is nothing left to train", grace_s=0)
+        delete(pod, "others have succeeded: nothing is left to train", grace_s=0)
     for pod in snapshot.own.values():
         node = pod["spec"].get("nodeName", "")
         if (taint := snapshot.leaving.get(node)) is None or snapshot.over(pod):
             continue
         if (rest := until(podwords.born(pod), _PAUSE_S, snapshot.now)) is not None:
-            later.append(rest)  # it was put there all the same; the next one would be, too
+            later.append(rest)  # it was scheduled there in spite of the taint; its successor might be, too
         else:
             delete(pod, f"its node {node} is about to be terminated ({taint}); it is created again elsewhere")
     for pod in snapshot.stale.values():
         said, told = legacy.nnodes(snapshot.job), nnodes_of(pod)
-        why = f"there may be {said} now, and not {told}" if told else "this one meets elsewhere than a new one would"
-        delete(pod, f"all workers are started again: {why}")
+        why = f"there may be {said} now, and not {told}" if told else "its rendezvous differs from that of new ones"
+        delete(pod, f"all workers are restarted: {why}")
     for each in snapshot.failures:
-        grace_s = 0 if podwords.over(each.pod) else None  # containers beside torchrun may run on
+        grace_s = 0 if podwords.over(each.pod) else None  # sidecars may still run
         pause = _pause(snapshot.restarts) if not each.disrupted else _breath(each)
         if each.index in snapshot.held:
             later.append(until(each.time, CAUSE_S, snapshot.now))
         elif snapshot.succeeded:
-            delete(each.pod, "others are done: it is not started again", grace_s=grace_s)
+            delete(each.pod, "others have succeeded: it is not restarted", grace_s=grace_s)
         elif (end := until(each.time, pause, snapshot.now)) is None:
-            delete(each.pod, f"{each.sentence}; it is started again", grace_s=grace_s)
+            delete(each.pod, f"{each.sentence}; it is restarted", grace_s=grace_s)
         else:
             later.append(end)
 
@@ -144,7 +143,7 @@ def _go_on(snapshot: Snapshot) -> Plan:
 
 
 def _over_with(snapshot: Snapshot, end: str, message: str) -> Plan:
-    """Say that the job is over. Its pods are cleaned up by the next look, when that is known."""
+    """Write that the job has ended. The next reconcile pass cleans up its pods."""
     status = statuses.counted(snapshot)
     status["conditions"] = statuses.conditions(snapshot, end, message)
     status["state"] = end
@@ -154,11 +153,11 @@ def _over_with(snapshot: Snapshot, end: str, message: str) -> Plan:
 
 
 def _afterwards(snapshot: Snapshot) -> Plan:
-    """Clean up once, and delete the job when its time is over."""
+    """Clean up the pods of a job that has ended, and delete the job after its TTL."""
     policy = snapshot.spec.get("cleanPodPolicy") or "None"
     deletes = list(snapshot.stuck())
     for pod in snapshot.own.values():
-        # A job that has ended trains no more, whatever is kept of it.
+        # Running pods are deleted under any policy: a job that has ended must not train.
         if (
             not podwords.leaves(pod)
             and (policy == "All" or not podwords.over(pod))
@@ -172,7 +171,7 @@ def _afterwards(snapshot: Snapshot) -> Plan:
         if at <= snapshot.now:
             meta, reason = snapshot.job["metadata"], f"ttlSecondsAfterFinished ({ttl}) is over"
             remove = Deletion(meta["name"], meta["uid"], reason, kind=LEGACY_JOB)
-    # How many were done and how many failed is known, also of pods that are gone.
+    # Keep the counts of pods that are deleted.
     told, seen = (snapshot.status.get("replicaStatuses") or {}).get("Worker") or {}, statuses.replicas(snapshot)["Worker"]
     ended = {key: max(int(told.get(key) or 0), seen[key]) for key in ("succeeded", "failed")}
     status = {**snapshot.status, "replicaStatuses": {"Worker": {**seen, **ended}}}
@@ -185,16 +184,16 @@ def _afterwards(snapshot: Snapshot) -> Plan:
 
 
 def _deadline(snapshot: Snapshot) -> float | None:
-    """When the job has run for too long; never while no workers are wanted."""
+    """When activeDeadlineSeconds is over; None while no workers are wanted."""
     limit, start = snapshot.spec.get("activeDeadlineSeconds"), snapshot.status.get("startTime")
     return podwords.seconds(start) + limit if limit and start and snapshot.wanted else None
 
 
 def _pause(restarts: int) -> float:
-    """How long after a failure its worker is started again."""
+    """Backoff after a failure."""
     return 0.0 if restarts <= _AT_ONCE else backoff.exponential(restarts - _AT_ONCE - 1, _PAUSE_S, _LONGEST_S)
 
 
 def _breath(failure: Failure) -> float:
-    """A pause for a pod that was lost as soon as it was made: its node would refuse the next one as well."""
+    """Backoff for a pod that was lost as soon as it was created: its node would reject the next one as well."""
     return _PAUSE_S if failure.time - podwords.seconds(failure.pod["metadata"]["creationTimestamp"]) < _PAUSE_S else 0.0

@@ -1,9 +1,8 @@
-"""ElasticJobs of `elastic.pytorch.org/v1alpha1`: their definition, and the pods and the Service that are made for one.
+"""ElasticJobs of `elastic.pytorch.org/v1alpha1`: their CustomResourceDefinition, and the pods and the Service of a job.
 
-The archived controller of torchelastic had them; their documents work here unchanged. A pod's container runs plain `torchrun`.
-Where workers meet is told to it by variables that torchrun reads (`PET_*`), and what the user has set stays. Worker 0 hosts the
-store of torch, and no etcd is needed. A job whose image has Outlast can ask for its etcd (`RENDEZVOUS`): the back ends that torch
-itself has speak v2, which etcd 3.6 has no longer. `legacy.decide` decides about them.
+They are the jobs of torchelastic's archived controller and work unchanged. A pod's container runs plain `torchrun`, configured by
+its variables (`PET_*`); those that the user has set stay. Worker 0 hosts torch's store, so no etcd is needed. A job whose image
+contains Outlast can use its etcd (`RENDEZVOUS`): torch's own backends speak v2, which etcd 3.6 no longer has.
 
 https://github.com/pytorch/elastic/tree/master/kubernetes
 """
@@ -23,14 +22,13 @@ from outlast.manifests.crd import Schema
 from outlast.manifests.request import Document
 
 CONTAINER = "elasticjob-worker"
-"""The container that torchrun is in, if there are several."""
+"""Name of the container that runs torchrun, if there are several."""
 NNODES = f"{contract.GROUP}/nnodes"
-"""Annotation of a pod: between how many and how many workers its torchrun meets, `1:4`. Workers that say different things about
-it do not meet."""
+"""Annotation of a pod: --nnodes of its torchrun, `1:4`. Workers with different values do not find each other."""
 RENDEZVOUS = f"{contract.GROUP}/rendezvous"
-"""Annotation of a job: `etcd` when its workers are to meet at its rdzvEndpoint, an etcd v3, by `--rdzv-backend=outlast`."""
+"""Annotation of a job: `etcd` for a rendezvous at its rdzvEndpoint, an etcd v3, with `--rdzv-backend=outlast`."""
 MAX_RESTARTS = 100
-"""How often torchrun starts processes again, and how often pods are when the job does not say."""
+"""--max-restarts of torchrun, and the default of backoffLimit."""
 _PORT = contract.Pod.RENDEZVOUS_PORT
 _CONF = {
     "last_call_timeout": 5,  # s that a world of fewer than maxReplicas waits for more; torch: 30
@@ -42,17 +40,17 @@ _CONF = {
 """https://docs.pytorch.org/docs/stable/elastic/rendezvous.html; torch before 2.9 does not know the last two, and ignores them."""
 
 
-# ------------------------------------------------------------------------------------------------------------ what a job says
+# ------------------------------------------------------------------------------------------------------------ a job's fields
 
 
 def workers(job: Mapping[str, Any]) -> Document:
-    """What it says of its workers; nothing, when its spec cannot be read (`wire.UNREADABLE`)."""
+    """`replicaSpecs.Worker`; empty if the spec cannot be read (`wire.UNREADABLE`)."""
     found: Document = (job["spec"].get("replicaSpecs") or {"Worker": {"template": {"spec": {"containers": []}}}})["Worker"]
     return found
 
 
 def sizes(job: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The fewest workers, how many are wanted (within the two, or 0), and the most."""
+    """Minimum, wanted (in between, or 0) and maximum number of workers."""
     asked = int(workers(job).get("replicas", 1))
     least = int(job["spec"].get("minReplicas") or max(1, asked))
     most = max(least, int(job["spec"].get("maxReplicas") or max(least, asked)))
@@ -60,7 +58,7 @@ def sizes(job: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def nnodes(job: Mapping[str, Any]) -> str:
-    """As torchrun has it: `1:4`."""
+    """--nnodes of torchrun: `1:4`."""
     least, _, most = sizes(job)
     return f"{least}:{most}"
 
@@ -73,7 +71,7 @@ def end(job: Mapping[str, Any]) -> str | None:
 
 
 def processes(job: Mapping[str, Any]) -> int:
-    """How many processes torchrun starts in each worker, as far as its arguments and variables say; else 1, its default."""
+    """Processes per worker, from the arguments and variables of torchrun; else 1, its default."""
     name = torchrun(job)
     container: Document = next((each for each in workers(job)["template"]["spec"]["containers"] if each["name"] == name), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
@@ -87,40 +85,39 @@ def processes(job: Mapping[str, Any]) -> int:
 
 
 def restart_policy(job: Mapping[str, Any]) -> str:
-    """`ExitCode`, `OnFailure`, `Never` or `Always`."""
     return str(workers(job).get("restartPolicy") or "ExitCode")
 
 
 def selector(job: str) -> dict[str, str]:
-    """What selects the pods of a job."""
+    """Selector of a job's pods."""
     return {"group-name": LEGACY_JOB.group, "job-name": names.fit(job)}
 
 
 def nameless(job: Mapping[str, Any]) -> bool:
-    """Whether its name is too long for a label: by that its pods are found."""
+    """Whether its name is too long for the label that selects its pods."""
     return len(job["metadata"]["name"]) > names.LONGEST
 
 
 def endpoint(job: Mapping[str, Any]) -> str:
-    """Where workers meet: worker 0 by its full name. The Service's own name would be any of them."""
+    """Rendezvous endpoint: worker 0 by its full name. The Service's own name resolves to any worker."""
     meta = job["metadata"]
     host = f"{_host(meta['name'], 0)}.{_service(meta['name'])}.{meta['namespace']}.svc.{contract.CLUSTER_DOMAIN}"
     return f"{host}:{_PORT}"
 
 
 def etcd(job: Mapping[str, Any]) -> str | None:
-    """The etcd at which the workers of a job meet that asks for it: `etcd://host:port`."""
+    """The rendezvous endpoint of a job that uses an etcd: `etcd://host:port`; else None."""
     wanted = (job["metadata"].get("annotations") or {}).get(RENDEZVOUS) == "etcd"
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if wanted and place else None
 
 
 def limits(job: Mapping[str, Any]) -> Iterator[str]:
-    """What of a job cannot be honoured, in sentences."""
+    """What of a job cannot be honoured, as sentences."""
     spec, template = job["spec"], workers(job)["template"]
     if nameless(job):
         has = f"the job's name has {len(job['metadata']['name'])} characters, and labels hold at most {names.LONGEST}"
-        yield f"no worker is made: {has}; give it a shorter one"
+        yield f"no worker is created: {has}; give it a shorter one"
     asked_for = (job["metadata"].get("annotations") or {}).get(RENDEZVOUS)
     if (place := spec.get("rdzvEndpoint")) and not asked_for:
         yield f"rdzvEndpoint {place} is not used: workers meet at worker 0 ({endpoint(job)})"
@@ -130,7 +127,7 @@ def limits(job: Mapping[str, Any]) -> Iterator[str]:
     for kind in spec["replicaSpecs"]:
         if kind == "Master":
             yield (
-                "replicaSpecs.Master is not used, and what it says is not run: torchrun has no master, workers meet at worker 0; "
+                "replicaSpecs.Master is not used, its template does not run: torchrun has no master, workers meet at worker 0; "
                 "add its replicas to those of replicaSpecs.Worker"
             )
         elif kind != "Worker":
@@ -139,20 +136,20 @@ def limits(job: Mapping[str, Any]) -> Iterator[str]:
         yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
     asked, (least, wanted, most) = int(workers(job).get("replicas", 1)), sizes(job)
     if asked != wanted:
-        yield f"replicas ({asked}) is not within minReplicas and maxReplicas ({least} to {most}): {wanted} is taken"
+        yield f"replicas ({asked}) is not within minReplicas and maxReplicas ({least} to {most}): {wanted} is used"
     if (own := template["spec"].get("restartPolicy")) and own != _pod_policy(job):
         yield f"restartPolicy {own} of the template is not used: replicaSpecs.Worker.restartPolicy is {restart_policy(job)}"
     if restart_policy(job) == "Always":
-        yield "restartPolicy Always starts workers again that are done, so the job never ends; write ExitCode or OnFailure"
+        yield "restartPolicy Always restarts workers that have succeeded, so the job never ends; write ExitCode or OnFailure"
     told = [each for each in template["spec"]["containers"] if each["name"] == torchrun(job)]
     if not told:
         there = ", ".join(each["name"] for each in template["spec"]["containers"])
-        yield f"none of the containers ({there}) is called {CONTAINER}, so none is told where to meet; call torchrun's so"
+        yield f"none of the containers ({there}) is called {CONTAINER}, so none is set up for torchrun; rename its container"
     elif own_flags := [arg for arg in told[0].get("args") or () if str(arg).startswith(("--rdzv", "--nnodes"))]:
-        yield f"arguments of torchrun go before what it is told: {' '.join(own_flags)} stay as they are"
+        yield f"arguments of torchrun override the job: {' '.join(own_flags)} stay as they are"
 
 
-# --------------------------------------------------------------------------------------------------------------- what is made
+# --------------------------------------------------------------------------------------------------------------- pods and Service
 
 
 def service(job: Mapping[str, Any]) -> Document:
@@ -168,7 +165,7 @@ def service(job: Mapping[str, Any]) -> Document:
 
 
 def pod(job: Mapping[str, Any], index: int) -> Document:
-    """The pod of a worker: the user's template with its name, its labels, and where to meet."""
+    """The pod of a worker: the user's template with its name, labels and the variables of torchrun."""
     name, template = job["metadata"]["name"], workers(job)["template"]
     given = template.get("metadata") or {}
     labelled = {
@@ -205,7 +202,7 @@ def pod(job: Mapping[str, Any], index: int) -> Document:
 
 
 def _env(job: Mapping[str, Any], index: int, own: list[Document]) -> list[Document]:
-    """The container's variables: what torchrun is told, unless the user says it."""
+    """The container's variables: the user's, then those of torchrun that the user has not set."""
     meta, there = job["metadata"], {each["name"] for each in own}
     told = {
         "PET_NNODES": nnodes(job),
@@ -217,7 +214,7 @@ def _env(job: Mapping[str, Any], index: int, own: list[Document]) -> list[Docume
 
 
 def _where(job: Mapping[str, Any], index: int) -> dict[str, str]:
-    """Where torchrun is told to meet the others."""
+    """Rendezvous variables of torchrun."""
     if named := etcd(job):
         waits = {name: _CONF[name] for name in ("last_call_timeout", "join_timeout")}
         return {"PET_RDZV_BACKEND": "outlast", "PET_RDZV_ENDPOINT": named, "PET_RDZV_CONF": _options(waits)}
@@ -225,13 +222,13 @@ def _where(job: Mapping[str, Any], index: int) -> dict[str, str]:
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": endpoint(job),
         "PET_RDZV_CONF": _options({**_CONF, "is_host": "true" if index == 0 else "false"}),
-        # With a shared store a newcomer waits for ever for an address that rank 0 says in its first world only (torch 2.13).
+        # A new worker would wait for ever for an address that rank 0 publishes in its first world only (torch 2.13).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
 def _options(conf: Mapping[str, object]) -> str:
-    """As torchrun reads --rdzv-conf."""
+    """In the format of --rdzv-conf."""
     return ",".join(f"{key}={value}" for key, value in conf.items())
 
 
@@ -255,7 +252,7 @@ def _service(job: str) -> str:
     return names.fit(f"{job.replace('.', '-')}-rdzv")
 
 
-# ------------------------------------------------------------------------------------------------------------- the definition
+# --------------------------------------------------------------------------------------------------- CustomResourceDefinition
 
 
 def definition() -> Document:
@@ -272,7 +269,7 @@ def definition() -> Document:
 
 
 def schema() -> Schema:
-    """The structural schema, as the archived controller had it in its Go types; what it forgot to check is checked in CEL."""
+    """The structural schema of the archived controller's Go types, with checks in CEL that it lacked."""
     return {
         "type": "object",
         "description": "A training job of torchelastic: its workers run torchrun, and their number may change.",
@@ -303,7 +300,7 @@ def _spec() -> Schema:
                 "description": "What to run.",
                 "required": ["Worker"],
                 "properties": {"Worker": _replicas()},
-                # Other types are kept, so that the job can say that they are not used.
+                # Other types are kept, so that the status can report that they are not used.
                 "x-kubernetes-preserve-unknown-fields": True,
             },
             "activeDeadlineSeconds": crd.known(
@@ -317,12 +314,9 @@ def _spec() -> Schema:
                 "Which pods are deleted when the job ends; running ones always are. Default: None.",
                 enum=["All", "Running", "None"],
             ),
-            "schedulingPolicy": {
-                "type": "object",
-                "description": "For gang schedulers. It is not used.",
-                "x-kubernetes-preserve-unknown-fields": True,
-                "properties": {"minAvailable": crd.known("integer", "Workers that are started all or none.")},
-            },
+            "schedulingPolicy": crd.part(
+                "For gang schedulers. It is not used.", minAvailable=crd.known("integer", "Workers that are started all or none.")
+            ),
             "ttlSecondsAfterFinished": crd.known(
                 "integer", "A finished job is deleted after this time. Default: it is kept.", minimum=0
             ),
@@ -348,127 +342,68 @@ def _spec() -> Schema:
 
 
 def _replicas() -> Schema:
-    return {
-        "type": "object",
-        "description": "The workers.",
-        "required": ["template"],
-        "properties": {
-            "replicas": crd.known(
-                "integer",
-                "How many are wanted; 0 suspends the job. Default: 1.",
-                minimum=0,
-                maximum=10_000,
-                default=1,
-            ),
-            "restartPolicy": crd.known(
-                "string",
-                "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
-                "began, are replaced; any other failure fails the job. Default: ExitCode.",
-                enum=["Always", "OnFailure", "Never", "ExitCode"],
-            ),
-            "template": _template(),
-        },
-    }
+    wanted = crd.known("integer", "How many are wanted; 0 suspends the job. Default: 1.", minimum=0, maximum=10_000, default=1)
+    policy = crd.known(
+        "string",
+        "Never, OnFailure, Always: as of pods. ExitCode: pods that ended with 130, 137, 138 or 143, were lost, or never "
+        "began, are replaced; any other failure fails the job. Default: ExitCode.",
+        enum=["Always", "OnFailure", "Never", "ExitCode"],
+    )
+    properties = {"replicas": wanted, "restartPolicy": policy, "template": _template()}
+    return crd.known("object", "The workers.", required=["template"], properties=properties)
 
 
 def _template() -> Schema:
-    return {
-        "type": "object",
-        "description": f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}.",
-        "required": ["spec"],
-        "x-kubernetes-preserve-unknown-fields": True,
-        "properties": {
-            "metadata": {
-                "type": "object",
-                "description": "Labels and annotations of the pods.",
-                "x-kubernetes-preserve-unknown-fields": True,
-                "properties": {
-                    kind: {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
-                    for kind in ("labels", "annotations")
-                },
-            },
-            "spec": {
-                "type": "object",
-                "description": "A PodSpec.",
-                "required": ["containers"],
-                "x-kubernetes-preserve-unknown-fields": True,
-                "properties": {
-                    "containers": {
-                        "type": "array",
-                        "description": "The containers.",
-                        "minItems": 1,
-                        "items": {
-                            "type": "object",
-                            "required": ["name"],
-                            "x-kubernetes-preserve-unknown-fields": True,
-                            "properties": {
-                                "name": {"type": "string"},
-                                "env": {
-                                    "type": "array",
-                                    "nullable": True,
-                                    "items": {
-                                        "type": "object",
-                                        "required": ["name"],
-                                        "x-kubernetes-preserve-unknown-fields": True,
-                                        "properties": {"name": {"type": "string"}},
-                                    },
-                                },
-                            },
-                        },
-                    }
-                },
-            },
-        },
+    named = {"type": "object", "required": ["name"], "x-kubernetes-preserve-unknown-fields": True}
+    env = {"type": "array", "nullable": True, "items": {**named, "properties": {"name": {"type": "string"}}}}
+    container = {**named, "properties": {"name": {"type": "string"}, "env": env}}
+    containers = crd.known("array", "The containers.", minItems=1, items=container)
+    texts = {
+        kind: {"type": "object", "nullable": True, "additionalProperties": {"type": "string"}}
+        for kind in ("labels", "annotations")
     }
+    parts = {
+        "metadata": crd.part("Labels and annotations of the pods.", **texts),
+        "spec": {"required": ["containers"], **crd.part("A PodSpec.", containers=containers)},
+    }
+    where = f"The pods. torchrun runs in the only container, or in the one that is called {CONTAINER}."
+    return {"required": ["spec"], **crd.part(where, **parts)}
 
 
 def _status() -> Schema:
     counts = {
-        "active": crd.known("integer", "Pods that are there and have not ended."),
-        "succeeded": crd.known("integer", "Pods that have ended with success."),
+        "active": crd.known("integer", "Pods that exist and have not ended."),
+        "succeeded": crd.known("integer", "Pods that have succeeded."),
         "failed": crd.known("integer", "Pods that have failed."),
     }
-    return {
-        "type": "object",
-        "description": "What is known of the job, written by the operator.",
-        "x-kubernetes-preserve-unknown-fields": True,
-        "properties": {
-            "state": crd.known("string", "Created, Running, Restarting, Suspended, Succeeded or Failed."),
-            "selector": crd.known("string", "Labels of the pods, for the scale subresource."),
-            "restarts": crd.known("integer", "Restarts that count against backoffLimit."),
-            "judged": {
-                "type": "array",
-                "description": "Uids of failed pods that are counted already.",
-                "items": {"type": "string"},
-            },
-            "started": {
-                "type": "object",
-                "description": "How often nodes have started containers again, by the uids of pods: these are counted already.",
-                "additionalProperties": {"type": "integer"},
-            },
-            "replicaStatuses": {
-                "type": "object",
-                "description": "Pods by what they are.",
-                "additionalProperties": {"type": "object", "properties": counts},
-            },
-            "startTime": crd.time("When the first pods were made."),
-            "completionTime": crd.time("When the job ended."),
-            "lastReconcileTime": crd.time("Written by the archived controller."),
-            "conditions": {
-                "type": "array",
-                "description": "Created, Running, Restarting, Succeeded, Failed; Limited says what cannot be honoured.",
-                "items": {
-                    "type": "object",
-                    "required": ["type", "status"],
-                    "properties": {
-                        "type": {"type": "string"},
-                        "status": {"type": "string"},
-                        "reason": {"type": "string"},
-                        "message": {"type": "string"},
-                        "lastUpdateTime": {"type": "string", "format": "date-time"},
-                        "lastTransitionTime": {"type": "string", "format": "date-time"},
-                    },
-                },
-            },
-        },
+    condition = {
+        "type": {"type": "string"},
+        "status": {"type": "string"},
+        "reason": {"type": "string"},
+        "message": {"type": "string"},
+        "lastUpdateTime": {"type": "string", "format": "date-time"},
+        "lastTransitionTime": {"type": "string", "format": "date-time"},
     }
+    return crd.part(
+        "What is known of the job, written by the operator.",
+        state=crd.known("string", "Created, Running, Restarting, Suspended, Succeeded or Failed."),
+        selector=crd.known("string", "Label selector of the pods, for the scale subresource."),
+        restarts=crd.known("integer", "Restarts that count against backoffLimit."),
+        judged=crd.many("string", "Uids of failed pods that are counted already."),
+        started=crd.known(
+            "object",
+            "Container restarts by kubelets that are counted already, by the uid of the pod.",
+            additionalProperties={"type": "integer"},
+        ),
+        replicaStatuses=crd.known(
+            "object", "Number of pods by state.", additionalProperties={"type": "object", "properties": counts}
+        ),
+        startTime=crd.time("When the first pods were created."),
+        completionTime=crd.time("When the job ended."),
+        lastReconcileTime=crd.time("Written by the archived controller."),
+        conditions=crd.known(
+            "array",
+            "Created, Running, Restarting, Succeeded, Failed; Limited says what cannot be honoured.",
+            items={"type": "object", "required": ["type", "status"], "properties": condition},
+        ),
+    )

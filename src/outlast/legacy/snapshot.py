@@ -1,4 +1,4 @@
-"""A snapshot of an ElasticJob of `elastic.pytorch.org` and its pods: what has failed, is missing or is in the way. Pure."""
+"""A snapshot of an ElasticJob of `elastic.pytorch.org` and its pods: failures, missing pods, conflicts. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RETRYABLE = (130, 137, 138, 143)
 OVERDUE_S = 60.0
 """Timeout of a deletion after the pod's grace period: then its node does not answer."""
 CAUSE_S = failures.PLAIN_PODS.cause
-"""How long a worker that may have lost the store of worker 0 waits for what became of that one. Kubelets tell within about a
-second how a container ended, with times in whole seconds by clocks that are not quite the same; the rest is margin."""
+"""How long a failure that may be due to the loss of worker 0's store waits for the end of worker 0. Kubelets report ends within
+about a second, with times in whole seconds on slightly different clocks; the rest is margin."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
 """Reasons that containerd and the kubelet give for containers that did not survive a restart of their node."""
 
@@ -72,17 +72,16 @@ class Snapshot:
     @cached_property
     def own(self) -> dict[int, Document]:
         """The job's pods by index, which is part of their name and so unique."""
-        return {index: pod for pod in self.pods if (index := podwords.labelled_index(pod)) is not None and self._owned(pod)}
+        return {
+            index: pod for pod in self.pods if (index := podwords.labelled_index(pod)) is not None and owned_by(pod, self.job)
+        }
 
     @cached_property
     def strangers(self) -> dict[int, Document]:
-        """Pods of others that have a name of ours."""
+        """Pods that do not belong to the job and have the name of one of its workers, by index."""
         names = {contract.worker_name(self.name, index): index for index in range(self.wanted)}
-        named = [(names.get(pod["metadata"]["name"]), pod) for pod in self.pods if not self._owned(pod)]
+        named = [(names.get(pod["metadata"]["name"]), pod) for pod in self.pods if not owned_by(pod, self.job)]
         return {index: pod for index, pod in named if index is not None}
-
-    def _owned(self, pod: Document) -> bool:
-        return owned_by(pod, self.job)
 
     @cached_property
     def wanted(self) -> int:
@@ -129,7 +128,7 @@ class Snapshot:
         found = [
             each for each in found if each.index < self.wanted and not podwords.leaves(each.pod) and not self._late(each.pod)
         ]
-        return [self._echo(each) if self._met_elsewhere(each) else each for each in found]
+        return [self._explained(each) for each in found]
 
     @cached_property
     def held(self) -> set[int]:
@@ -144,7 +143,7 @@ class Snapshot:
         """Whether it ended as torchrun does when the store of worker 0 is gone: with exit code 1, whatever the script."""
         return failure.index > 0 and _terminated(failure.pod, self.job).get("exitCode") == 1
 
-    def _met_elsewhere(self, failure: Failure) -> bool:
+    def _host_lost(self, failure: Failure) -> bool:
         """Whether the worker 0 that hosted its rendezvous is gone."""
         if not self._may_echo(failure):
             return False
@@ -157,7 +156,9 @@ class Snapshot:
         began = _terminated(failure.pod, self.job).get("startedAt") or failure.pod["metadata"]["creationTimestamp"]
         return podwords.seconds(host["metadata"]["creationTimestamp"]) > podwords.seconds(began)
 
-    def _echo(self, failure: Failure) -> Failure:
+    def _explained(self, failure: Failure) -> Failure:
+        if not self._host_lost(failure):
+            return failure
         sentence = f"{failure.sentence} since worker 0, where workers meet, was lost"
         return dataclasses.replace(failure, disrupted=True, sentence=sentence)
 
@@ -262,7 +263,7 @@ def _failure(index: int, pod: Document, job: Mapping[str, Any]) -> Failure:
 
 
 def _disruption(pod: Document) -> str | None:
-    """The word for what ended a pod from outside; None when nothing did."""
+    """Why a pod was disrupted from outside, empty if unknown; None if it was not."""
     why = (pod.get("status") or {}).get("reason") or ""
     if (target := podwords.disruption(pod)) is not None:
         return target.get("reason") or why
@@ -295,13 +296,13 @@ def _containers(pod: Document) -> Sequence[Document]:
 
 
 def _end_of(container: Document) -> Document:
-    """How a container ended; empty when it has not."""
+    """Termination state of a container; empty while it has not ended."""
     found: Document = (container.get("state") or {}).get("terminated") or {}
     return found
 
 
 def nnodes_of(pod: Document) -> str | None:
-    """Between how many and how many workers its torchrun meets; None when the archived controller has made it."""
+    """--nnodes of its torchrun; None if the archived controller has created it."""
     found: str | None = (pod["metadata"].get("annotations") or {}).get(legacy.NNODES)
     return found
 

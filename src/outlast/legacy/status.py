@@ -82,7 +82,7 @@ def conditions(snapshot: Snapshot, state: str, message: str) -> list[Document]:
     found = [made]
     limits = [*legacy.limits(snapshot.job)]
     limits += [
-        f"Pod {pod['metadata']['name']} is there and is not of this job, so worker {index} is not made; delete the pod"
+        f"Pod {pod['metadata']['name']} exists and does not belong to this job, so worker {index} is not created; delete the pod"
         for index, pod in sorted(snapshot.strangers.items())
     ]
     if limits:

@@ -1,12 +1,12 @@
 """The CustomResourceDefinition of ElasticJob, from the model of the job file.
 
-The API server wants a structural schema
+The API server requires a structural schema
 (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema):
-every part has one type, nothing refers to elsewhere, nothing is `anyOf` but a number or text. What pydantic writes is put into
-that form here. Field docstrings become what `kubectl explain` shows, rules between fields are in `cel`.
+one type for every part, no references, and `anyOf` only for numbers or strings. This module converts pydantic's schema to that
+form. Field docstrings become what `kubectl explain` shows, rules between fields are in `cel`.
 
-Only the number of workers has a default in the schema: `kubectl scale` needs it to be there. Other defaults stand in the
-descriptions, and what the user did not write is not written for them.
+Only the number of workers has a default in the schema, for `kubectl scale`. Other defaults are in the descriptions: fields that
+the user did not set stay unset.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def schema() -> Schema:
 
 
 def _model(name: str, named: dict[str, Schema]) -> Schema:
-    """A model of `spec` as a structural schema, with its rules."""
+    """The structural schema of a model, with its rules."""
     model = named[name]
     result: Schema = {"type": "object", "description": _text(model["description"])}
     if model.get("required"):
@@ -105,7 +105,7 @@ def _model(name: str, named: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Schema:
-    """A field: its own description goes before that of the model it is of, and ends with its default."""
+    """A field, with its own description rather than its model's, and its default in it."""
     result = _structural(field, named)
     described = _text(field["description"])
     default = _shown(field.get("default"))
@@ -119,7 +119,7 @@ def _field(model: str, name: str, field: Schema, named: dict[str, Schema]) -> Sc
 
 
 def _structural(part: Schema, named: dict[str, Schema]) -> Schema:
-    """One part of what pydantic writes. Raises ValueError for what no structural schema can say: a change of the model."""
+    """One part of pydantic's schema. Raises ValueError if it has no structural schema, after a change of the model."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), named)
     if "const" in part:
@@ -145,7 +145,7 @@ _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems"
 
 
 def _choice(options: list[Schema], named: dict[str, Schema]) -> Schema:
-    """A part that may be of one type, or a number or text. Fractions are written as text, or in a smaller unit: `500m`."""
+    """An optional part, or a number or string. Fractions are strings, or in a smaller unit: `500m`."""
     if len(options) == 1:
         return _structural(options[0], named)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]
@@ -166,15 +166,15 @@ def _text(description: str) -> str:
 
 
 def _shown(default: Any) -> str:
-    """A default as it would stand in a file; nothing for one that says nothing."""
+    """A default as in a job file; empty for none."""
     if default in (None, "") or isinstance(default, dict | list | tuple):
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _overlay() -> Schema:
-    """What a template has, without types: so CEL compares it as a whole. Two objects it takes for equal when they have as many
-    fields that the schema does not know, and none of them in common (Kubernetes 1.36)."""
+    """The parts of a template, untyped: CEL compares each as a whole. CEL takes two objects for equal if they have as many
+    fields that the schema does not know, and none in common (Kubernetes 1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))
@@ -185,28 +185,28 @@ def _overlay() -> Schema:
 
 
 def _status() -> Schema:
-    """What the operator writes. What is not named here it may write as well; see `outlast.status`."""
+    """What the operator writes; it may write other fields, too. See `outlast.status`."""
     return {
         "type": "object",
         "description": "What is known of the job, written by the operator.",
         "x-kubernetes-preserve-unknown-fields": True,
         "properties": {
             "observedGeneration": known("integer", "The metadata.generation that this status is about."),
-            "state": known("string", "Where the job stands: Pending, Running, Restarting, Succeeded, Failed and so on."),
-            "reason": known("string", "The sentence of the last decision."),
-            "replicas": known("integer", "Workers that there are."),
+            "state": known("string", "State of the job: Pending, Running, Restarting, Succeeded, Failed and so on."),
+            "reason": known("string", "The last decision, in a sentence."),
+            "replicas": known("integer", "Number of workers that exist."),
             "selector": known("string", "Labels of the workers' pods, for the scale subresource."),
-            "workersText": known("string", "Workers that there are, and how many there may be: 3/1-4."),
+            "workersText": known("string", "Number of workers, and its allowed range: 3/1-4."),
             "run": known("string", "Unique id of this run."),
             "generation": known("integer", "Generation of the world."),
-            "world": _many("integer", "The workers that train together, in rank order; empty while there is no world."),
+            "world": many("integer", "The workers that train together, in rank order; empty while there is no world."),
             "step": known("integer", "Steps done."),
             "steps": known("integer", "Steps of the whole run, when known."),
             "progress": known("string", "Share of the steps that is done: 42 %."),
             "rate": known("number", "Steps per second, recently."),
             "restarts": known("integer", "Failures that counted since the start of the run."),
-            "interruptions": known("integer", "Workers that were told to leave since the start of the run."),
-            "checkpoint": _part(
+            "interruptions": known("integer", "Workers that were interrupted since the start of the run."),
+            "checkpoint": part(
                 "The newest committed checkpoint.",
                 step=known("integer", "Its step."),
                 time=known("number", "When it was committed, seconds since the epoch."),
@@ -216,62 +216,56 @@ def _status() -> Schema:
             "goodput": known("number", "Share of the wall time spent on steps that were kept, 0 to 1."),
             "goodputText": known("string", "The same in per cent: 97.1 %."),
             "lastFailure": _failure(),
-            "startTime": time("When the operator took the job up."),
+            "startTime": time("When the operator first reconciled the job."),
             "completionTime": time("When the job ended."),
             "rendezvous": _rendezvous(),
             "judged": _judged(),
             "failures": _failures(),
             "queue": known("string", "The queue that the job waits in, or was admitted by."),
-            "gang": known("string", "Who starts the workers all or none: volcano or coscheduling; nobody when it is not there."),
+            "gang": known("string", "Gang scheduler of the workers: volcano or coscheduling; absent for none."),
             "conditions": _conditions(),
         },
     }
 
 
 def _judged() -> Schema:
-    return _part(
+    silent = part(
+        "A deleted pod.",
+        uid=known("string", "Its uid."),
+        worker=known("integer", "Its worker."),
+        node=known("string", "Its node."),
+        since=known("number", "When its deletion was requested, seconds since the epoch."),
+    )
+    return part(
         "Failures that are already counted.",
-        generation=known("integer", "The newest generation whose failure is."),
-        pods=_many("string", "Uids of pods whose end is."),
-        silent={
-            "type": "array",
-            "description": "Pods that were told to go since nothing was heard of them: not counted yet.",
-            "items": _part(
-                "One of them.",
-                uid=known("string", "Its uid."),
-                worker=known("integer", "Its worker."),
-                node=known("string", "Its node."),
-                since=known("number", "When it was told to go, seconds since the epoch."),
-            ),
-        },
-        elected=known("integer", "Where agents decide by an etcd: how many of `restarts` they have counted."),
+        generation=known("integer", "The newest generation whose failure is counted."),
+        pods=many("string", "Uids of pods whose end is counted."),
+        silent=known("array", "Pods that were deleted because they were silent, and are not counted yet.", items=silent),
+        elected=known("integer", "With rendezvous in etcd: the number of `restarts` that agents have counted."),
     )
 
 
 def _failures() -> Schema:
-    return {
-        "type": "array",
-        "description": "Failures that still count against restarts.limit, oldest first.",
-        "items": _part(
-            "One of them.",
-            time=known("number", "When it was counted, seconds since the epoch."),
-            committedStep=known("integer", "The newest committed step then."),
-            failedStep=known("integer", "The step that raised, when known."),
-            node=known("string", "The node where it was."),
-        ),
-    }
+    failure = part(
+        "A failure.",
+        time=known("number", "When it was counted, seconds since the epoch."),
+        committedStep=known("integer", "The newest committed step at that time."),
+        failedStep=known("integer", "The step that raised, when known."),
+        node=known("string", "The node where it happened."),
+    )
+    return known("array", "Failures that still count against restarts.limit, oldest first.", items=failure)
 
 
 def _failure() -> Schema:
-    """As `status.Failure`, with the place and the last lines, which only pods have."""
-    return _part(
+    """As `status.Failure`, with node and log tail, which only pods have."""
+    return part(
         "The last failure: the first process that failed.",
         worker=known("integer", "Its worker."),
         rank=known("integer", "Its rank, when known."),
         code=known("integer", "Its exit code."),
         reason=known("string", "One sentence: rank 1 on worker 1 was killed by SIGKILL."),
-        traceback=known("string", "The tail of its traceback, where there was one."),
-        step=known("integer", "The step that it was at."),
+        traceback=known("string", "The tail of its traceback, if any."),
+        step=known("integer", "Its step."),
         generation=known("integer", "The generation of its world."),
         time=known("number", "When it failed, seconds since the epoch."),
         counted=known("boolean", "Whether it counts against restarts.limit."),
@@ -282,38 +276,38 @@ def _failure() -> Schema:
 
 def _rendezvous() -> Schema:
     """As `rendezvous.world.World`, and `Called` and `Closed` of `rendezvous.transports.sockets`."""
-    return _part(
-        "What the operator tells the workers; they watch it.",
-        run=known("string", "The run that it is about."),
-        world=_part(
+    return part(
+        "What the operator publishes for the workers, which watch it.",
+        run=known("string", "Id of the run."),
+        world=part(
             "The newest world.",
             generation=known("integer", "Its generation."),
-            members=_many("integer", "Its workers in rank order."),
-            address=known("string", "Where they meet: host and port of rank 0."),
+            members=many("integer", "Its workers in rank order."),
+            address=known("string", "Address of the rendezvous: host and port of rank 0."),
             reason=known("string", "Why it was formed."),
             at=known("number", "When, seconds since the epoch."),
         ),
-        called=_part(
-            "The workers are called together for a generation.",
-            generation=known("integer", "The generation to come."),
-            reason=known("string", "Why they are."),
+        called=part(
+            "A new rendezvous was called.",
+            generation=known("integer", "The next generation."),
+            reason=known("string", "Why it was called."),
             planned=known("boolean", "Whether training saves first."),
-            deadline=known("number", "Until when it may, seconds since the epoch."),
-            at=known("number", "When they were called, seconds since the epoch."),
-            leaving=_many("integer", "Workers that go."),
+            deadline=known("number", "Deadline for saving, seconds since the epoch."),
+            at=known("number", "When it was called, seconds since the epoch."),
+            leaving=many("integer", "Workers that leave."),
         ),
-        closed=_part(
+        closed=part(
             "There will be no further world.",
-            reason=known("string", "Why not."),
-            code=known("integer", "What workers exit with."),
+            reason=known("string", "Why."),
+            code=known("integer", "Exit code of the workers."),
         ),
-        born=known("string", "Where agents decide by an etcd: their word for the run."),
-        wanted=_part(
-            "Where agents decide by an etcd: what is wanted of them.",
-            number=known("integer", "A greater one is newer."),
-            replicas=known("integer", "Workers; 0 while the job is suspended."),
-            sizes=_many("integer", "Numbers of workers that may train together."),
-            expected=_many("integer", "Workers that are to be members."),
+        born=known("string", "With rendezvous in etcd: the incarnation id of the run."),
+        wanted=part(
+            "With rendezvous in etcd: the request to the elected coordinator.",
+            number=known("integer", "Grows with each change."),
+            replicas=known("integer", "Number of workers; 0 while the job is suspended."),
+            sizes=many("integer", "Allowed numbers of workers."),
+            expected=many("integer", "Expected members."),
         ),
     )
 
@@ -326,12 +320,12 @@ def time(description: str) -> Schema:
     return {"type": "string", "format": "date-time", "description": description}
 
 
-def _many(kind: str, description: str) -> Schema:
+def many(kind: str, description: str) -> Schema:
     return {"type": "array", "description": description, "items": {"type": kind}}
 
 
-def _part(description: str, **fields: Schema) -> Schema:
-    """A part that operators of other versions may add to."""
+def part(description: str, **fields: Schema) -> Schema:
+    """An object to which operators of other versions may add fields."""
     found = {"type": "object", "description": description, "x-kubernetes-preserve-unknown-fields": True}
     return {**found, "properties": fields} if fields else found
 
@@ -359,7 +353,7 @@ def _conditions() -> Schema:
 
 
 def _columns() -> list[Document]:
-    """What `kubectl get ej` shows, the reason with `-o wide` only. Numbers that stand in a sentence come as texts."""
+    """Columns of `kubectl get ej`; the reason with `-o wide` only."""
     return [
         column("State", ".status.state"),
         column("Workers", ".status.workersText"),
