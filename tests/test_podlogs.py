@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import kube
+from outlast import kube, store
 from outlast.backends import LogLine
 from outlast.cluster import backend
 from outlast.cluster import logs as podlogs
 from outlast.contract import Env
 from outlast.errors import Absent, NotFound, Refused, Unanswered
+from outlast.sync import growing
 
 Document = dict[str, Any]
 
@@ -361,14 +362,15 @@ def test_a_job_that_has_ended_and_whose_pods_are_gone_is_not_followed(connected:
     place = backend.KubernetesBackend(cluster)
     with pytest.raises(NotFound, match="train has no pods now, and its output is in no store"):
         list(place.logs("train", follow=True))
-    store = tmp_path / "runs" / "train"
-    (store / "logs").mkdir(parents=True)
-    (store / "logs" / "worker-0.log").write_text("a line\n")
-    env = [{"name": Env.STORE, "value": store.as_uri()}]
+    url = (tmp_path / "runs" / "train").as_uri()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").write_text("a line\n")
+    growing.Sender(store.open_(url), tmp_path).push(["logs/worker-0.log"], threading.Event())
+    env = [{"name": Env.STORE, "value": url}]
     job["spec"]["template"]["spec"]["containers"] = [{"name": "worker", "env": env}]
     said: list[str] = []
     assert texts(list(place.logs("train", follow=True, say=said.append))) == ["a line"]
-    assert said == [f"no pod of train has a log; these lines are from {store.as_uri()}"]
+    assert said == [f"no pod of train has a log; these lines are from {url}"]
 
 
 def test_a_worker_that_there_is_not_is_named_with_those_that_there_are(connected: Connected) -> None:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from outlast.kube import Cluster
 
 AUTHORITY, ROOT = f"{install.ETCD}-ca", f"{install.ETCD}-root"
-ENDS = install.ENDS
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,7 @@ def _forwarded(cluster: Cluster, namespace: str) -> Iterator[int]:
 def _secret(name: str, namespace: str, data: dict[str, bytes], role: str) -> Document:
     meta: Document = {"name": name, "namespace": namespace, "labels": {**install.LABELS, install.ETCD_ROLE: role}}
     if "tls.crt" in data:
-        meta["annotations"] = {ENDS: f"{certificates.ends(data['tls.crt']):%Y-%m-%d}"}
+        meta["annotations"] = {install.ENDS: f"{certificates.ends(data['tls.crt']):%Y-%m-%d}"}
     encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "type": "Opaque", "data": encoded}
 

@@ -13,6 +13,7 @@ from outlast.cluster import logs as podlogs
 from outlast.cluster.workloads import Workloads, has_claim, job_name, workload_in
 from outlast.errors import OutlastError
 from outlast.kube import pods
+from outlast.kube import workloads as kube_workloads
 from outlast.manifests import evaluation
 
 Document = kube.Document
@@ -21,7 +22,7 @@ Document = kube.Document
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
     """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.known(name)[0]
-    if job_status.archived(workload):
+    if kube_workloads.archived(workload):
         raise OutlastError(f"{name} is of {kube.LEGACY_JOB.group} and has a script of its own; evaluate with that")
     if not has_claim(workload) and not workloads.store_url(name):
         raise OutlastError(f"the output of {name} is in its pods only; give it one in a store, or a volume, and train again")
@@ -51,10 +52,8 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 
 def _template(workloads: Workloads, workload: Document) -> Document:
     """The template of its workers' pods. Raises OutlastError when an ElasticJob's job file is of another version."""
-    spec = workload["spec"]
     if workload["kind"] != "ElasticJob":
-        found: Document = (spec.get("tasks") or [spec])[0]["template"]
-        return found
+        return kube_workloads.template(workload)
     if (job := workloads.job(workload)) is None:
         raise OutlastError(
             f"the job file of {job_name(workload)} is of another version of Outlast; install that, or this one there"

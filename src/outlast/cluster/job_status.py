@@ -13,7 +13,6 @@ from typing import Any
 
 from outlast.contract import Env, Label
 from outlast.kube import dropins, pods, wire, workloads
-from outlast.kube.kinds import LEGACY_JOB
 from outlast.status import CheckpointStatus, Failure, JobStatus, State, StoreStatus, WorkerStatus
 
 Document = Mapping[str, Any]
@@ -44,11 +43,6 @@ class Snapshot:
     """Why agents could not be asked."""
     now: float = float("inf")
     """Seconds since the epoch."""
-
-
-def archived(workload: Document) -> bool:
-    """Whether it is an ElasticJob of `elastic.pytorch.org`. Its pods run plain torchrun, without agents."""
-    return bool(workload.get("apiVersion") == LEGACY_JOB.api_version)
 
 
 def metrics(exposition: str) -> dict[str, float]:
@@ -106,7 +100,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 def _as_written(found: JobStatus, workload: Document) -> JobStatus:
     """The status with what an operator has written into the ElasticJob."""
     written = workload.get("status") or {}
-    if archived(workload):
+    if workloads.archived(workload):
         told = {"restarts": written.get("restarts"), "started": pods.seconds(written.get("startTime")) or None}
         return found.model_copy(update={key: value for key, value in told.items() if value is not None})
     if workload.get("kind") != "ElasticJob" or not written.get("state"):
@@ -123,10 +117,7 @@ def _as_written(found: JobStatus, workload: Document) -> JobStatus:
 
 def _newest(found: Sequence[Document]) -> dict[int, Document]:
     """The pod of each worker: the newest one that is not being deleted, else the newest."""
-    newest: dict[int, Document] = {}
-    for pod in sorted(found, key=lambda pod: (not pod["metadata"].get("deletionTimestamp"), pods.born(pod))):
-        newest[pods.index(pod)] = pod
-    return newest
+    return {pods.index(pod): pod for pod in sorted(found, key=lambda pod: (not pods.leaves(pod), pods.born(pod)))}
 
 
 def _wanted(workload: Document) -> int:
@@ -287,14 +278,12 @@ def _warnings(snapshot: Snapshot) -> Iterator[str]:
 
 def _environment(workload: Document) -> dict[str, str]:
     """What the pods' container is given, as far as it is text."""
-    spec = workload.get("spec") or {}
-    template = spec.get("template") or next((task.get("template") for task in spec.get("tasks") or ()), None) or {}
-    containers = (template.get("spec") or {}).get("containers") or ()
+    containers = (workloads.template(workload).get("spec") or {}).get("containers") or ()
     return {each["name"]: each["value"] for c in containers for each in c.get("env") or () if "value" in each}
 
 
 def _url(snapshot: Snapshot) -> str:
-    if archived(snapshot.workload):
+    if workloads.archived(snapshot.workload):
         return ""
     if snapshot.workload.get("kind") == "ElasticJob":
         place = str((snapshot.workload.get("spec") or {}).get("output") or "")
@@ -303,7 +292,7 @@ def _url(snapshot: Snapshot) -> str:
 
 
 def _output(snapshot: Snapshot) -> str:
-    if archived(snapshot.workload):
+    if workloads.archived(snapshot.workload):
         return ""  # wherever its script writes it
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 

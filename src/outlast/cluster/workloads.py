@@ -18,6 +18,7 @@ from outlast.cluster import job_status
 from outlast.contract import Label, Pod
 from outlast.errors import Absent, ClusterError, Forbidden, NotFound, NotServed, OutlastError, Unanswered
 from outlast.kube import dropins, ownership, pods
+from outlast.kube import workloads as kube_workloads
 from outlast.manifests import evaluation
 from outlast.status import JobStatus, State
 
@@ -114,8 +115,7 @@ class Workloads:
                 meta = {"name": workload["metadata"]["name"]}
                 text = json.dumps({**{k: workload[k] for k in ("apiVersion", "kind", "spec")}, "metadata": meta})
                 return spec.parse(text)
-            tasks = workload["spec"].get("tasks") or [workload["spec"]]
-            volumes = tasks[0]["template"]["spec"].get("volumes") or ()
+            volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
             name = next((v["configMap"]["name"] for v in volumes if v["name"] == "config" and "configMap" in v), "")
             return spec.parse(self.cluster.get(kube.CONFIG_MAP, name)["data"]["job.yaml"]) if name else None
         except (OutlastError, KeyError):
@@ -146,7 +146,7 @@ class Workloads:
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.over(each) is None]
         own = [pod for pod in found if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and part_of(pod, current)]
-        told, unknown = self._metrics(own) if ask and not job_status.archived(current) else ({}, "")
+        told, unknown = self._metrics(own) if ask and not kube_workloads.archived(current) else ({}, "")
         processes, allowed = 1, None
         if (drop_in := dropins.of(current)) is not None:
             low, _, high = drop_in.sizes(current)
@@ -248,10 +248,9 @@ def workload_in(documents: Sequence[Document]) -> Document:
 
 def has_claim(workload: Document) -> bool:
     """Whether the workload's pods have a claim, where the output may be."""
-    spec = workload["spec"]
     if workload["kind"] == "ElasticJob":
-        return bool(spec.get("volumes"))
-    volumes = (spec.get("tasks") or [spec])[0]["template"]["spec"].get("volumes") or ()
+        return bool(workload["spec"].get("volumes"))
+    volumes = kube_workloads.template(workload)["spec"].get("volumes") or ()
     return any("persistentVolumeClaim" in volume for volume in volumes)
 
 

@@ -167,15 +167,20 @@ _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 def ends(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     """Workers whose container failed: out of memory, misconfigured, or any other failure."""
-    over = [
-        (pod, how)
+    found = grouped(
+        ("OOMKilled" if how.get("reason") == "OOMKilled" else str(how["exitCode"]), pod)
         for pod in snapshot.pods
         if (how := stayed(snapshot, pod) or kube_pods.termination(pod)) and _bad(snapshot, pod, how)
-    ]
-    for rule in (_out_of_memory, _misconfigured, _failed):
-        taken = list(rule(snapshot, over))
-        over = [each for each in over if not any(each[0] in pods for _, pods in taken)]
-        yield from (cause for cause, _ in taken)
+    )
+    if pods := found.pop("OOMKilled", None):
+        yield _out_of_memory(snapshot, pods)
+    if pods := found.pop(str(contract.Exit.MISCONFIGURED), None):
+        reason = _reason(snapshot, pods) or "the configuration is wrong"
+        what = f"{workers_text(pods)} ended with exit code 78: {reason}; starting again would not help"
+        remedy = "correct the job file as the log says and submit it again"
+        yield Cause("configuration", what, _said(snapshot, pods), remedy)
+    for code, pods in found.items():
+        yield _failed(snapshot, pods, int(code))
 
 
 def stayed(snapshot: Snapshot, pod: Document) -> Document | None:
@@ -206,49 +211,29 @@ def _bad(snapshot: Snapshot, pod: Document, how: Document) -> bool:
     )
 
 
-_Found = Iterator[tuple[Cause, list[Document]]]
-_Over = list[tuple[Document, Document]]
-
-
-def _out_of_memory(snapshot: Snapshot, over: _Over) -> _Found:
-    pods = [pod for pod, how in over if how.get("reason") == "OOMKilled"]
-    if not pods:
-        return
+def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Cause:
     limit = kube_pods.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
-    had = f"it may use {limit}" if limit else "the node's memory was used up"
-    remedy = (
-        "raise resources.memory, or lower the batch or resources.sharedMemory, which counts as memory"
-        if limit
-        else "set resources.memory, so that the pod is put where there is room"
-    )
+    had, remedy = "the node's memory was used up", "set resources.memory, so that the pod is put where there is room"
+    if limit:
+        had = f"it may use {limit}"
+        remedy = "raise resources.memory, or lower the batch or resources.sharedMemory, which counts as memory"
     what = f"{workers_text(pods)} {verb(pods, 'was', 'were')} killed for lack of memory: {had}"
-    yield Cause("out-of-memory", what, _said(snapshot, pods), remedy), pods
+    return Cause("out-of-memory", what, _said(snapshot, pods), remedy)
 
 
-def _misconfigured(snapshot: Snapshot, over: _Over) -> _Found:
-    pods = [pod for pod, how in over if how.get("exitCode") == contract.Exit.MISCONFIGURED]
-    if not pods:
-        return
-    reason = _reason(snapshot, pods) or "the configuration is wrong"
-    what = f"{workers_text(pods)} ended with exit code 78: {reason}; starting again would not help"
-    yield Cause("configuration", what, _said(snapshot, pods), "correct the job file as the log says and submit it again"), pods
-
-
-def _failed(snapshot: Snapshot, over: _Over) -> _Found:
-    for code, pods in grouped((str(how.get("exitCode")), pod) for pod, how in over).items():
-        number = int(code)
-        by = f" ({name})" if (name := _SIGNALS.get(number - 128)) else ""
-        reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
-        what = f"{workers_text(pods)} ended with exit code {code}{by}" + (f": {reason}" if reason else "")
-        if number == contract.Exit.GIVEN_UP:
-            remedy = "fix why the workers failed, or raise restarts.limit, and submit it again"
-        elif number == 137:
-            remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
-        elif number in (132, 134, 135, 136, 139):
-            remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
-        else:
-            remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
-        yield Cause("failing-script", what, _said(snapshot, pods), remedy), pods
+def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Cause:
+    by = f" ({name})" if (name := _SIGNALS.get(code - 128)) else ""
+    reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
+    what = f"{workers_text(pods)} ended with exit code {code}{by}" + (f": {reason}" if reason else "")
+    if code == contract.Exit.GIVEN_UP:
+        remedy = "fix why the workers failed, or raise restarts.limit, and submit it again"
+    elif code == 137:
+        remedy = "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory"
+    elif code in (132, 134, 135, 136, 139):
+        remedy = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
+    else:
+        remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
+    return Cause("failing-script", what, _said(snapshot, pods), remedy)
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:

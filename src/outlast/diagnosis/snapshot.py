@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from outlast.kube import pods as kube_pods
 from outlast.kube import workloads
-from outlast.kube.kinds import LEGACY_JOB
 from outlast.manifests.request import Document
 
 
@@ -55,7 +54,7 @@ class Snapshot:
     @property
     def archived(self) -> bool:
         """Whether it is an ElasticJob of `elastic.pytorch.org`."""
-        return bool(self.workload.get("apiVersion") == LEGACY_JOB.api_version)
+        return workloads.archived(self.workload)
 
     def about(self, document: Document, *reasons: str) -> list[Document]:
         """The events about a document, the newest last; of these reasons, if any are given."""

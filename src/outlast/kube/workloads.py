@@ -1,4 +1,4 @@
-"""Workloads: how many workers the documents of jobs ask for, whatever their kind. Pure."""
+"""Workloads, the documents of jobs: how many workers they ask for and the template of their pods, whatever their kind. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from outlast.kube import dropins
+from outlast.kube.kinds import LEGACY_JOB
 
 
 def replicas(workload: Mapping[str, Any]) -> int:
@@ -20,3 +21,15 @@ def replicas(workload: Mapping[str, Any]) -> int:
     if workload.get("kind") == "Job":
         return int(spec.get("completions") or spec.get("parallelism") or 1)
     return int(spec.get("replicas", 1))
+
+
+def template(workload: Mapping[str, Any]) -> dict[str, Any]:
+    """The template of a workload's pods; that of an ElasticJob holds only what its file says."""
+    spec = workload.get("spec") or {}
+    found: dict[str, Any] = (spec.get("tasks") or [spec])[0].get("template") or {}
+    return found
+
+
+def archived(workload: Mapping[str, Any]) -> bool:
+    """Whether it is an ElasticJob of `elastic.pytorch.org`. Its pods run plain torchrun, without agents."""
+    return bool(workload.get("apiVersion") == LEGACY_JOB.api_version)
