@@ -198,7 +198,7 @@ def ends(here: Here, store: str, state: State) -> None:  # noqa: F811
     here.leave(state)
     place, record = open_(f"{store}/job"), Run.read(here.state_dir)
     runs.end(place, record.run, state, "as told", 1, by=record.owner)
-    place.put("job.yaml", here.output / "job.yaml")
+    place.put("job.yaml", (here.output / "job.yaml").read_bytes())
 
 
 @pytest.fixture

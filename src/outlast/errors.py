@@ -34,25 +34,25 @@ class NotFound(OutlastError):
 
 
 class AlreadyRunning(OutlastError):
-    """The job is being run by another process."""
+    """The job is running already, or another process holds its lock."""
 
 
 class NoRoom(OutlastError):
-    """A disk of this world cannot take what it must. Counts as a failure: another try or another world may do."""
+    """A disk of this world is full. Counts as a failure: a retry or another world may succeed."""
 
 
 class Superseded(OutlastError):
-    """This process belongs to a generation that has been replaced."""
+    """This process belongs to a generation that has been replaced: it is a zombie and must stop."""
 
 
 class ClusterError(OutlastError):
-    """A cluster did not do what it was asked to."""
+    """A cluster did not do what was requested."""
 
     exit_code = 1
 
 
 class NoCluster(ClusterError):
-    """Which cluster is meant is not known: there is no kubeconfig, or no such context in it."""
+    """There is no kubeconfig, or no such context in it."""
 
     exit_code = 2
 
@@ -70,11 +70,11 @@ class Taken(ClusterError):
 
 
 class Conflict(ClusterError):
-    """The document that was to be changed is no longer what it was."""
+    """The document has been changed since it was read."""
 
 
 class Forbidden(ClusterError):
-    """The user has not the right to do this."""
+    """The user is not allowed to do this."""
 
 
 class Unauthorized(ClusterError):
@@ -82,35 +82,35 @@ class Unauthorized(ClusterError):
 
 
 class Refused(ClusterError):
-    """The cluster does not accept what it was given."""
+    """The cluster rejects the document: its schema, a quota, a policy or a webhook."""
 
 
 class NotServed(ClusterError):
-    """The cluster does not know this kind of document."""
+    """The cluster does not serve this kind of document: something has to be installed."""
 
 
 class Unanswered(ClusterError):
-    """The cluster cannot be reached, or is not well; trying again later can help."""
+    """The cluster cannot be reached, or is unhealthy; a retry can help."""
 
 
 class EtcdError(OutlastError):
-    """An etcd did not do what it was asked to."""
+    """An etcd did not do what was requested."""
 
     exit_code = 1
 
 
 class EtcdAway(EtcdError):
-    """No endpoint of the etcd can be reached, or none is well; trying again later can help."""
+    """No endpoint of the etcd can be reached or is healthy; a retry can help."""
 
 
 class EtcdRefused(EtcdError):
-    """What answers is no etcd that speaks v3, does not accept the login or the certificate, or has no room."""
+    """The server does not speak etcd v3, rejects the login or the certificate, or is full; a retry does not help."""
 
     exit_code = 2
 
 
 class StoreError(OutlastError):
-    """A store did not do what it was asked to. `retry`: whether trying again later can help."""
+    """A store did not do what was requested. `retry`: whether a retry can help."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
@@ -122,7 +122,7 @@ class Missing(StoreError):
 
 
 class NoBucket(StoreError):
-    """There is no such bucket or container. No kind of Missing: who writes there later would fail as well."""
+    """There is no such bucket or container. Not a subclass of Missing, since writing there fails as well."""
 
 
 class Exists(StoreError):
@@ -130,7 +130,7 @@ class Exists(StoreError):
 
 
 class Changed(StoreError):
-    """The object that was to be replaced, or the file that is being uploaded, is no longer what it was."""
+    """The object to replace, or the file being uploaded, has been changed meanwhile."""
 
 
 class Denied(StoreError):
@@ -138,11 +138,11 @@ class Denied(StoreError):
 
 
 class Stopped(StoreError):
-    """We were asked to stop in the middle of it."""
+    """The operation was interrupted by a request to stop."""
 
 
 class Unreachable(StoreError):
-    """The store cannot be reached, or is not well; training goes on and we try again later."""
+    """The store cannot be reached, or is unhealthy; training goes on and we retry."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""What is known of a job while it runs and after: one document, written by whoever decides, read by everyone.
+"""The status of a job while it runs and after: one document, written by its coordinator.
 
 On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the
 epoch (UTC).
@@ -16,16 +16,16 @@ from outlast.contract import End, FailureCause
 
 
 class State(enum.StrEnum):
-    """Where a job stands. The last three are final: nobody trains it, unless somebody runs it again."""
+    """Where a job stands. The last three are final, unless the job is run again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
     """It waits in a queue to be admitted; what it had trained before is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
-    """A planned change: the world saves and forms anew; nothing is lost."""
+    """A planned change: the world saves and is formed again; nothing is lost."""
     RESTARTING = "Restarting"
-    """A failure: the world forms anew from the newest checkpoint."""
+    """A failure: the world is formed again from the newest checkpoint."""
     SUSPENDED = "Suspended"
     INTERRUPTED = "Interrupted"
     """Saved and left (Ctrl-C, machine going away): `outlast run` goes on from here."""

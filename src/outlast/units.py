@@ -1,13 +1,13 @@
-"""Durations, quantities and how often: read from a job file, written back exactly, and written for people.
+"""Durations, quantities and intervals: read from a job file, written back exactly, and written for people.
 
     "1h30m", 90, "0.5s"  <->  timedelta          duration, duration_text
     "16Gi", "2G", 1024   <->  bytes (int)        memory, memory_text
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-What a function `x_text` writes, `x` reads back as the same value. Quantities are those of Kubernetes
+`x` reads what `x_text` writes as the same value. Quantities are those of Kubernetes
 (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Readers raise ValueError with a sentence
-that goes on from the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Pure: only the standard library.
+that continues the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
 """A quantity of Kubernetes as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
-"""How often, as text, for schemas."""
+"""An `Every` as text, for schemas."""
 
 _MICROSECONDS = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -90,7 +90,7 @@ def cores_text(value: float) -> str:
 
 @dataclass(frozen=True)
 class Every:
-    """How often something happens: by the clock or by steps. Exactly one of the two is set."""
+    """An interval: in time or in steps. Exactly one of the two is set."""
 
     duration: timedelta | None = None
     steps: int | None = None
@@ -119,7 +119,7 @@ class Every:
 
 
 def human_bytes(value: float) -> str:
-    """Bytes to look at, not to read back: `512 B`, `1.5 KiB`, `139 GiB`."""
+    """Bytes for people, not to be read back: `512 B`, `1.5 KiB`, `139 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1023.5:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 9.95 else f"{value:.1f} {unit}"
@@ -133,7 +133,7 @@ def percent(share: float) -> str:
 
 
 def human_seconds(value: float) -> str:
-    """A time to look at, not to read back: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
+    """A time for people, not to be read back: `7ms`, `3.2s`, `42s`, `1m05s`, `2h03m`, `4d01h`."""
     if value < 0.9995:
         return f"{max(value, 0) * 1000:.0f}ms"
     if value < 9.95:

@@ -65,10 +65,7 @@ class Saved:
         """What its COMMIT says; all of it None when neither can be read."""
         said = self.here if self.here and not self.here.problem else self.there.commit if self.there else None
         facts = {name: getattr(said, name, None) for name in ("run", "generation", "world_size", "time")}
-        return {
-            **facts,
-            "bytes": self.here.bytes if said is self.here and self.here else self.there.bytes if said and self.there else None,
-        }
+        return {**facts, "bytes": getattr(self.here if said is self.here else self.there, "bytes", None) if said else None}
 
     def sizes(self) -> dict[str, int]:
         """Its files."""

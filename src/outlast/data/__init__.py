@@ -1,1 +1,1 @@
-"""Datasets: readers that trust nothing, and writers that leave either the whole dataset or none."""
+"""Datasets: readers that validate everything, and writers that write all files or none."""

@@ -1,9 +1,8 @@
 """CIFAR-10's Python batches: `data_batch_1` ... `data_batch_5`, `test_batch` and `batches.meta`, all pickled dicts.
 
 Recipes read them with `train` and `test`; `data.digits` writes other images in the same form. Pixels stay uint8: the 50,000
-training images of CIFAR-10 are 154 MB, a quarter of what they are as float32. A pickle can run any code when it is loaded, so
-the files are opened with an unpickler that knows numpy arrays and little else. What is not CIFAR-10 is refused in one sentence,
-`NotCifar`.
+training images of CIFAR-10 are 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler
+here accepts numpy arrays and little else. Raises `NotCifar` for anything that is not CIFAR-10.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -32,7 +31,7 @@ SHAPE = (3, 32, 32)
 
 
 class NotCifar(OutlastError):
-    """A directory does not hold CIFAR-10. Starting again cannot help, hence the exit code."""
+    """A directory does not hold CIFAR-10. A restart cannot help, hence the exit code."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -80,9 +79,7 @@ def write_meta(directory: Path, names: Sequence[str], per_batch: int) -> None:
 
 def _dump(path: Path, content: Mapping[bytes, Any]) -> None:
     with path.open("wb") as file:
-        pickle.dump(
-            content, file, protocol=4
-        )  # 3 is the first with bytes of its own; numpy's form for 5 is newer than many readers
+        pickle.dump(content, file, protocol=4)  # 3 is the first with bytes; numpy's form for 5 is newer than many readers
         file.flush()
         os.fsync(file.fileno())
 

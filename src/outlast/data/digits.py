@@ -36,7 +36,7 @@ class Summary:
 
 
 def write(directory: Path | str) -> Summary:
-    """Write the digits to `directory`, all or nothing; does nothing when they are there.
+    """Write the digits to `directory`, all or nothing; does nothing if they exist.
 
     Raises OutlastError when the directory holds something else or cannot be written, or scikit-learn is missing.
     """
@@ -67,7 +67,7 @@ def _write(directory: Path) -> Summary:
         try:
             made.rename(directory)  # replaces an empty directory, never a full one
         except OSError:
-            if found := _found(directory):  # somebody else was faster
+            if found := _found(directory):  # another process was faster
                 return found
             raise
     files.sync(directory.parent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from pathlib import Path
 
@@ -76,12 +75,7 @@ def make_room(output: Path, run: str) -> Path | None:
             return None  # it is the run's own: only its state directory was lost
         earlier = [entry for entry in output.iterdir() if entry.name != runs.PREVIOUS]
         if earlier:
-            kept = output / runs.PREVIOUS / time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime))
-            while kept.exists():
-                kept = kept.with_name(kept.name + "+")
-            kept.mkdir(parents=True)
-            for entry in earlier:
-                shutil.move(entry, kept / entry.name)
+            kept = stored.keep(output, earlier, time.strftime("%Y%m%d-%H%M%S", time.gmtime(output.stat().st_mtime)))
         (output / contract.LEDGER).mkdir(exist_ok=True)
     except OSError as problem:
         raise _unwritable(output, problem) from problem

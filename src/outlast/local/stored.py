@@ -9,7 +9,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from outlast import checkpoints, contract, runs, store
@@ -81,7 +81,7 @@ def home(state: Path) -> str:
         state.parent.mkdir(parents=True, exist_ok=True)
         with tree.AtomicFile(str(kept)) as file:
             tree.write(file.fd, secrets.token_hex(4).encode(), 0)
-            file.finish_unless_there()  # or somebody else was faster
+            file.finish_unless_there()  # another process may be faster
     return f"{socket.gethostname()}:{state} (id {kept.read_text()})"
 
 
@@ -116,10 +116,18 @@ def _put_aside(output: Path) -> None:
     found = [entry for entry in output.iterdir() if entry.name not in kept] if output.is_dir() else []
     stale = [entry for entry in found if entry.is_file() or any(entry.iterdir())]
     if stale:
-        aside = output / runs.PREVIOUS / time.strftime("%Y%m%d-%H%M%S-before", time.gmtime())
-        aside.mkdir(parents=True, exist_ok=True)
-        for entry in stale:
-            shutil.move(entry, aside / entry.name)
+        keep(output, stale, time.strftime("%Y%m%d-%H%M%S-before", time.gmtime()))
+
+
+def keep(output: Path, entries: Iterable[Path], name: str) -> Path:
+    """Move entries of an output directory to `previous/<name>`, or the next free name; returns that directory."""
+    kept = output / runs.PREVIOUS / name
+    while kept.exists():
+        kept = kept.with_name(kept.name + "+")
+    kept.mkdir(parents=True)
+    for entry in entries:
+        shutil.move(entry, kept / entry.name)
+    return kept
 
 
 def end(run: Run, state: State, reason: str, code: int | None) -> str:

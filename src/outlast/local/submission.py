@@ -65,7 +65,8 @@ def submit(root: Path, state_dir: StateDir, wanted: Submission, last: JobStatus 
     """
     job = _with_output(wanted.job, root)
     found = _earlier(state_dir, job, wanted, last)
-    run, submitted = (found.run.run, found.run.submitted) if found.run else (_new_run_id(), time.time())
+    new_id = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
+    run, submitted = (found.run.run, found.run.submitted) if found.run else (new_id, time.time())
     output = Path(found.here.output) if found.here else output_dir.directory(job, root)
     output_dir.check_unused(output)
     warnings = [] if found.here else _clear(state_dir, job, wanted, output, run)
@@ -195,10 +196,6 @@ def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
         was = {}
     files.replace(state_dir.shell, json.dumps(now))
     return list(resumption.shell(was, now, job.spec.env))
-
-
-def _new_run_id() -> str:
-    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:

@@ -1,7 +1,6 @@
 """Where the time of a job went: every instant from submission to the end belongs to exactly one bucket.
 
-`buckets(events, now)` is pure. The buckets sum to the wall time to the microsecond, whatever the ledger holds; the status, the
-report and the page all show this one value.
+Pure. The buckets sum to the wall time to the microsecond, whatever the ledger holds.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Goodput:
     restarts: int
     """Worlds formed after a failure or a hang."""
     interruptions: int
-    """How often training was told to save and leave; planned changes included."""
+    """How often training was asked to save and leave; planned changes included."""
     hangs: int
     saves: int
     """Checkpoints that were committed."""
@@ -76,9 +75,8 @@ class Goodput:
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
     """Account for the time from the first event until the end of the job; until `now` (seconds since the epoch) when it has none.
 
-    A sequence of events may have any order. Anything else, such as `ledger.Events`, has that of time, and can be gone through
-    twice: so memory stays bounded. For a job that nobody runs any more `now` is None, the time of its last event: what came after
-    is not the job's.
+    A sequence of events may have any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
+    passes, which bounds memory. For a job without a launcher `now` is None: its account ends with its last event.
     """
     if isinstance(events, Sequence):
         events = sorted(filter(usable, events), key=lambda event: microseconds(event["t"]))
@@ -129,9 +127,9 @@ _Stretch = tuple[int, int, Bucket]
 
 
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
-    """Spans with the bucket that their owner came to.
+    """Spans with the final bucket of their owner.
 
-    `ordinary` is the microseconds of a step that has no warming up to do: what a first step takes longer is start-up.
+    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up.
     """
     warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
     keeping: dict[int, int] = {}  # id of steps of which some were taken back -> microseconds still to be given to the others

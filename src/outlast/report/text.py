@@ -104,13 +104,13 @@ def _seconds(seconds: float) -> str:
 
 
 def _bar(share: float) -> str:
-    """A bar of up to `_BAR` columns in eighths of a column; what took any time at all has a sliver."""
+    """A bar of up to `_BAR` columns, in eighths of a column; at least one eighth for a share above 0."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def _strip(goodput: Goodput, width: int) -> list[_Line]:
-    """The run from left to right; a column shows what took the most of it, but never hides the only sign of a bucket."""
+    """The run from left to right; a column shows its largest bucket, but every bucket is shown at least once."""
     columns = max(20, width - 4)
     total = goodput.end - goodput.start
     if total <= 0:
@@ -165,6 +165,7 @@ def _many(count: int, noun: str) -> str:
 def _incidents(goodput: Goodput, width: int) -> list[_Line]:
     lines: list[_Line] = [[]] if goodput.incidents else []
     column = len(_at(goodput.wall_s))
+    following = "step" if goodput.steps_kept else "world"
     if len(goodput.incidents) > _SHOWN:
         lines.append([(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON", "bright_black")])
     for incident in goodput.incidents[-_SHOWN:]:
@@ -173,7 +174,7 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
         sentence = textwrap.wrap(incident.text, max(20, width - len(when)), max_lines=2, placeholder=" …") or [""]
         for head, text in zip((when, " " * len(when)), sentence, strict=False):
             lines.append([(head, "bright_black"), (text, colour)])
-        cost = [] if incident.recovery_s is None else [f"{units.human_seconds(incident.recovery_s)} to the next {_next(goodput)}"]
+        cost = [] if incident.recovery_s is None else [f"{units.human_seconds(incident.recovery_s)} to the next {following}"]
         if incident.replayed or (incident.recovery_s is not None and goodput.steps_kept):
             cost.append(f"{incident.replayed:,} step{'s' if incident.replayed != 1 else ''} replayed")
         if cost and len(when) + len(sentence[-1]) + 3 + len(", ".join(cost)) <= width:
@@ -181,10 +182,6 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
         elif cost:
             lines.append([(" " * len(when), ""), (f"… {', '.join(cost)}", "bold")])
     return lines
-
-
-def _next(goodput: Goodput) -> str:
-    return "step" if goodput.steps_kept else "world"
 
 
 def _at(seconds: float) -> str:

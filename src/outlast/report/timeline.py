@@ -1,13 +1,13 @@
 """The timeline of a job: the ledger's events folded, in order, into stretches of time that each have an owner.
 
-Called by `report.goodput` only. The fold believes nobody: events may come late, twice, torn, in the wrong order, from a
-generation that was replaced, or not at all. Whatever comes, every instant between the first event and the end has one owner.
+Called by `report.goodput` only. No event is trusted: it may be late, repeated, torn, out of order, missing, or from a generation
+that was replaced. In every case each instant between the first event and the end has one owner.
 
-Time belongs to a step, from the end of the step before it to its own end. What becomes of the step decides about its time: kept
-is training; taken back by a restore from before it is replayed, and so is the step that a failure cut short. All other time has
-the bucket of the phase that the job was in. Why so: `docs/decisions/0004-goodput.md`.
+A step owns the time from the end of the step before it to its own end. That time is training if the step is kept, and replayed
+if a restore takes it back or a failure cuts it short. All other time has the bucket of the phase that the job was in. Reasons:
+`docs/decisions/0004-goodput.md`.
 
-Memory is bounded: of a long run, neighbouring steps that are long done are joined (`_join`).
+Memory is bounded: neighbouring steps of a long run that are long done are joined (`_join`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Bucket(enum.StrEnum):
     RESTORE = "restore"
     """Reading a checkpoint back."""
     STARTUP = "startup"
-    """Starting processes, importing, building the model; what a first step takes longer than others; leaving at the end."""
+    """Starting processes, importing, building the model; the extra time of a first step; exiting at the end."""
     QUEUE = "queue"
     """Submitted (or resumed), before the first worker started."""
     HANG = "hang"
     """From the last step until a hang was noticed."""
     IDLE = "idle"
-    """Suspended, interrupted, or nobody there to run the job."""
+    """Suspended, interrupted, or without a launcher and workers."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -53,7 +53,7 @@ class Incident:
     kind: str
     """failure | hang | interruption | change | launcher | save | damaged"""
     text: str
-    """The sentence of whoever decided or saw it."""
+    """One sentence, from the process that decided or saw it."""
     worker: int | None = None
     generation: int = -1
     """The world that it ended or happened in."""
@@ -162,12 +162,11 @@ def survey(ordered: Iterable[Timed]) -> Survey:
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One execution of a step, or of some that were reported together or joined since; also one that never came to its end. The
-    time it took goes where its bucket says in the end."""
+    """One execution of a step, finished or not, or of several that were reported together or joined since."""
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """First of its world: what it takes longer than an ordinary step is start-up."""
+    """First of its world: its extra time is start-up."""
     before: int = 0
     """Number of the step before the first of these."""
     number: int = 0
@@ -192,9 +191,9 @@ class Step:
 
 
 _SPANS = 1 << 16
-"""So many spans are kept apart before old ones are joined."""
+"""Number of spans above which old ones are joined."""
 _DIGITS = 1 << 16
-"""So many different durations of steps are told apart; then they are rounded to a thousandth."""
+"""Most distinct step durations; above, they are rounded to a thousandth."""
 
 
 class Durations:
@@ -205,7 +204,7 @@ class Durations:
         self._total = self._number = 0
 
     def add(self, us: int, count: int) -> None:
-        """So many steps have taken so long together."""
+        """Add `count` steps that took `us` microseconds together."""
         self._counts[us // count] += count
         self._total, self._number = self._total + us, self._number + count
         if len(self._counts) > _DIGITS:
@@ -264,7 +263,7 @@ class Timeline:
         self.seen = t
 
     def stop(self, now: int) -> None:
-        """Nothing more is known: what is under way goes on until now, unless the job has ended."""
+        """Extend the span under way to now, unless the job has ended."""
         if self.finished is None:
             self._cut(now)
 
@@ -285,7 +284,7 @@ class Timeline:
             self._join()
 
     def _join(self) -> None:
-        """Make one of neighbours that nothing tells apart, but for the latest quarter, of which a restore may take steps back."""
+        """Join equal neighbours, except in the latest quarter, where a restore may take steps back."""
         old = len(self.spans) * 3 // 4
         joined, gone = self.spans[:1], set()
         for start, end, owner in self.spans[1:old]:
@@ -382,11 +381,11 @@ class Timeline:
             self._open.append(incident)
 
     def _cause(self) -> Incident | None:
-        """What ended the present world, if that is known already: what is reported later are consequences."""
+        """The incident that ended the present world, if known: later reports are consequences."""
         return next((incident for incident in self._open if incident.generation == self._generation >= 0), None)
 
     def _rests(self) -> None:
-        """Nobody expects training to go on: what it was told to leave for is no loss of time."""
+        """Training is not expected to go on: the time after a planned stop is no recovery."""
         self._open = [incident for incident in self._open if incident.kind in ("failure", "hang")]
 
     # What the launcher says
@@ -405,7 +404,7 @@ class Timeline:
             self._taken_up(t, event)
 
     def _taken_up(self, t: int, event: Event) -> None:
-        """Somebody takes care of the job again. If it had not ended, its processes were gone since their last word."""
+        """The job has a launcher again. If it had not ended, its processes were gone since the last event."""
         if self._phase not in (Bucket.IDLE, Bucket.QUEUE) and not self._goes_on(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
             self._drop(Bucket.REPLAYED, self.seen)
@@ -567,16 +566,17 @@ class Timeline:
 
     def _on_save_failed(self, t: int, event: Event) -> None:
         self.saves_failed += 1
-        why = _text(event, "reason", "no reason given")
-        self._incident(t, "save", f"step {event.get('step')} could not be saved: {why}", event, stops=False)
+        self._of_checkpoint(t, "save", f"step {event.get('step')} could not be saved", event)
 
     def _on_not_copied(self, t: int, event: Event) -> None:
-        why = _text(event, "reason", "no reason given")
-        self._incident(t, "save", f"step {event.get('step')} was saved, but not on every disk: {why}", event, stops=False)
+        self._of_checkpoint(t, "save", f"step {event.get('step')} was saved, but not on every disk", event)
 
     def _on_damaged(self, t: int, event: Event) -> None:
-        name, why = _text(event, "path", "a checkpoint").rsplit("/", 1)[-1], _text(event, "reason", "no reason given")
-        self._incident(t, "damaged", f"{name} is damaged and was skipped: {why}", event, stops=False)
+        name = _text(event, "path", "a checkpoint").rsplit("/", 1)[-1]
+        self._of_checkpoint(t, "damaged", f"{name} is damaged and was skipped", event)
+
+    def _of_checkpoint(self, t: int, kind: str, text: str, event: Event) -> None:
+        self._incident(t, kind, f"{text}: {_text(event, 'reason', 'no reason given')}", event, stops=False)
 
     def _on_interrupted(self, t: int, event: Event) -> None:
         self.interruptions += 1

@@ -176,31 +176,27 @@ def _sentences(error: ValidationError) -> Iterator[tuple[Place, str]]:
             yield place, _sentence(name(place) or "the document", found["input"], kind, context, found["msg"])
 
 
+_SENTENCES = {
+    "value_error": "{error}",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+    **dict.fromkeys(("string_too_short", "too_short"), "must not be empty"),
+    "tuple_type": "must be a list; put it in brackets: [ ... ]",
+    **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
+}
+"""By pydantic's kind of error."""
+
+
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:
     what = f"{what} ({_shown(value)})"
-    match kind:
-        case "value_error":
-            return f"{what} {context['error']}"
-        case "literal_error":
-            return f"{what} must be {context['expected'].replace(chr(39), '')}"
-        case "int_type" | "int_parsing" | "int_from_float":
-            return f"{what} must be a whole number"
-        case "bool_type" | "bool_parsing":
-            return f"{what} must be true or false"
-        case "greater_than_equal":
-            return f"{what} must be at least {context['ge']}"
-        case "less_than_equal":
-            return f"{what} must be at most {context['le']}"
-        case "string_type":
-            remedy = "" if isinstance(value, list | dict) else f'; put it in quotes: "{_shown(value)}"'
-            return f"{what} must be text{remedy}"
-        case "string_too_short" | "too_short":
-            return f"{what} must not be empty"
-        case "tuple_type":
-            return f"{what} must be a list; put it in brackets: [ ... ]"
-        case "model_type" | "dict_type":
-            return f"{what} must be a mapping of names to values"
-    return f"{what}: {fallback}"
+    if kind == "literal_error":
+        return f"{what} must be {context['expected'].replace(chr(39), '')}"
+    if kind == "string_type":
+        remedy = "" if isinstance(value, list | dict) else f'; put it in quotes: "{_shown(value)}"'
+        return f"{what} must be text{remedy}"
+    return f"{what} {_SENTENCES[kind].format(**context)}" if kind in _SENTENCES else f"{what}: {fallback}"
 
 
 def _shown(value: Any) -> str:
