@@ -19,7 +19,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = {Env.STATE: tmp_path, Env.LEDGER: tmp_path / contract.LEDGER, Env.GENERATION: 3, Env.WORKER: 0}
     for name, value in {**found, "RANK": 0, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(reported, "_told", reported._Told())
+    monkeypatch.setattr(reported, "_reported", reported._Reported())
     return tmp_path
 
 

@@ -10,7 +10,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     called       generation, reason, planned             launcher: form up for this generation
     world        generation, workers, reason             launcher: this generation's world, in rank order
     failure      generation, worker, rank, code, reason, cause, step, counted    launcher
-    scaled       replicas                                launcher, at the user's word
+    scaled       replicas                                launcher, on the user's request
     resumed                                              command line: an unfinished run goes on
     finished     state, reason, step, code               launcher
     session      generation, rank, world_size            training: process group is up
@@ -26,7 +26,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     copied       step, holder, ranks, bytes, seconds     training, rank 0: brought to the disks of these ranks on restore
     interrupted  step, reason                            training, rank 0: saved, leaving
     hang         worker, rank, pid, state, silent_s, stacks, reason    agent
-    chaos        action, worker, pid                     whoever did it
+    chaos        action, worker, pid                     command line or test: an injected fault
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from typing import Any
 Event = dict[str, Any]
 
 TOGETHER_S = 1.0
-"""Steps that end within so long are one event: a step of 100 ms would be 100 bytes a tenth of a second, for months."""
+"""Steps that end within this time are one event: steps of 100 ms would write 1 kB a second, for months."""
 _PIECE = 64 << 10
 """Bytes of a source that are read at a time."""
 _UNSORTED = 1024
@@ -60,7 +60,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._steps: Event = {}
         """Steps that have ended and are not written yet."""
-        self._told = float("-inf")
+        self._step_written = float("-inf")
         """When the last step was written, monotonic."""
         self._fd = os.open(directory / f"{source}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         size = os.fstat(self._fd).st_size
@@ -72,7 +72,7 @@ class Ledger:
         """Append one event, now. A full disk must not end a training run: the event is dropped then."""
         with self._lock:
             self._flush()
-            self._told = float("-inf")  # what follows a save, or a restore, is told at once
+            self._step_written = float("-inf")  # the next step, e.g. after a save or a restore, is written at once
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int) -> None:
@@ -83,9 +83,9 @@ class Ledger:
                 self._flush()
             together = self._steps.get("steps", 0) + 1
             self._steps = self._event("step", {"generation": generation, "step": step, "steps": together})
-            if time.monotonic() - self._told >= TOGETHER_S:
+            if time.monotonic() - self._step_written >= TOGETHER_S:
                 self._flush()
-                self._told = time.monotonic()
+                self._step_written = time.monotonic()
 
     def close(self) -> None:
         """Write what there is, and close the file."""
@@ -113,7 +113,7 @@ Source = Callable[[], Iterable[bytes]]
 
 
 class Events:
-    """The events of a ledger in the order of time, read anew, and in bounded memory, each time that one goes through them.
+    """The events of a ledger in the order of time. Each iteration reads the files again, in bounded memory.
 
     A torn last line (its writer was killed) is left out.
     """
@@ -132,7 +132,7 @@ def read(directory: Path) -> Events:
     def source(path: Path, size: int) -> Source:
         def pieces() -> Iterator[bytes]:
             at = 0
-            while at < size:  # opened anew each time: there may be more files than a process may have open
+            while at < size:  # opened each time: there may be more files than a process may have open
                 with path.open("rb", buffering=0) as file:
                     data = os.pread(file.fileno(), min(_PIECE, size - at), at)
                 if not data:
@@ -170,8 +170,8 @@ def _events(source: Source) -> Iterator[Event]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Events of source `number` in the order of time, each with what it is sorted by. One that is out of order by more than
-    `_UNSORTED` others, since a clock was set back, is taken to have happened when it was written: after them."""
+    """Events of source `number` in the order of time, each with its sort key. One that is out of order by more than `_UNSORTED`
+    others, since a clock was set back, counts as of the time at which it was written: after them."""
     waiting: list[tuple[float, int, int, Event]] = []
     last = float("-inf")
 

@@ -1,8 +1,8 @@
 """`/healthz`, `/readyz` and `/metrics` of a worker, for kubelets, Prometheus and people; `/end` for other workers.
 
-Probes tell the truth: healthy while something advances (a step, or a phase of the start), ready while it is in a world. Anybody
-who reaches the port may connect, so connections are few and short: whoever says nothing is cut off, the oldest first, and a
-kubelet is answered however many others wait.
+A worker is healthy while it makes progress (a step, or a phase of the start), and ready while it is in a world. The port is open
+to everyone in the cluster, so connections are limited in number and time: silent ones are closed, the oldest first, and a kubelet
+gets its answer under any load.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ BACKLOG = 128
 """Connections that wait to be accepted."""
 HELP = {
     "step": "Optimizer steps done",
-    "step_logged": "1 when the step was read from the log of a script that tells none",
+    "step_logged": "1 when the step was read from the log of a script that reports none",
     "target_step": "Optimizer step at which the run ends, when known",
     "committed_step": "Step of the newest committed checkpoint",
     "generation": "Generation of the world this worker is in",
     "progress_age_seconds": "Seconds since the training last reported progress",
     "done": "1 when the training of this worker has ended with success and it stays up",
     "failed": "1 when the training of this worker has ended without success and it stays up",
-    "leaving": "1 while this worker is told to leave",
+    "leaving": "1 while this worker is asked to leave",
     "sync_age_seconds": "Seconds since all output was in the store",
     "sync_failing_seconds": "Seconds since pushing to the store began to fail, 0 while it works",
     "sync_backlog_bytes": "Bytes of committed checkpoints that are not in the store yet",
@@ -91,19 +91,13 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
 
         def do_GET(self) -> None:
             health = look()
-            match self.path:
-                case "/healthz":
-                    self._answer(200 if health.healthy else 503, health.reason + "\n")
-                case "/readyz":
-                    self._answer(200 if health.ready else 503, health.reason + "\n")
-                case "/metrics":
-                    self._answer(200, health.text or exposition(health, labels))
-                case "/end":
-                    self._answer(200 if health.end else 404, health.end)
-                case _:
-                    self._answer(404, "try /healthz, /readyz or /metrics\n")
-
-        def _answer(self, code: int, text: str) -> None:
+            answers = {
+                "/healthz": (200 if health.healthy else 503, health.reason + "\n"),
+                "/readyz": (200 if health.ready else 503, health.reason + "\n"),
+                "/metrics": (200, health.text or exposition(health, labels)),
+                "/end": (200 if health.end else 404, health.end),
+            }
+            code, text = answers.get(self.path, (404, "try /healthz, /readyz or /metrics\n"))
             body = text.encode()
             self.send_response(code)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
@@ -112,7 +106,7 @@ def serve(look: Callable[[], Health], labels: Mapping[str, str], *, host: str = 
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Probes come every few seconds; they are not news."""
+            """Logs nothing: probes come every few seconds."""
 
     class Server(_Bounded):
         address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
@@ -153,6 +147,6 @@ class _Bounded(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever was cut off, or hung up, is no news; anything else is."""
+        """Ignore connections that were closed, by us or by the client; report anything else."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

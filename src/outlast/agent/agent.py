@@ -97,12 +97,9 @@ class Agent:
         self._printed_end: tuple[int | None, str] = (None, "")
         """The end that the log ends with already."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
-        self._serve_probes()
-
-    def _serve_probes(self) -> None:
-        labels = {"job": self.job.metadata.name, "worker": str(self.index)}
-        port = int(self.environ.get(contract.Env.PROBE_PORT, "0"))
-        host = "" if contract.Env.ADDRESS in self.environ else "127.0.0.1"
+        labels = {"job": job.metadata.name, "worker": str(self.index)}
+        port = int(environ.get(contract.Env.PROBE_PORT, "0"))
+        host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
         self.reporter.probes = probes.serve(lambda: self.reporter.health, labels, host=host, port=port)
 
     @property
@@ -142,7 +139,7 @@ class Agent:
         self.coordination.close()
 
     def _stay(self, end: lifecycle.Exit) -> lifecycle.Exit:
-        """Answer probes until the pod is told to end."""
+        """Answer probes until the pod is deleted."""
         print(f"outlast | worker {self.index} {contract.STAYS}", flush=True)
         done = end.code == contract.Exit.DONE
         metrics = {"done": float(done), "failed": float(not done)}
@@ -341,7 +338,7 @@ class Agent:
             if self._store and self._upload.ensure_running():
                 self._superseded(self._upload.report.get("error", ""))
         self.reporter.report(self.worker, found, self._upload)
-        if not self.state.is_dir():  # somebody removed the job under us
+        if not self.state.is_dir():  # the job was removed while it runs
             self._kill_training()
             os._exit(contract.Exit.FAILED)
 

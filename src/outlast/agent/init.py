@@ -1,10 +1,10 @@
 """Process 1 of a pod: runs the agent as its child, passes signals on, and reaps whatever the kernel hands it.
 
-Orphans become children of process 1, e.g. the data loaders of a rank that was killed. Whoever does not wait for them keeps them
-as zombies, until the pod's limit of pids is used up and nothing can be forked. The agent cannot do that itself: to wait for *any*
-child would take the exit codes of its own from whoever started them. So process 1 does nothing else, and does it before the agent
-has threads, files or children. Where something else is process 1 (a shared process namespace, `docker run --init`, this machine)
-there is nothing to do.
+Orphans become children of process 1, e.g. the data loaders of a rank that was killed. If it does not wait for them they stay
+zombies, until the pod's limit of pids is used up and nothing can be forked. The agent cannot do that itself: waiting for *any*
+child would take away the exit codes of its own children. So process 1 does nothing else, and forks before the agent has threads,
+files or children. Where something else is process 1 (a shared process namespace, `docker run --init`, this machine), this does
+nothing.
 """
 
 from __future__ import annotations

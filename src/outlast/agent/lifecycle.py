@@ -51,7 +51,7 @@ class Worker:
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
 """Exit codes after which a worker that is started again has nothing to do."""
 DONE_FLUSH_S = 1800.0
-"""Timeout of the last upload after training is done. Only then nobody repeats it: a worker that failed is started again."""
+"""Timeout of the last upload after training is done. Long, since nothing repeats it: a worker that failed is started again."""
 LAST_FLUSH_S = 10.0
 """Least timeout of the last upload of an interrupted worker, even when its grace period is over."""
 
@@ -161,7 +161,7 @@ class Flush:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """End the agent. With `stay` only after its pod is told to end, and then with code 0: the end itself is recorded."""
+    """End the agent. With `stay` only when its pod is deleted, and then with code 0: the end itself is recorded."""
 
     code: int
     reason: str

@@ -1,16 +1,16 @@
 """Which run the pod of a worker belongs to. The record is `run.json` in the job's output.
 
-Pods know a word, the digest of their job file or the name of a submission: by it they own a run, and a run that they begin has
-that name. Every pod asks by itself, and all find the same answer:
+Pods have a name in common, the digest of their job file or the name of a submission: it is the owner of a run, and the id of a
+run that they begin. Every pod decides by itself, and all reach the same decision:
 
     nothing there, or a run that has succeeded and is another's     begin a run
     a run that has not succeeded                                    go on with it: a changed file is still the same training
-    the same, and another namespace or cluster trains it now        that one keeps it; we say so, and end
-    the same, and ours is to begin from the beginning               begin a run; what that one has left goes to `previous/`
+    the same, and another namespace or cluster trains it now        that one keeps it; we end with an error
+    the same, and ours is to begin from the beginning               begin a run; files of the old one go to `previous/`
     a run that has not ended, and a later file has taken it from us we are zombies
     our run, and it has ended                                       nothing is left to do
 
-Where the output is lost with a pod, the record is, too. Then workers that stay up after the end tell a new one (`told`).
+Where the output is lost with a pod, so is the record. A new worker then asks those that stay up after the end (`told`).
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are told apart by their
-    run, which is no other's; the others by their cluster's authorities, where pods can see them: pods that were started before
-    and after those have changed are taken for two owners."""
+    """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are identified by the run,
+    others by the cluster's certificate authorities, where pods can see them: if those change, pods from before and after count as
+    two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"
@@ -101,8 +101,8 @@ def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
 def take(
     where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> str | Ended:
-    """Take up the run of this place, or begin `new`; its id. Waits while another `home` may train it. Raises AlreadyRunning when
-    it does, Superseded when a later owner has taken it from us, and StoreError."""
+    """Take up the run of this place, or begin `new`. Returns its id. Waits while another `home` may train it. Raises
+    AlreadyRunning when it does, Superseded when a later owner has taken it from us, and StoreError."""
     there = runs.read(where)
     if there and there.ended and there.owner == new.owner:
         said = f"run {there.run} has ended before ({there.state}: {there.reason}); nothing is left to do"
@@ -124,8 +124,8 @@ def take(
 
 
 def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: None) -> None:
-    """Move what another run has left in this directory, on a volume that outlives pods, to `previous/`, as in the store: nothing
-    of it is this run's. Workers may share the directory."""
+    """Move the files of another run in this directory, on a volume that outlives pods, to `previous/`, as in the store. Workers
+    may share the directory."""
     directory = output / contract.CHECKPOINTS
     if checkpoints.owner(directory) in ("", run):
         return
@@ -135,7 +135,7 @@ def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: Non
         aside = output / runs.PREVIOUS / other
         aside.mkdir(parents=True, exist_ok=True)
         found = [entry for entry in output.iterdir() if entry.name not in (OWN, runs.PREVIOUS, contract.CHECKPOINTS)]
-        for entry in [*found, directory]:  # which goes last, since it says whose all of them are
+        for entry in [*found, directory]:  # last, since it holds the owner of all
             try:
                 entry.rename(next(to for n in range(1 << 30) if not (to := aside / f"{entry.name}{'+' * n}").exists()))
             except OSError as problem:
@@ -163,7 +163,7 @@ def record(job: str, run: str, owner: str) -> runs.Run:
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
-    """Bring what this worker has written before and its disk has lost, and the metrics, which any worker may have to continue."""
+    """Fetch what this worker wrote before and its disk has lost, and the metrics, which any worker may have to continue."""
     ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
     wanted = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:

@@ -33,21 +33,21 @@ CHILDREN_BUSY = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """What one look shows."""
+    """One sample."""
 
     place: Hashable
     """Where the main thread is: the code and instruction of each frame of its stack."""
     counts: Hashable = 0
     """Calls and collectives begun: only a process that moves changes them."""
     cpu_s: float = 0.0
-    """CPU seconds of all threads so far, but for the one that looks."""
+    """CPU seconds of all threads so far, except the one that samples."""
     spins: bool = False
     """Whether waiting uses CPU time here."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a process has others do for it. Takes longer to find out."""
+    """Work outside of this process on its behalf. Takes longer to find out."""
 
     children_s: float = 0.0
     """CPU seconds of the processes that it has started."""
@@ -56,17 +56,17 @@ class Work:
 
 
 class Motion:
-    """Compares each look with those before."""
+    """Compares each sample with those before."""
 
     def __init__(self) -> None:
         self._last = Sight(None)
         self._work: Work | None = None
-        """None unless the last look asked for it."""
+        """None unless the last sample needed it."""
         self._places: set[Hashable] = set()
-        """Where the main thread has been seen since it last did something else than to be in another place."""
+        """Places of the main thread since it last showed any other sign of motion."""
 
     def moves(self, seen: Sight, seconds: float, work: Callable[[], Work] = Work) -> bool:
-        """Whether it has moved since the last look, which was so many seconds ago."""
+        """Whether it has moved since the last sample, `seconds` ago."""
         before, self._last = self._last, seen
         busy = seen.cpu_s - before.cpu_s > BUSY * seconds and not (seen.spins and seen.place == before.place)
         if busy or seen.counts != before.counts:
@@ -108,7 +108,7 @@ def accelerator() -> Any:
 
 
 def work() -> Work:
-    """What others do for this process."""
+    """Work of others for this process."""
     allocated: tuple[int, ...] = ()
     if module := accelerator():
         with contextlib.suppress(Exception):  # allocators that do not count
@@ -118,7 +118,7 @@ def work() -> Work:
 
 
 def _children_s(pid: int) -> float:
-    """CPU seconds of the living descendants of a process; 0 where the kernel does not tell (proc(5), CONFIG_PROC_CHILDREN)."""
+    """CPU seconds of the living descendants of a process; 0 without CONFIG_PROC_CHILDREN in the kernel (proc(5))."""
     total = 0.0
     for file in glob.glob(f"/proc/{pid}/task/*/children"):
         with contextlib.suppress(OSError):  # it ends as we read

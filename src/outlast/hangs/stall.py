@@ -43,7 +43,7 @@ PATIENCE = 3.0
 """Longest interval between two comparisons with the others, for long waits."""
 _ANSWER_S = 10.0
 """Timeout of requests to the store."""
-_SAID_AT_MOST = 600
+_WHERE_LIMIT = 600
 """Limit of characters for the places of all ranks."""
 _COUNTED = frozenset(
     [
@@ -118,9 +118,6 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} are"
 
 
-# This process
-
-
 class Watch:
     """Watches the main thread of this process. There is one, see `watch`."""
 
@@ -140,14 +137,14 @@ class Watch:
         self._ours: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
-        """Of the process group that the store belongs to; the last one tells it from others."""
-        self._told = False
-        """Whether the others count us among those that stand still."""
-        self._looking = threading.Lock()
+        """Of the process group that the store belongs to; the last one is its identity."""
+        self._published = False
+        """Whether the other ranks count this one among those that do not move."""
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
         self._suspected: list[tuple[Standing, int]] = []
-        """Where all ranks are when that may be a deadlock, and how often each had said something by then."""
+        """The reports of all ranks when they may be in a deadlock, and the number of reports of each by then."""
 
     def own(self, group: Any) -> Any:
         """Mark a group as Outlast's own, whose collectives are not counted. Returns it."""
@@ -164,7 +161,7 @@ class Watch:
             self._thread.start()
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Count as moving now, and as a context for as long as it is open."""
+        """Count as moving now, and until the returned context is closed."""
         self.signs += 1
         return self._hold()
 
@@ -185,7 +182,7 @@ class Watch:
         before = since = time.monotonic()
         pause, at = LOOK_S, ""
         while True:
-            with self._looking:
+            with self._lock:
                 frame = sys._current_frames().get(main)
                 if frame is None:
                     return
@@ -221,7 +218,7 @@ class Watch:
                 end(sentence)
         except Exception:  # torch raises what it likes when a store is gone; then others have ended
             return False, at
-        return found is None, listed([each.call or each.at for each in found], "in")[:_SAID_AT_MOST] if found else at
+        return found is None, listed([each.call or each.at for each in found], "in")[:_WHERE_LIMIT] if found else at
 
     def _sight(self, frame: FrameType) -> motion.Sight:
         """Take a sample. Cheap, since it is done once a second while training runs."""
@@ -242,32 +239,31 @@ class Watch:
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
                 return
             if self._group != (group := id(dist.distributed_c10d._get_default_group())):
-                self._rank, self._ranks, self._group, self._told = dist.get_rank(), dist.get_world_size(), group, False
+                self._rank, self._ranks, self._group, self._published = dist.get_rank(), dist.get_world_size(), group, False
                 self._store = store()
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
     def _move(self) -> None:
         """Withdraw this rank's report."""
-        if self._told:
+        if self._published:
             with contextlib.suppress(Exception):  # the store is gone
                 self._store.add(_STILL, -1)
-                self._told = False
+                self._published = False
 
     def _leave(self) -> None:
         """Report the end of the script: ranks that wait for this one wait for ever. If the store is gone, they notice that."""
-        # Kept: a thread that comes out of torch while the interpreter shuts down would end the process with SIGABRT.
-        if self._looking.acquire(timeout=_ANSWER_S) and self._store is not None:
+        # The lock is kept: a thread that returns from torch while the interpreter shuts down would end the process with SIGABRT.
+        if self._lock.acquire(timeout=_ANSWER_S) and self._store is not None:
             with contextlib.suppress(Exception):
-                self._say(Standing(at="its exit, at the end of the script"))
+                self._publish(Standing(at="its exit, at the end of the script"))
 
-    def _say(self, standing: Standing) -> None:
+    def _publish(self, standing: Standing) -> None:
         self._store.set(f"{_STILL}/{self._rank}", json.dumps(dataclasses.asdict(standing)))
-        if not self._told:
+        if not self._published:
             self._store.add(_STILL, 1)
-            self._told = True
+            self._published = True
 
     def _standing(self, frame: FrameType) -> Standing:
-        """Where we are."""
         waits, at = where(frame)
         blocks = waits not in ("backward", "forward") or motion.accelerator() is None
         self._looks += 1
@@ -280,7 +276,7 @@ class Watch:
         """
         if self._store is None:
             return []
-        self._say(ours)
+        self._publish(ours)
         if self._store.add(_STILL, 0) < self._ranks:
             return None
         texts = self._store.multi_get([f"{_STILL}/{rank}" for rank in range(self._ranks)])

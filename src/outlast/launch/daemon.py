@@ -1,4 +1,4 @@
-"""Processes that outlive whoever starts them: the launcher, started by the command line or by a worker that misses it."""
+"""Starts daemons, which outlive the process that starts them: the launcher, for the command line or a worker that misses it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def start(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command in a session of its own, its output appended to `log`. It is no child of ours: nobody waits for it."""
+    """Start a command in a session of its own, its output appended to `log`. It is no child of ours, so it is not waited for."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],

@@ -184,10 +184,10 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
     reached = progress.read(state, process.local_rank)
     if reached and reached.generation != handler.generation:
         reached = None
-    told = 0
+    reported = 0
     if reached and reached.phase == "started":  # a plain script, which reports its steps at most
-        told, reached = reached.step, None
-    plain = reached is None and bool(told or verdict.get("early"))
+        reported, reached = reached.step, None
+    plain = reached is None and bool(reported or verdict.get("early"))
     stopped_by_us = process.exitcode == -signal.SIGTERM and "code" not in record  # not one that was exiting by itself
     return {
         "rank": rank,
@@ -199,7 +199,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "echo": not verdict and (stopped_by_us or _is_secondary(record)),
         "hung": bool(verdict.get("stuck")) and (plain if reached is None else reached.phase in _STEPS),
         "early": record["type"] if _early(record, reached) else "",
-        "step": reached.step if reached else told if plain else None,
+        "step": reached.step if reached else reported if plain else None,
         "committed": reached.committed if reached else None,
     }
 

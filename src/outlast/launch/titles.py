@@ -1,6 +1,6 @@
-"""What processes are called in `ps` and `top`: `outlast: rank 3 train.py`. Forks of one process would all have its name.
+"""Titles of processes in `ps` and `top`: `outlast: rank 3 train.py`. Forks of one process would all have its title.
 
-The environment, by which a process is known to belong to a worker, stays readable in /proc.
+The environment, which shows to which worker a process belongs, stays readable in /proc.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import contextlib
 import os
 
 _KEPT = "SPT_NOENV"
-"""Tells setproctitle not to write over the environment: titles end where the arguments did."""
+"""Keeps setproctitle from overwriting the environment: titles end where the arguments did."""
 
 
 def entitle(title: str) -> None:
-    """Call this process so. Without setproctitle, which comes with the extra `train`, only `top` knows, and 15 characters."""
+    """Set the title of this process. Without setproctitle (extra `train`) only `top` shows it, cut to 15 characters."""
     os.environ[_KEPT] = "1"
     try:
         import setproctitle

@@ -56,9 +56,9 @@ def parse(settings: type[T], argv: Sequence[str] | None, about: str | None) -> T
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe. A mistake that its reader can mend (no data, a wrong flag) ends it with one sentence and exit code 78.
+    """Run a recipe. A mistake that its user can correct (no data, a wrong flag) ends it with one sentence and exit code 78.
 
-    Under `outlast run` the process's runner does that, and keeps the sentence for `outlast status`.
+    Under `outlast run`, `launch.rank` does that, and keeps the sentence for `outlast status`.
     """
     try:
         main()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Batch", "Session", "Stream", "checkpoint", "progress", "session"]
 
 _OF = {"Session": "session", "Batch": "stream", "Stream": "stream", "checkpoint": "", "session": ""}
-"""In which module a name is. They are imported when somebody asks for one: `progress` needs no torch."""
+"""The module of each name, imported when it is first used: `progress` needs no torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -104,7 +104,7 @@ class Calls:
     def leave(self) -> None:
         """Announce that this rank has reached the end of the session."""
         if self._store is not None:
-            with contextlib.suppress(RuntimeError):  # whoever holds the store has left already
+            with contextlib.suppress(RuntimeError):  # the rank that serves the store has left already
                 self._store.set(f"outlast/left/{self._rank}", place())
 
     def close(self) -> None:

@@ -100,7 +100,7 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory is, which tells parameters from buffers in a state dict; -1 for all that are distributed."""
+    """Address of a tensor's memory, by which parameters in a state dict differ from buffers; -1 for all that are distributed."""
     return -1 if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
@@ -129,10 +129,10 @@ def _optimizer_state(
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give an optimizer without state an empty entry for as long.
+    """Give an optimizer without state an empty entry meanwhile.
 
-    Otherwise torch makes up a state for it by a step of its own, which hooks notice, and which is not the state before the first
-    step for those to which the first step is special.
+    Otherwise torch initializes its state by a step of its own, which calls hooks and is wrong for optimizers with a special first
+    step.
     """
     first = _parameters(optimizer)[0]
     if not optimizer.state:
@@ -175,7 +175,7 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def _pickled(value: Any, name: str) -> bytes:
-    """An object as bytes; raises OutlastError when it could not be read back, and how that is mended."""
+    """An object as bytes. Raises OutlastError, with the remedy, when it could not be read back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if foreign := _foreign(buffer.getvalue()):
@@ -187,7 +187,7 @@ def _pickled(value: Any, name: str) -> bytes:
 
 
 _READ_BACK: set[str] = set()
-"""What this process has saved once and found that it can be read."""
+"""Names whose objects this process has pickled and read back once."""
 _ALLOW = (
     "call torch.serialization.add_safe_globals([...]) with that class where the script begins, or keep tensors, arrays, "
     "numbers and text there"
@@ -204,11 +204,11 @@ def _unpickled(data: bytes, name: str) -> Any:
         with torch.serialization.safe_globals(_safe()):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        why = f"holds a {foreign[0]}" if (foreign := _foreign(data)) else f"cannot be read: {_said(error)}"
+        why = f"holds a {foreign[0]}" if (foreign := _foreign(data)) else f"cannot be read: {_reason(error)}"
         raise OutlastError(f"{name!r} of the checkpoint {why}; {_ALLOW}") from error
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What torch found, without its advice."""
     return str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
 
@@ -251,7 +251,7 @@ class _Reader(FileSystemReader):
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in bytes, which are all that we save beside tensors."""
+        """Load bytes, the only type that we save beside tensors."""
         said: Any = None
         with contextlib.suppress(pickle.UnpicklingError):
             said = torch.load(value, weights_only=True)

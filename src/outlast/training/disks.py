@@ -108,7 +108,7 @@ class Disks:
         dist.all_gather_object(values, value, group=group)
         return values
 
-    def told(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
+    def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
         """The value of the leader of disk `by`. A collective of the leaders."""
         values = [value]
         dist.broadcast_object_list(values, src=self.leading[by], group=group)
@@ -138,10 +138,7 @@ class Disks:
 
 
 class _End:
-    """One end of a copy: reads the file at its source, or writes it at its target.
-
-    What goes wrong it keeps to itself until `close`.
-    """
+    """One end of a copy: reads the file at its source, or writes it at its target. Keeps errors until `close`."""
 
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
@@ -199,8 +196,8 @@ def _bytes(block: torch.Tensor) -> memoryview:
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
     """For every rank, the first rank that left a mark in its directory: equal exactly for the ranks that share one.
 
-    The name is new each time, so a directory that was copied with its marks is no other's. Who is first is the file system's to
-    say, and all marks are complete before anybody reads one: that holds on network volumes, too.
+    The name is new each time, so that a directory that was copied with its marks counts as another. The file system decides
+    which rank is first, and all marks are complete before one is read: that holds on network volumes, too.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)

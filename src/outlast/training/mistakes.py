@@ -59,7 +59,7 @@ def check_mapping(state: Any) -> None:
 
 
 def deal(state: State) -> None:
-    """Tell the streams of a state if a model's layout forbids that each rank gets a share of its own."""
+    """Make the streams of a state refuse to be read if a model's layout forbids that each rank gets a share of its own."""
     problem = next((said for name, thing in state.items() if (said := _undealt(name, thing))), "")
     for stream in streams_of(state):
         stream.undealt = problem

@@ -1,8 +1,8 @@
 """The newest valid checkpoint, from which all ranks resume: found on any disk, copied to those that lack it.
 
-Nobody's list is everybody's: the disk of a worker that has just come is empty, and rank 0 may be there. So the leaders say what
-their disks hold, the ranks of a worker share the checking, and one valid copy is enough. Every disk then gets the same bytes, so
-that all ranks read one checkpoint, and the next loss finds as many copies as there are disks.
+Disks may hold different checkpoints: that of a new worker is empty, and rank 0 may be there. So the leaders exchange lists, the
+ranks of a worker share the verification, and one valid copy is enough. It is copied to all disks, so that all ranks read the same
+checkpoint, and the next loss finds as many copies as there are disks.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def valid(
 ) -> checkpoints.Checkpoint | None:
     """The newest checkpoint of `run` that is valid on a disk at least, here in `directory`; None when there is none.
 
-    `share` is which part of how many this rank checks: the ranks of a worker check a file each. As long as it is `held`, nobody
-    removes it. `report(kind, **fields)` is told on rank 0 what is `damaged`, and what was `copied` to other disks. Raises
-    NoRoom on all ranks when a disk cannot take it. A collective.
+    `share`: which part of how many this rank verifies; the ranks of a worker divide the files. `held` protects it from removal
+    until it is closed. `report(kind, **fields)` is called on rank 0 for `damaged` checkpoints and those `copied` to other disks.
+    Raises NoRoom on all ranks when a disk has no room for it. A collective.
     """
     said = disks.gather(_offers(directory, run) if disks.leader else None)
     offers: list[_Offers] = [said[rank] for rank in disks.leading]
@@ -133,7 +133,7 @@ def _received(path: Path, source: int, lacking: bool, disks: Disks) -> str:
             said = checkpoints.read(path)
         except (OSError, ValueError) as error:
             said = f"{contract.COMMIT} cannot be read: {error}"
-    said = disks.told(said, disks.leaders, by=source)
+    said = disks.broadcast(said, disks.leaders, by=source)
     if isinstance(said, str):
         return said
     parts = [Part(name, file["size"], file["crc32"], source) for name, file in sorted(said.files.items())]

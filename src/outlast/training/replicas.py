@@ -15,7 +15,7 @@ def ddp(model: torch.nn.Module, device: torch.device, **options: Any) -> Distrib
     """
     net = DistributedDataParallel(model, device_ids=None if device.index is None else [device.index], **options)
     if options.get("find_unused_parameters"):
-        return net  # which keeps DDP from laying them out anew
+        return net  # DDP does not rebuild its buckets then
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = vars(model).pop("forward", None)
     vars(model)["forward"] = lambda: sum(parameter.sum().abs().float().to(device) * 0 for parameter in parameters)

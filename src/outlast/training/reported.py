@@ -14,7 +14,7 @@ from outlast.ledger import TOGETHER_S, Ledger
 from outlast.workerfiles.progress import Progress, Writer
 
 
-class _Told:
+class _Reported:
     """What this process has reported so far."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class _Told:
         self.noted = float("-inf")
 
 
-_told = _Told()
+_reported = _Reported()
 
 
 def progress(step: int, total: int | None = None) -> None:
@@ -41,20 +41,20 @@ def progress(step: int, total: int | None = None) -> None:
     if Env.STATE not in env:
         return
     rank, generation = int(env.get("RANK", 0)), int(env.get(Env.GENERATION, 0))
-    with _told.lock:
-        if _told.writer is None or _told.pid != os.getpid():  # a fork of a data loader tells nothing of its own
-            if _told.writer is not None:
+    with _reported.lock:
+        if _reported.writer is None or _reported.pid != os.getpid():  # a fork of a data loader reports nothing
+            if _reported.writer is not None:
                 return
-            _told.pid = os.getpid()
-            _told.writer = Writer(Path(env[Env.STATE]), int(env.get("LOCAL_RANK", 0)))
-            _told.ledger = _ledger(env[Env.LEDGER], env) if rank == 0 and Env.LEDGER in env else None
-            _told.step = step - 1
+            _reported.pid = os.getpid()
+            _reported.writer = Writer(Path(env[Env.STATE]), int(env.get("LOCAL_RANK", 0)))
+            _reported.ledger = _ledger(env[Env.LEDGER], env) if rank == 0 and Env.LEDGER in env else None
+            _reported.step = step - 1
         # A plain script stays in the phase `started`: it has not opened a session, so it reads no notices.
-        _told.writer.write(Progress(generation=generation, rank=rank, phase="started", step=step, steps=total))
+        _reported.writer.write(Progress(generation=generation, rank=rank, phase="started", step=step, steps=total))
         now = time.monotonic()
-        if _told.ledger and step > _told.step and (now - _told.noted >= TOGETHER_S or step == total):
-            _told.ledger.write("step", generation=generation, step=step, steps=step - _told.step)
-            _told.step, _told.noted = step, now
+        if _reported.ledger and step > _reported.step and (now - _reported.noted >= TOGETHER_S or step == total):
+            _reported.ledger.write("step", generation=generation, step=step, steps=step - _reported.step)
+            _reported.step, _reported.noted = step, now
 
 
 def _whole(name: str, value: int) -> int:

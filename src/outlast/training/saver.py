@@ -97,7 +97,7 @@ class Saver:
     """Writes captured states as checkpoints, one at a time, in a thread of its own.
 
     Every rank has one and calls `begin` for the same steps. A save that fails on any rank fails on all, leaves nothing behind,
-    and is no reason to stop. `report(kind, **fields)` is told what becomes of it, in the thread: `committed`, `save_failed`,
+    and is no reason to stop. `report(kind, **fields)` is called with its outcome, in the thread: `committed`, `save_failed`,
     `not_copied`. Without `disks` there is one; `copy` is that of `metrics.jsonl` on ours.
     """
 
@@ -200,7 +200,7 @@ class Saver:
             if first:
                 new = dataclasses.replace(new, time=time.time())
                 said = self._put(target, new, files, problem), new.time, self._news(answers)
-            outcome, now, news = disks.told(said, disks.savers)
+            outcome, now, news = disks.broadcast(said, disks.savers)
             if not first:
                 new = dataclasses.replace(new, time=now)
                 outcome = self._put(target, new, files, problem or outcome.reason, news)

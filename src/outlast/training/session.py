@@ -196,9 +196,9 @@ class Session:
                 error.add_note(hint)
             self._saver.wait(_LAST_SAVE_S)  # the others' threads go on saving although their steps wait for ours
         if kind is None or self._leaving:
-            # A group that nobody refers to joins its threads. One of those could otherwise let go of a tensor while the
-            # interpreter shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is
-            # why nothing here goes over the default group, which every DDP module refers to.
+            # A group without references joins its threads. Otherwise one of them could release a tensor while the interpreter
+            # shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is why nothing
+            # here uses the default group, which every DDP module refers to.
             stall.watch().last = lambda: None
             self._saver.close()
             self._disks.close()
@@ -240,9 +240,9 @@ class Session:
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap `model` in `DistributedDataParallel(model, **options)`, with the same order of additions after every restart.
 
-        Plain DDP arranges its gradient buckets anew after the first backward pass. With three or more ranks the sum then has
-        other bits, so the first step after a resume would not be exact. This wrapper arranges them before the first step, by an
-        empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
+        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks the sum then has other
+        bits, so the first step after a resume would not be exact. This wrapper rebuilds them before the first step, by an empty
+        backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -288,7 +288,7 @@ class Session:
         self._last_save = time.monotonic()
         for stream in mistakes.streams_of(state):
             stream.ended = self._ended
-        if chosen and self.rank == 0 and not self._run:  # otherwise whoever started us says so
+        if chosen and self.rank == 0 and not self._run:  # otherwise the launcher or the agent prints it
             of = f" of {steps}" if (steps := self._steps()) else ""
             self._screen.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
         self._report(phase="first step", step=step, committed=step, steps=self._steps())
@@ -433,14 +433,14 @@ class Session:
 
     def _ended(self) -> None:
         """Called when a stream of the state has ended."""
-        if threading.get_ident() == self._thread:  # else somebody reads ahead
+        if threading.get_ident() == self._thread:  # else another thread prefetches
             self._screen.flush()
             self._save_last("the end of the stream")
 
     def _save_last(self, where: str) -> None:
         """Save the last step if the script has not. A collective, unless all ranks know that there is nothing to save.
 
-        The step is the one that `due` or `save` (called by all ranks) or `log` (perhaps called by some) was given after the last
+        The step is the last argument of `due` or `save` (called by all ranks) or `log` (perhaps called by some) after the last
         batch.
         """
         if not self._state or self._closed:

@@ -164,7 +164,7 @@ class Stream:
     share is one piece. The stream ends after `steps`, or after `epochs` when `steps` is None: then each sample is handed out
     exactly `epochs` times, also when a resumed run has another `batch`.
 
-    Its position counts the batches handed out, not those read ahead: in the loop's body, the current batch counts as consumed.
+    Its position counts the batches handed out, not those prefetched: in the loop's body, the current batch counts as consumed.
     `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; when the loop has ended, the
     session saves the last step. Raises OutlastError for data that is none of these, and for ranks without a sample.
 
@@ -185,7 +185,8 @@ class Stream:
         workers: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self._source, self.samples = _source(dataset)
+        self._dataset = dataset
+        self._arrays, self.samples = _source(dataset)
         if self.samples == 0:
             raise OutlastError("the dataset is empty; a stream needs at least one sample")
         if not all(number is None or (isinstance(number, numbers.Integral) and number >= 1) for number in (batch, microbatch)):
@@ -203,7 +204,7 @@ class Stream:
         self.reading = 0
         """Loops over the stream that have begun and not ended."""
         self.ended: Callable[[], None] | None = None
-        """Called when a loop has come to the end of the stream, and was not left."""
+        """Called when a loop has reached the end of the stream, not when it was left."""
         self.saves = 0
         """How often `state_dict` has been asked for."""
         self.undealt = ""
@@ -336,20 +337,19 @@ class Stream:
             epoch, start = (epoch + 1, 0) if ends else (epoch, start + size)
 
     def _read(self, plans: Iterator[_Plan]) -> Iterator[tuple[_Plan, tuple[tuple[Any, float], ...]]]:
-        if not isinstance(self._source, _Samples):
-            arrays = self._source
+        if arrays := self._arrays:
             read = ((plan, tuple((arrays.take(part), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
-        samples, collate = _Seeded(self._source.dataset, self.seed), self._collate
+        samples, collate = _Seeded(self._dataset, self.seed), self._collate
         if not self._workers:
             for plan in plans:
                 with _kept_generators():
                     pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
                 yield plan, pieces
             return
-        # One loader for the whole run; a batch of its is one of our pieces. Its own generator: the default one must not be
-        # drawn from.
+        # One loader for the whole run; one of its batches is one of our pieces. It has its own generator, so that it draws
+        # nothing from the default one.
         queued: queue.SimpleQueue[_Plan] = queue.SimpleQueue()
         loader = iter(
             DataLoader(
@@ -368,7 +368,7 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """`items`, taken by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
+    """`items`, prefetched by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
     pool = ThreadPoolExecutor(1, "outlast-stream")
     try:
         ready = collections.deque(pool.submit(next, items, None) for _ in range(count))
@@ -377,11 +377,6 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
             yield item
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Samples:
-    dataset: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,7 +398,8 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
     return torch.from_numpy(np.asarray(array[indices]))
 
 
-def _source(dataset: Any) -> tuple[_Samples | _Arrays, int]:
+def _source(dataset: Any) -> tuple[_Arrays | None, int]:
+    """The dataset as arrays, None for a map-style one; and its number of samples."""
     array = np.ndarray | torch.Tensor
     parts: dict[Any, Any] = {}
     if isinstance(dataset, Mapping):
@@ -418,7 +414,7 @@ def _source(dataset: Any) -> tuple[_Samples | _Arrays, int]:
             "use a tuple for columns: Stream((x, y), ...), or torch.stack(list) for samples"
         )
     if not parts:
-        return _Samples(dataset), _length(dataset)
+        return None, _length(dataset)
     for place, part in parts.items():
         if not isinstance(part, array):
             raise OutlastError(
@@ -443,11 +439,10 @@ def _length(dataset: Any) -> int:
             f"{what}, an IterableDataset, which cannot go on at a position; "
             "give the Stream arrays or a dataset with __getitem__ and __len__"
         )
-    if isinstance(dataset, str | bytes | Path) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        remedy = "read it first, and" if isinstance(dataset, str | bytes | Path) else ""
-        raise OutlastError(
-            f"{what}; {remedy} give the Stream a tuple of arrays, or a dataset with __getitem__ and __len__".replace(";  ", "; ")
-        )
+    path = isinstance(dataset, str | bytes | Path)
+    if path or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        first = "read it first, and " if path else ""
+        raise OutlastError(f"{what}; {first}give the Stream a tuple of arrays, or a dataset with __getitem__ and __len__")
     return len(dataset)
 
 
@@ -472,7 +467,7 @@ def loops() -> int:
 
 
 def being_read() -> list[Stream]:
-    """The streams of this process that a loop is in the middle of."""
+    """The streams of this process that are being iterated over."""
     return [stream for stream in _read_now if stream.reading]
 
 

@@ -1,4 +1,4 @@
-"""A worker's output goes to its log through a pipe of the agent, so that a full disk costs log lines and not the training:
+"""The output of a worker, which goes to its log through a pipe of the agent. A full disk then costs log lines, not the training:
 a process that writes to the log itself dies of ENOSPC in the middle of a print.
 """
 
@@ -19,22 +19,22 @@ _EARLY = 1 << 20
 """Bytes that are kept for `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
-"""A tail is no longer: it travels in reports, and what Kubernetes keeps of a container's log is no longer either."""
+"""Limit of a tail, which travels in reports. Equal to Kubernetes' limit of a termination message from a log."""
 _TAIL_WITHIN = 1 << 18
-"""Bytes before the end in which a tail is looked for. Arbitrary: what the other ranks wrote after the first that failed."""
+"""Bytes before the end that are searched for a tail. Arbitrary: other ranks write after the first that failed."""
 _TAIL_S = 0.5
-"""How long a line may take to the log. Arbitrary: it takes a millisecond, and on a full disk it never comes."""
+"""Timeout for a line to reach the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
 
 
 class Output:
-    """Stands between this process, with all that it starts, and its log: that which is standard output now.
+    """Copies the output of this process and its children to its log, which is the present standard output.
 
-    In pods that is the runtime's, and the log of the job's output is a copy: `keep` says where, once that is known.
+    In pods that is the container's log, and the log in the job's output is a copy: `keep` gives its path, once that is known.
     """
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
-        """What was written before `keep`."""
+        """Output before `keep`."""
         self.written = 0
         """Bytes so far."""
         self.recent = b""
@@ -77,7 +77,7 @@ class Output:
                 _write(self._copy_to, bytes(early or b""))
 
     def drain(self, timeout_s: float = 5.0) -> None:
-        """Wait until what has been written is in the log."""
+        """Wait until all output so far is in the log."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._copying:
@@ -87,7 +87,7 @@ class Output:
             time.sleep(0.01)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let go of the pipe, and wait until what has been written reached the log."""
+        """Close the pipe, and wait until all output is in the log."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
@@ -106,8 +106,7 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """The last lines of a log from byte `since` to `line`, which has just been written to standard error: at most TAIL_LINES and
     TAIL_BYTES, and only those that begin with `prefix`. Empty when the log cannot be read.
 
-    Waits for the line, since it passes through the pipe after all that was written before; when it does not come, what has come
-    is the tail.
+    Waits for the line, since it passes through the pipe after everything before it; without it, the tail ends with the log.
     """
     deadline = time.monotonic() + _TAIL_S
     while True:

@@ -42,7 +42,7 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
     return bool(step or name.endswith(".ckpt") or _WORD.search(named[1])), int(step[1]) if step else None
 
 
-class Said(Protocol):
+class SaveLike(Protocol):
     """A `Save`, or what a status document has of one."""
 
     @property
@@ -97,7 +97,7 @@ def newest(directory: Path, since: float) -> Save | None:
     return best
 
 
-def sentence(saved: Said | None, now: float) -> str:
+def sentence(saved: SaveLike | None, now: float) -> str:
     """A sentence on a plain script's checkpoints, of which only files are known."""
     if saved is None:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
@@ -105,7 +105,7 @@ def sentence(saved: Said | None, now: float) -> str:
     return f"newest file that looks like a checkpoint: {saved.name}{step}, {units.human_seconds(max(0.0, now - saved.time))} ago"
 
 
-def begun_anew(before: Said | None, step: int, steps: int | None, told: str) -> str:
+def begun_anew(before: SaveLike | None, step: int, steps: int | None, told: str) -> str:
     """A warning that a restarted script is at a step before that of its checkpoint. Empty if it is not, or may not be: the lines
     of a log may count the steps of an epoch, or of an evaluation."""
     if before is None or before.step is None or not 0 < step < before.step or (told == "log" and (steps or 0) < before.step):
