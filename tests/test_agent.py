@@ -146,7 +146,7 @@ def test_a_process_hangs_when_it_was_silent_for_as_long_as_its_agent_watched_and
                 machine.goes_on(STEP_S)
                 watched += STEP_S
                 hang = rule.hung(ranks.look(), LIMIT_S)
-                assert (hang is not None) == (watched > rule.OTHERS_FIRST * LIMIT_S)
+                assert bool(hang) == (watched > rule.OTHERS_FIRST * LIMIT_S)
             else:
                 monotonic, wall = DISTURBANCES[event]
                 machine.goes_on(monotonic, wall=wall)

@@ -331,8 +331,8 @@ class Agent:
             self._events.put(lifecycle.GraceOver())
         found = self._ranks.look(self._log.written)
         if self.worker.phase is Phase.TRAINING:
-            if hang := rule.hung(found, self.hang_limit_s):
-                self._end_hang(hang, found)
+            if victims := rule.hung(found, self.hang_limit_s):
+                self._end_hang(victims, found)
             if not self.worker.leaving:
                 self._launcher.look()
             if self._store and self._upload.ensure_running():
@@ -342,11 +342,11 @@ class Agent:
             self._kill_training()
             os._exit(contract.Exit.FAILED)
 
-    def _end_hang(self, hang: rule.Hang, found: Sequence[rule.Process]) -> None:
+    def _end_hang(self, victims: Sequence[tuple[rule.Process, str]], found: Sequence[rule.Process]) -> None:
         """Dump the stacks, leave the verdict for the elastic agent, kill."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in found], file)
-        for process, reason in hang.victims:
+        for process, reason in victims:
             record = process.progress
             print(f"outlast | rank {record.rank} on worker {self.index} {reason}; stacks in {file}", flush=True)
             path = self.state / contract.VERDICT.format(local_rank=process.local_rank)

@@ -87,9 +87,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are identified by the run,
-    others by the cluster's certificate authorities, where pods can see them: if those change, pods from before and after count as
-    two owners."""
+    """Where this pod's job is trained, see `runs.alive`: the same for all its pods. Jobs of an operator are identified by their
+    run, others by the cluster's certificate authorities, where pods can see them: if those change, pods from before and after
+    count as two owners."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"

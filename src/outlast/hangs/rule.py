@@ -44,21 +44,14 @@ class Process:
         return self.silent_s > self.age_s / 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Hang:
-    """Training processes that hang and have to be killed, with a sentence for each."""
-
-    victims: tuple[tuple[Process, str], ...]
-
-
 OTHERS_FIRST = 1.25
 """Factor on the limit for processes that may only wait for another worker's: the worker with the culprit acts first."""
 START_LIMIT_S = 600.0
 """Least limit before the first step, where imports, compilation and restores may be slow."""
 
 
-def hung(processes: Sequence[Process], limit_s: float) -> Hang | None:
-    """Which processes of this worker hang, or None. `limit_s` is the job's `hang.limit`.
+def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
+    """The processes of this worker to kill because they hang, with a sentence for each. `limit_s` is the job's `hang.limit`.
 
     All ranks of a world stand still together when one hangs. One that the kernel has stopped, or that cannot run Python, is the
     culprit; if none of ours is, another worker's may be, so ours count as stuck only after a longer time. Ranks that wait for
@@ -67,14 +60,14 @@ def hung(processes: Sequence[Process], limit_s: float) -> Hang | None:
     judged = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
     if stopped:
-        return Hang(tuple((p, f"hung: stopped (SIGSTOP) for {p.silent_s:.0f} s{_at(p)}") for p in stopped))
+        return [(p, f"hung: stopped (SIGSTOP) for {p.silent_s:.0f} s{_at(p)}") for p in stopped]
     frozen = [p for p in judged if p.frozen and p.silent_s > _limit(p, limit_s)]
     if frozen:
-        return Hang(tuple((p, f"hung: unable to run Python for {p.silent_s:.0f} s{_at(p)}") for p in frozen))
+        return [(p, f"hung: unable to run Python for {p.silent_s:.0f} s{_at(p)}") for p in frozen]
     stuck = [p for p in judged if p.silent_s > OTHERS_FIRST * _limit(p, limit_s)]
-    if stuck and len(stuck) == len(judged):
-        return Hang(tuple((p, f"hung: no progress for {p.silent_s:.0f} s{_at(p)}") for p in stuck))
-    return None
+    if len(stuck) < len(judged):
+        return []
+    return [(p, f"hung: no progress for {p.silent_s:.0f} s{_at(p)}") for p in stuck]
 
 
 def _limit(process: Process, limit_s: float) -> float:
