@@ -154,13 +154,12 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
         if note and note.version and (note.code, note.current) == (code, True):
             return
         try:
-            source = _look(code)
+            version, bring = _look(code)
         except StoreError as problem:
             if note and note.version and note.code == code and problem.retry:
                 say(f"cannot see whether code ({code}) has changed: {problem}; going on with what is here")
                 return
             raise
-        version = source.version
         if not (note and (note.code, note.version) == (code, version)):
             into.mkdir(parents=True, exist_ok=True)
             if note is None:
@@ -169,74 +168,64 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
                 workdir.forget_code(into)
             shutil.rmtree(coming, ignore_errors=True)
             coming.mkdir()
-            tree, version = source.bring(coming, runs, say, stop)
+            tree, version = bring(coming, runs, say, stop)
             _merge(tree, into, note.time if note and note.version else float("inf"))
             shutil.rmtree(coming)
         _Note(code, version, time.time(), current=True).write(path)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prefix:
-    """Everything below a prefix of a store."""
-
-    listing: fetch.Listing
-
-    @property
-    def version(self) -> str:
-        return self.listing.version
-
-    def bring(self, directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
-        def into(listing: fetch.Listing) -> Path:
-            if listing.size > archives.MAX_BYTES or len(listing.entries) > archives.MAX_ENTRIES:
-                held = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
-                raise OutlastError(f"{listing.name} holds {held}, which is too much for code; keep data elsewhere")
-            return directory / listing.version
-
-        listing = fetch.bring_whole(self.listing, into, say=say, stop=stop)
-        tree = into(listing)
-        for entry in listing.entries:  # the job's own files are known by being newer
-            os.utime(tree / entry.key, (entry.modified, min(entry.modified, time.time())))
-        return tree, listing.version
+_Bring = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
+"""Gets an empty directory, what is run, `say` and `stop`; returns where below the directory the code is, and its version."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Archive:
-    """An archive here, or in a store."""
-
-    name: str
-    place: store.Store | None
-    key: str
-    size: int
-    checksum: str
-    version: str
-
-    def bring(self, directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
-        archive = directory / self.key.rpartition("/")[2]
-        if self.place:
-            sync.receive(self.place, [(self.key, self.size, archive)], stop=stop)
-        else:
-            archive = Path(self.key)
-        if self.checksum:
-            archives.check_checksum(archive, self.name, self.checksum)
-        tree = directory / "tree"
-        tree.mkdir()
-        archives.extract(archive, tree, name=self.name)
-        return archives.root(tree, runs), self.version
-
-
-def _look(code: str) -> _Prefix | _Archive:
+def _look(code: str) -> tuple[str, _Bring]:
+    """The current version of code in an archive or a store, and the function that fetches it."""
     where, checksum = spec.pinned(code)
     if path := spec.local(where):
-        return _Archive(f"code ({path})", None, str(path), 0, checksum, archives.checksum(path))
+        here, version = path, archives.checksum(path)
+        return version, lambda directory, runs, say, stop: (_unpacked(here, f"code ({here})", checksum, directory, runs), version)
     if not spec.archive(where):
-        return _Prefix(fetch.look(where, "code"))
+        listing = fetch.look(where, "code")
+        return listing.version, lambda directory, runs, say, stop: _fetched(listing, directory, say, stop)
     above, _, key = store.normalised(where).rpartition("/")
     place = store.open_(above)
     try:
         entry = place.head(key)
     except store.Missing as error:
         raise OutlastError(f"code ({where}) does not exist; correct the URL") from error
-    return _Archive(f"code ({where})", place, key, entry.size, checksum, f"{entry.size} {entry.etag}")
+
+    def bring(directory: Path, runs: str, say: Say, stop: threading.Event) -> tuple[Path, str]:
+        archive = directory / key.rpartition("/")[2]
+        sync.receive(place, [(key, entry.size, archive)], stop=stop)
+        return _unpacked(archive, f"code ({where})", checksum, directory, runs), f"{entry.size} {entry.etag}"
+
+    return f"{entry.size} {entry.etag}", bring
+
+
+def _fetched(listing: fetch.Listing, directory: Path, say: Say, stop: threading.Event) -> tuple[Path, str]:
+    """Fetch everything below a prefix of a store."""
+
+    def into(listing: fetch.Listing) -> Path:
+        if listing.size > archives.MAX_BYTES or len(listing.entries) > archives.MAX_ENTRIES:
+            held = f"{len(listing.entries):,} files, {units.human_bytes(listing.size)}"
+            raise OutlastError(f"{listing.name} holds {held}, which is too much for code; keep data elsewhere")
+        return directory / listing.version
+
+    listing = fetch.bring_whole(listing, into, say=say, stop=stop)
+    tree = into(listing)
+    for entry in listing.entries:  # the job's own files are known by being newer
+        os.utime(tree / entry.key, (entry.modified, min(entry.modified, time.time())))
+    return tree, listing.version
+
+
+def _unpacked(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
+    """Verify and unpack an archive; returns where in it the code begins."""
+    if checksum:
+        archives.check_checksum(archive, name, checksum)
+    tree = directory / "tree"
+    tree.mkdir()
+    archives.extract(archive, tree, name=name)
+    return archives.root(tree, runs)
 
 
 def _merge(tree: Path, into: Path, since: float) -> None:
