@@ -102,6 +102,8 @@ def test_a_requirements_file_becomes_lines_that_mean_the_same_anywhere(tmp_path:
     assert (found.names("Torch"), found.names("six"), found.names("inops"), found.hashed()) == (True, True, False, True)
     (tmp_path / "elsewhere").mkdir()
     assert requirements.read(found.write(tmp_path / "elsewhere" / "frozen.txt"), "x") == found
+    (tmp_path / "elsewhere").rename(tmp_path / "a place")
+    assert requirements.read(tmp_path / "a place" / "frozen.txt", "x") == found
 
 
 def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path: Path):

@@ -104,13 +104,13 @@ class Source:
 
         Raises OutlastError if the store fails, or has another version than the run began with; OSError.
         """
-        if version := self._taken(self._pinned()):  # the store need not even be there
+        if version := self._taken(_pinned(self._pin)):  # the store need not even be there
             return version
         name = f"{self._field} ({self._url})"
         with locks.exclusive(
             self._home / "lock", waiting=lambda: self._say(f"waiting for another worker that fetches {name}"), stop=self._stop
         ):
-            pinned = self._pinned()
+            pinned = _pinned(self._pin)
             if version := self._taken(pinned):
                 return version
             listing = fetch.look(self._url, self._field)
@@ -128,9 +128,6 @@ class Source:
             assert version is not None
             self._sweep()
             return version
-
-    def _pinned(self) -> str:
-        return _pinned(self._pin)
 
     def _taken(self, version: str) -> Version | None:
         """A complete version, locked and with our pin in its `runs/`; None if it is missing."""
@@ -203,7 +200,7 @@ class Source:
 
     def _sweep(self) -> None:
         """Remove versions that are neither locked nor pinned by a run, and leftovers of abandoned fetches."""
-        pinned = self._pinned()
+        pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
             if not directory.is_dir() or directory.name == pinned or not locks.free(directory / "lock"):
                 continue

@@ -50,7 +50,7 @@ class Requirements:
         if self.constraints:
             beside = path.with_name("constraints.txt")
             beside.write_text("".join(f"{line}\n" for line in self.constraints))
-            lines.append(f"-c {beside}")
+            lines.append(f"-c {beside.name}")  # relative: an absolute path may have a space, which ends it for pip
         path.write_text("".join(f"{line}\n" for line in lines))
         return path
 
