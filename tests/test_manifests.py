@@ -559,10 +559,9 @@ def test_what_a_claim_has_and_is_not_asked_for_is_said() -> None:
         return {"kind": "PersistentVolumeClaim", "metadata": {"name": "pvc"}, "spec": wanted}
 
     there = a_claim("102400Mi", storageClassName="slow")
-    assert objects.kept(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc is there and is used as it is"
+    assert objects.kept(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc exists and is used as it is"
     assert objects.kept(a_claim("200Gi", storageClassName="fast"), there) == (
-        "PersistentVolumeClaim pvc is there and is used as it is; "
-        "its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"
+        "PersistentVolumeClaim pvc exists and is used as it is; its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"
     )
 
 
@@ -717,7 +716,7 @@ def test_what_selects_the_pods_cannot_be_taken_away() -> None:
 @pytest.mark.parametrize(
     ("patch", "sentence"),
     [
-        ({"spec": {"containers": [{"image": "x"}]}}, "template.spec.containers[0] has no name; say which one is meant"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "template.spec.containers[0] has no name; give it"),
         (
             {"spec": {"containers": {"worker": {}}}},
             "template.spec.containers must be a list of mappings, each with its name",

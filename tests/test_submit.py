@@ -269,7 +269,7 @@ def test_a_claim_that_is_there_is_used_and_never_changed(api: apiserver.ApiServe
     wanted = {"accessModes": ["ReadWriteMany"], "storageClassName": "slow", "resources": {"requests": {"storage": "10Gi"}}}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "data", "labels": labels}, "spec": wanted}
     there = copy.deepcopy(api.put(claim))
-    said = "PersistentVolumeClaim data is there and is used as it is"
+    said = "PersistentVolumeClaim data exists and is used as it is"
     for options in (("--dry-run",), ()):
         code, out, _ = outlast("submit", "job.yaml", *CLAIMING, *options)
         assert (code, out.splitlines()[0]) == (0, f"{said}; its size is 10Gi, not 20Gi; its StorageClass is slow, not fast")

@@ -1,8 +1,7 @@
-"""A job as documents for Kubernetes: `render(job, "indexed-job")`.
+"""A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
 
-Pure: a job goes in, a list of dicts comes out, names and files are arguments; nothing here knows a cluster, a clock or a disk.
-Called by `outlast render`, by the operator (`pods.pod`) and by `deploy/render.py` (`install`, `crd`). What a worker's pod may
-rely on is written in `docs/decisions/0009-the-workers-pod.md`.
+Used by `outlast render`, the operator (`pods.pod`) and `deploy/render.py` (`install`, `crd`). The contract of a worker's pod:
+`docs/decisions/0009-the-workers-pod.md`.
 """
 
 from __future__ import annotations

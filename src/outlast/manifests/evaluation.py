@@ -1,4 +1,4 @@
-"""A Job of one pod that evaluates a job's model: a worker's pod that runs something else, and only once."""
+"""A Job of one pod that evaluates a job's model: a worker's pod with another command."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from outlast.manifests.request import Document
 
 COMPONENT = "evaluation"
 _KEEP_S = 3600
-"""How long it is kept after its end, so that its log can be read again."""
+"""TTL after its end, for its log."""
 
 
 def _of_the_workload(label: str) -> bool:
-    """Whether it says which pod of which workload it is; some of these the API server writes into a Job's template."""
+    """Whether a label identifies a pod or its workload; the API server adds some of these to a Job's template."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """The Job, from the template of the workers' pods. `unique` sets it apart from other evaluations."""
+    """The Job, from the template of the workers' pods. `unique` distinguishes it from other evaluations."""
     name = names.fit(f"{job}-evaluation-{unique}", names.LONGEST - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}
@@ -29,7 +29,7 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
     pod["metadata"].get("annotations", {}).pop(gang.GROUP_ANNOTATION, None)
     pod["spec"] = {key: value for key, value in pod["spec"].items() if key not in ("subdomain", "hostname", "schedulingGates")}
     if pod["spec"].get("schedulerName") in gang.SCHEDULERS.values():
-        del pod["spec"]["schedulerName"]  # it would wait for the others of the gang
+        del pod["spec"]["schedulerName"]  # it would wait for the rest of the gang
     pod["spec"]["restartPolicy"] = "Never"
     for container in pod["spec"]["containers"]:
         if container["name"] == Pod.CONTAINER:

@@ -1,7 +1,7 @@
-"""Who starts the workers all or none: nobody, the coscheduling plugin, or Volcano.
+"""Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
-`of` says what pods must carry for it, and which PodGroup there must be. `auto` is whoever the cluster has: the operator sees it
-and asks `choose`; who renders without a cluster takes nobody. Kueue admits whole jobs by itself, see `labels.kueue`.
+`of` gives the pods' labels and the PodGroup. `auto` is what the cluster has: the operator calls `choose`; without a cluster it is
+none. Kueue admits whole jobs by itself, see `labels.kueue`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from outlast.manifests import labels, resources
 from outlast.manifests.request import Document, Request
 
 GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
-"""Of pods that the coscheduling plugin starts together."""
+"""Label of the pods of a gang, for the coscheduling plugin."""
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
-"""Of pods that Volcano starts together."""
+"""Annotation of the pods of a gang, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
-"""Who schedules a gang."""
+"""Name of the scheduler."""
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""The API group by which a cluster shows that it has them; of two, the first is taken."""
+"""The API group that shows that a cluster has it; the first one wins."""
 
 Who = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
 class Gang:
-    """What all-or-none asks of the pods."""
+    """What gang scheduling requires of the pods."""
 
     scheduler: str = ""
     """Name of the scheduler. Default: the cluster's."""
@@ -43,11 +43,10 @@ NONE = Gang()
 
 
 def choose(fields: spec.Spec, found: Collection[str], *, admitted: bool = False) -> Who:
-    """Who starts a job's workers all or none, in a cluster that has these API groups.
+    """The gang scheduler of a job in a cluster with these API groups.
 
-    `auto` is nobody for a job that may train with one worker: there is no all or none, and another scheduler would be a risk for
-    nothing. Neither for one that Kueue admits (`admitted`): it waits for quota of all its workers, in a queue that is none of
-    Volcano.
+    `auto` is none for a job that may train with one worker, where a gang has no meaning, and for one that Kueue admits
+    (`admitted`): Kueue waits for quota for all its workers, and its queue is not one of Volcano's.
     """
     wish = fields.scheduling.gang
     if wish != "auto":
@@ -58,7 +57,7 @@ def choose(fields: spec.Spec, found: Collection[str], *, admitted: bool = False)
 
 
 def missing(who: Who, found: Collection[str]) -> str:
-    """Why nobody can start a gang, if the cluster lacks who is to do it: a sentence, else empty."""
+    """Why a gang cannot be scheduled, if the cluster lacks its scheduler: a sentence, else empty."""
     group = GROUPS.get(who, "")
     if not group or group in found:
         return ""
@@ -66,7 +65,7 @@ def missing(who: Who, found: Collection[str]) -> str:
 
 
 def of(request: Request, name: str, who: Who | None = None) -> Gang:
-    """The gang of a job with several workers; its PodGroup is called `name`. `who`: by default whom the job file names."""
+    """The gang of a job with several workers; its PodGroup is called `name`. `who`: by default that of the job file."""
     match who or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             group: Document = {

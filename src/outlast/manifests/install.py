@@ -1,9 +1,9 @@
-"""What is installed in a cluster: the namespace, the API, the operator and what it may do, and an etcd for who wants one.
+"""The objects of an installation: namespace, CRDs, the operator and its rights, and optionally an etcd.
 
     files()   {"operator.yaml": [documents], ...}    as `deploy/` holds them, and `outlast install` applies them
 
-The operator has the right to everything it does and to nothing else: no wildcard, no Secrets. It may make roles of what it may
-itself, for the workers of a job, and may not go beyond that (`escalate`, `bind`).
+The operator has exactly the rights that it uses: no wildcards, no Secrets. It may create Roles with rights that it has itself,
+for the workers of a job, and none beyond (no `escalate`, no `bind`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from outlast.manifests.request import Document
 IMAGE = "ghcr.io/outlast/operator:0.1"
 """The operator's image: Outlast without torch."""
 ETCD = "outlast-etcd"
-"""The Service by which clients find whichever members answer, and what the members begin with."""
+"""The Service for clients, and the prefix of the members' names."""
 ETCD_PEERS = "outlast-etcd-peers"
-"""The headless Service that gives members their names."""
+"""The headless Service for the members' DNS names."""
 ETCD_IMAGE = "quay.io/coreos/etcd:v3.6.6"
 ETCD_TLS = "outlast-etcd-tls"
-"""The Secret with the certificate of the members: tls.crt, tls.key and ca.crt."""
+"""The Secret with the members' certificate: tls.crt, tls.key and ca.crt."""
 ETCD_ROLE = f"{contract.GROUP}/etcd"
-"""Label: of a Secret, what it is for (`etcdlogin`); of a pod, that it is a client, where it is no worker of a job."""
+"""Label: the purpose of a Secret (`etcdlogin`); `client` on a pod that is a client without being a worker."""
 ENDS = f"{contract.GROUP}/certificate-ends"
-"""Annotation: the day on which the certificate in it is no longer valid."""
+"""Annotation: the day on which the certificate expires."""
 _CLIENT, _PEER, _HEALTH = 2379, 2380, 2381
 _TLS = "/etc/etcd/tls"
 _FILES = {"cert-file": "tls.crt", "key-file": "tls.key", "trusted-ca-file": "ca.crt"}
 _QUOTA_MIB = 256
-"""What etcd may hold: a run has some KiB in it. Its log and its snapshots take about as much again each."""
+"""Quota of etcd: a run takes some KiB. WAL and snapshots take about as much again each."""
 _ETCD_DISK = "2Gi"
 LABELS = {
     "app.kubernetes.io/name": "outlast",
@@ -43,19 +43,19 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Etcd:
-    """How an etcd is to be made."""
+    """Options of an etcd."""
 
     members: int = 3
-    """3 go on when one is lost; with 1, worlds cannot change while it is away."""
+    """3 tolerate the loss of one; with 1, worlds cannot change while it is down."""
     storage: str | None = None
-    """Class of its volumes. Default: the cluster's. `none`: no volumes; what a pod knows ends with it, which only one member can
-    live with: of three, one that comes back empty is refused by the others."""
+    """StorageClass. Default: the cluster's. `none`: no volumes, so that data is lost with the pod; only for one member, as a
+    cluster of three rejects a member that comes back empty."""
     tls: bool = True
-    """False only of what an older version has made."""
+    """False only for an etcd that an older version has created."""
 
 
 def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = Etcd()) -> dict[str, list[Document]]:
-    """The documents by the file that holds them, below `deploy/`; `into` is the operator's namespace."""
+    """The objects by file name, as below `deploy/`; `into` is the operator's namespace."""
     base = {
         "namespace.yaml": [namespace(into)],
         "crd.yaml": [crd.definition(), *(each.functions.definition() for each in dropins.DROP_INS)],
@@ -71,7 +71,7 @@ def files(*, into: str = OPERATOR_NAMESPACE, image: str = IMAGE, wanted: Etcd = 
 
 
 def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
-    """The operator's namespace; nothing that is not restricted may run in it."""
+    """The operator's namespace, with the restricted Pod Security Standard."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "audit", "warn")}
     return {
         "apiVersion": "v1",
@@ -81,7 +81,7 @@ def namespace(name: str = OPERATOR_NAMESPACE) -> Document:
 
 
 def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
-    """The operator's Deployment: one replica acts, holding a Lease, the other takes over when its node is lost."""
+    """The operator's Deployment: one replica leads, holding a Lease, the other is a standby."""
     labels = _selected("operator")
     return {
         "apiVersion": "apps/v1",
@@ -124,10 +124,9 @@ def operator(into: str = OPERATOR_NAMESPACE, image: str = IMAGE) -> Document:
 def etcd(into: str = OPERATOR_NAMESPACE, wanted: Etcd = Etcd()) -> list[Document]:
     """An etcd for `rendezvous: {backend: etcd}`, and for any torchrun.
 
-    Whoever connects shows a certificate of its authority; the Secrets, and users with passwords, come from
-    `outlast.cluster.etcd_users`.
-    Members tell others their own full names: who is told an address such as 0.0.0.0 looks for etcd in its own pod.
-    What they know is on claims, which go when the StatefulSet does: it is about runs that train now, and those tell it again.
+    Clients need a certificate of its authority; the Secrets, and users with passwords, come from `outlast.cluster.etcd_users`.
+    Members advertise their full names, not 0.0.0.0, which clients would look for in their own pod. Their claims are deleted with
+    the StatefulSet: they hold the state of current runs only, whose agents publish it again.
     """
     labels = _selected("etcd")
     return [
@@ -140,15 +139,15 @@ def etcd(into: str = OPERATOR_NAMESPACE, wanted: Etcd = Etcd()) -> list[Document
 
 
 def etcd_hosts(namespace: str, members: int) -> list[str]:
-    """All names and addresses by which members are reached, for their certificate. Those that members have among themselves come
-    first: each looks up by what name another comes."""
+    """All names and addresses of the members, for their certificate. The names of peers come first: etcd verifies a peer by a
+    lookup of the names."""
     peers = [f"{ETCD}-{n}.{ETCD_PEERS}.{namespace}.svc.{contract.CLUSTER_DOMAIN}" for n in range(members)]
     short = [ETCD, f"{ETCD}.{namespace}", f"{ETCD}.{namespace}.svc"]
     return [*peers, *short, f"{ETCD}.{namespace}.svc.{contract.CLUSTER_DOMAIN}", "localhost", "127.0.0.1"]
 
 
 def made(statefulset: Document) -> Etcd:
-    """How the etcd of this StatefulSet was made."""
+    """The options of the etcd of this StatefulSet."""
     claims = statefulset["spec"].get("volumeClaimTemplates")
     storage = claims[0]["spec"].get("storageClassName") if claims else "none"
     (container,) = statefulset["spec"]["template"]["spec"]["containers"]
@@ -160,12 +159,12 @@ def made(statefulset: Document) -> Etcd:
 
 
 def _etcd_host(member: str) -> str:
-    """The full name of a member, in whichever namespace it is applied to."""
+    """The full name of a member, in the namespace that it is applied to."""
     return f"{member}.{ETCD_PEERS}.$({contract.Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"
 
 
 def _etcd_service(name: str, labels: dict[str, str], into: str) -> Document:
-    # Members are ready only after they have found each other; clients are led to those that are.
+    # Members must find each other before they are ready.
     peers = {"clusterIP": "None", "publishNotReadyAddresses": True} if name == ETCD_PEERS else {}
     ports = [{"name": "client", "port": _CLIENT}, *([{"name": "peer", "port": _PEER}] if peers else [])]
     return {
@@ -186,8 +185,8 @@ def _etcd_budget(labels: dict[str, str], into: str) -> Document:
 
 
 def _etcd_network(labels: dict[str, str], into: str) -> Document:
-    """Workers of any namespace, and who is labelled as a client, reach etcd; members reach each other; nobody else does. Probes
-    come from the node, which is always let in."""
+    """Only workers of any namespace, pods labelled as clients, and members reach etcd. Probes come from the node, which is always
+    allowed."""
     clients = [
         {"matchExpressions": [{"key": contract.Label.JOB, "operator": "Exists"}]},
         {"matchLabels": {ETCD_ROLE: "client"}},
@@ -224,7 +223,7 @@ def _etcd_command(members: int) -> list[str]:
         f"--initial-cluster={all_}",
         f"--initial-cluster-token={ETCD}",
         f"--quota-backend-bytes={_QUOTA_MIB << 20}",
-        "--auto-compaction-mode=periodic",  # old revisions are of no use to anybody: who has missed some reads all anew
+        "--auto-compaction-mode=periodic",  # old revisions are of no use: a client that has missed some reads everything again
         "--auto-compaction-retention=10m",
     ]
 
@@ -241,7 +240,7 @@ def _etcd_members(labels: dict[str, str], into: str, wanted: Etcd) -> Document:
             {"name": "health", "containerPort": _HEALTH},
         ],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
-        # Alone it is alive, but not ready: being started again would not bring the others back.
+        # Without quorum it is alive, but not ready: a restart would not bring the others back.
         "startupProbe": pods.probe("/livez", port="health", every=2, tries=150),
         "livenessProbe": pods.probe("/livez", port="health", every=10, tries=6),
         "readinessProbe": pods.probe("/readyz", port="health", every=5, tries=2),
@@ -251,7 +250,7 @@ def _etcd_members(labels: dict[str, str], into: str, wanted: Etcd) -> Document:
             {"name": "tls", "mountPath": _TLS, "readOnly": True},
         ],
     }
-    tls = {"name": "tls", "secret": {"secretName": ETCD_TLS, "defaultMode": 0o440}}  # read anew with each connection
+    tls = {"name": "tls", "secret": {"secretName": ETCD_TLS, "defaultMode": 0o440}}  # etcd reads it for each connection
     spec: Document = {"automountServiceAccountToken": False, "containers": [container], "volumes": [tls]}
     stored: Document = {}
     if wanted.storage == "none":
@@ -296,8 +295,8 @@ def _selected(component: str) -> dict[str, str]:
 
 
 def _pods(labels: dict[str, str], spec: Document) -> Document:
-    """The template of pods that keep apart, are restricted, and see no Services in their environment: one called outlast-...
-    would set OUTLAST_..._PORT."""
+    """A pod template: restricted, spread over nodes, without variables of Services: one called outlast-... would set
+    OUTLAST_..._PORT."""
     ours: Document = {
         "enableServiceLinks": False,
         "securityContext": volumes.security(),

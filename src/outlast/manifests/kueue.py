@@ -1,8 +1,7 @@
-"""What the operator asks of Kueue for a job, and what Kueue's answer means for its pods.
+"""Kueue's Workloads for a job, and what an admission means for its pods. Pure.
 
-Kueue knows quotas, and Workloads that want some of them; whose pods those are is the business of who made the Workload
-(https://kueue.sigs.k8s.io/docs/concepts/workload/). Everything here is documents; what is to be asked for when is decided in
-`operator.queues`. Pure.
+Kueue manages quotas and the Workloads that request them; pods are up to the Workload's creator
+(https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.queues` decides what to request.
 """
 
 from __future__ import annotations
@@ -22,39 +21,39 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 """Label of a job: its WorkloadPriorityClass."""
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label of a Workload: the job that it is for. Kueue's own tools look for it."""
+"""Label of a Workload: its job. Kueue's own tools use it."""
 WORKLOAD = "kueue.x-k8s.io/workload"
 """Annotation of a pod: the Workload whose quota it uses."""
 PODS = "main"
-"""The one set of pods of our Workloads."""
+"""Name of the pod set of our Workloads."""
 
 VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
     (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),
     (kinds.WORKLOAD, kinds.FLAVOR, kinds.WORKLOAD_PRIORITY),
 )
-"""Workloads, ResourceFlavors and WorkloadPriorityClasses in the versions that we speak, the newest first."""
+"""Workloads, ResourceFlavors and WorkloadPriorityClasses in the supported versions, newest first."""
 
 
 @dataclass(frozen=True)
 class Priority:
-    """How urgent a Workload is. A name needs a value: Kueue looks up none."""
+    """Priority of a Workload. Kueue does not look up the value of a name."""
 
     value: int
     name: str = ""
     group: str = ""
-    """Of the class: Kueue's own, or the one of pods."""
+    """API group of the class: Kueue's, or that of pods."""
 
 
 def queue(job: Mapping[str, Any]) -> str:
-    """The queue of Kueue that an ElasticJob is to wait in: of its label, else of `scheduling`; empty for none."""
+    """Kueue's queue of an ElasticJob: from its label, else from `scheduling`; empty for none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """The priority of a job, as Kueue finds that of its own: by the label, else by the class of the pods, else the cluster's
-    default. A sentence when its class is not there."""
+    """The priority of a job, by Kueue's rules: of the label's class, else of the pods' class, else the cluster's default. A
+    sentence if its class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     named = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
@@ -75,7 +74,7 @@ def workload(
     least: int,
     priority: Priority,
 ) -> Document:
-    """A Workload for `count` pods of this template; fewer are welcome, down to `least`. `meta` is its metadata."""
+    """A Workload for `count` pods of this template, or fewer, down to `least`."""
     pods: Document = {"name": PODS, "count": count, "template": template}
     if least < count:
         pods["minCount"] = least
@@ -92,7 +91,7 @@ def workload(
 
 
 def name(job: str, uid: str, number: int) -> str:
-    """The name of a job's Workload; the next job of this name has others."""
+    """The name of a job's Workload; unique to the job's uid."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
@@ -102,13 +101,13 @@ def flavors(workload: Mapping[str, Any]) -> set[str]:
 
 
 def admitted(workload: Mapping[str, Any]) -> int:
-    """How many pods it was admitted with."""
+    """The number of pods that it was admitted with."""
     asked = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), asked))
 
 
 def placed(pod: Mapping[str, Any], workload: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> Document:
-    """The pod where its Workload was admitted to: on the nodes of its flavors (`found`, by name), and as admission checks say."""
+    """The pod with the node labels of its Workload's flavors (`found`, by name), and the updates of admission checks."""
     parts = [found[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]

@@ -1,4 +1,4 @@
-"""Labels of a job's documents: who made them, of which job and run they are, and with which settings it really trains."""
+"""Labels of a job's objects: origin, job, run, and the settings that it trains with."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
 _RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
 _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
-"""What controllers of Kubernetes write on pods and select them by: a Job whose template has another value is refused (422).
+"""Labels that Kubernetes' controllers set and select by: a Job whose template has another value is rejected (422).
 https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-"""Names of arguments that may be secrets: who may list pods may read their labels."""
+"""Names of arguments that may be secrets, which must not be in labels."""
 
 
 def selector(job: str) -> dict[str, str]:
-    """What selects the workers of a job, of all its runs. It never changes: selectors cannot."""
+    """Selector of a job's workers, of all its runs. Selectors are immutable, so it never changes."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
 def common(job: spec.Job) -> dict[str, str]:
-    """Labels of everything that is made for a job: the user's, then ours. Raises InvalidJob for some that cannot be labels."""
+    """Labels of all objects of a job: the user's, then ours. Raises InvalidJob for invalid labels."""
     return {
         **_users(job),
         "app.kubernetes.io/name": "outlast",
@@ -54,7 +54,7 @@ def worker(request: Request) -> dict[str, str]:
 def settings(args: Sequence[str]) -> dict[str, str]:
     """The arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
 
-    Those whose name or value cannot be in a label are left out, and those that may be secrets.
+    Names and values that are not valid labels, and possible secrets, are left out.
     """
     found = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
     return {name: value for name, value in found.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
@@ -69,7 +69,7 @@ def metadata(request: Request, name: str) -> Document:
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
-    """The metadata of what owns the pods: with the user's annotations, and the label of Kueue's queue if there is one."""
+    """The metadata of the owner of the pods: with the user's annotations, and Kueue's queue if there is one."""
     found = metadata(request, name)
     found["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **kueue(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:

@@ -1,7 +1,7 @@
-"""Names of what is made on Kubernetes: short enough, and new when what they name has changed.
+"""Names of Kubernetes objects, within the limits on length.
 
-Jobs and ConfigMaps cannot be changed once they are made. Theirs end with a digest of what they hold, so that applying a changed
-file makes new ones, and applying the same file changes nothing.
+Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new ones,
+and applying the same file changes nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _DIGITS = 8
 
 
 def digest(value: Any) -> str:
-    """Eight characters that say whether two values (of JSON) are the same; the order of keys has no meaning."""
+    """A digest of a JSON value in eight characters; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def fit(name: str, longest: int = LONGEST) -> str:
-    """The name, or when it is too long its begin and a digest of all of it."""
+    """The name; if it is too long, its beginning and a digest."""
     if len(name) <= longest:
         return name
     return f"{name[: longest - _DIGITS - 1].rstrip('-.')}-{digest(name)}"
@@ -32,11 +32,11 @@ def fit(name: str, longest: int = LONGEST) -> str:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of one job's documents."""
+    """The names of one job's objects."""
 
     job: str
     digest: str = ""
-    """Of the documents; empty while they are made for the first time, to be digested."""
+    """Of the objects; empty in the draft from which it is computed."""
 
     @property
     def config(self) -> str:
@@ -49,9 +49,9 @@ class Names:
 
     @property
     def service(self) -> str:
-        """The headless Service that gives workers their host names. The same for all runs: it selects by the job."""
+        """The headless Service for the workers' host names. The same for all runs: it selects by the job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """What owns the pods, when the longest host name of a pod adds `suffix` to it."""
+        """The owner of the pods, whose longest host name adds `suffix` to it."""
         return fit(f"{self.job}-{self.digest}", LONGEST - len(suffix))

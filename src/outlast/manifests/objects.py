@@ -1,4 +1,4 @@
-"""The documents beside the workload: the ConfigMaps with the job file and the code, the headless Service, the claims."""
+"""The objects beside the workload: ConfigMaps with job file and code, the headless Service, claims."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outlast.manifests.request import Document, Request
 
 
 def config(request: Request) -> Document:
-    """The ConfigMap with the job file. Its name changes with what it holds, so it never needs to."""
+    """The ConfigMap with the job file. It is immutable: its name changes with its content."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -22,7 +22,7 @@ def config(request: Request) -> Document:
 
 
 def code(request: Request) -> list[Document]:
-    """The ConfigMap with the archive of code, if there is one. It is named by the archive's checksum and never changes."""
+    """The ConfigMap with the archive of code, if there is one; its name has the archive's checksum."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -38,7 +38,7 @@ def code(request: Request) -> list[Document]:
 
 
 def service(request: Request) -> Document:
-    """The headless Service that gives every worker a name, also before it is ready: it is ready only when all have met."""
+    """The headless Service for the workers' DNS names, also before they are ready: they are only in a world."""
     return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
 
 
@@ -58,7 +58,7 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
 
 
 def key(service: Document, value: str) -> Document:
-    """The Secret by which workers that meet at worker 0 know each other; it goes by the name of the Service that leads there."""
+    """The Secret that authenticates workers at worker 0; it has the name of its Service."""
     meta = service["metadata"]
     return {
         "apiVersion": "v1",
@@ -70,7 +70,7 @@ def key(service: Document, value: str) -> Document:
 
 
 def keyed(workload: Document) -> bool:
-    """Whether the pods of a workload ask for that Secret."""
+    """Whether the pods of a workload use that Secret."""
     spec = workload["spec"]
     template = (spec.get("tasks") or [spec])[0].get("template") or {}
     containers = template.get("spec", {}).get("containers", ())
@@ -78,7 +78,7 @@ def keyed(workload: Document) -> bool:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """The PersistentVolumeClaims that are to be made: those whose size is given. `mode`: who may use them by default."""
+    """The PersistentVolumeClaims to create: those with a size. `mode`: default access mode."""
     return [
         {
             "apiVersion": "v1",
@@ -91,14 +91,14 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
 
 
 def kept(wanted: Document, there: Document) -> str:
-    """What is to be said of a claim that is there already: it may hold somebody's data, so it is used and never changed."""
+    """The sentence about a claim that exists: it may hold data, so it is used and never changed."""
     asked, has = _asked(wanted), _asked(there)
     differ = [f"its {name} is {has[name] or 'none'}, not {each}" for name, each in asked.items() if each and each != has[name]]
-    return "; ".join([f"PersistentVolumeClaim {there['metadata']['name']} is there and is used as it is", *differ])
+    return "; ".join([f"PersistentVolumeClaim {there['metadata']['name']} exists and is used as it is", *differ])
 
 
 def _asked(claim: Document) -> dict[str, str]:
-    """What a claim asks for."""
+    """The request of a claim."""
     size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
     return {
         "size": units.memory_text(units.memory(size)) if size else "",

@@ -1,4 +1,4 @@
-"""A patch laid over a pod template, as `kubectl patch --type strategic` would.
+"""Strategic merge of a patch into a pod template, as `kubectl patch --type strategic`.
 
 Mappings merge key by key, and `null` removes a key. Lists whose items have a name (containers, volumes, variables, ports) merge
 item by item; other lists are replaced. `$patch: delete` in an item removes it, `$patch: replace` in a mapping puts it in place
@@ -23,14 +23,14 @@ KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-"""By the name of a list, what its items are known by (`patchMergeKey` of the Kubernetes API)."""
+"""Merge keys of lists (`patchMergeKey` of the Kubernetes API)."""
 _ONE_OF = ("volumes", "env")
-"""Lists whose items are of one kind or another: a claim that is laid over an empty directory replaces it (`retainKeys`)."""
+"""Lists whose items are unions: a claim replaces an emptyDir (`retainKeys`)."""
 _WAYS = ("merge", "replace", "delete")
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> dict[str, Any]:
-    """`base` with `patch` laid over it; neither is changed. Raises ValueError with a sentence about what cannot be merged."""
+    """`base` merged with `patch`; neither is changed. Raises ValueError with a sentence about what cannot be merged."""
     if _way(patch, at) == "replace":
         return _bare(patch)
     result = dict(base)
@@ -52,11 +52,11 @@ def merge(base: dict[str, Any], patch: dict[str, Any], at: str = "template") -> 
 
 
 def _items(base: list[Any], patch: list[Any], name: str, at: str) -> list[Any]:
-    """The items of both lists; those that are in both are merged where they stand, new ones come last."""
+    """The merged lists: items in both are merged in place, new ones come last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
         if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):
-            raise ValueError(f"{at}[{index}] has no {key}; say which one is meant")
+            raise ValueError(f"{at}[{index}] has no {key}; give it")
     if any(item == {"$patch": "replace"} for item in patch):
         return [_bare(item) for item in patch if "$patch" not in item]
     found = {item[key]: item for item in base}

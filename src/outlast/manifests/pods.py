@@ -1,11 +1,11 @@
-"""A worker's pod, the same in every topology: what it runs, may do, is given, and how it is watched.
+"""A worker's pod, the same in every topology: command, security, resources, probes.
 
 It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/): not
-root, no escalation, no capabilities, the runtime's seccomp profile; and it cannot write to its image. The user's `template` is
-laid over it last.
+root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
+merged over it last.
 
-Probes ask the agent. It is alive while something advances, a step or a phase of the start; it is ready while it is in a world.
-The agent itself ends what hangs, with stacks in the log; the liveness probe is for an agent that does not answer.
+The agent answers the probes. It is alive while a step or a phase of the start makes progress, and ready while it is in a world.
+It ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from outlast.manifests import volumes as places
 from outlast.manifests.request import Document, Request, wrong
 
 START_S = 120
-"""How long the agent may take until it answers, on a machine that is busy: then the container is killed."""
+"""Timeout of the startup probe, for a busy machine."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a topology says of its workers."""
+    """The parameters of a worker's pod that depend on the topology."""
 
     index: variables.Source
-    """Where the index of the worker comes from."""
+    """Source of the worker's index."""
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
-    """The headless Service that gives the pod its name."""
+    """The headless Service for the pod's DNS name."""
     several: bool = True
     """Whether the job may have more workers than this one."""
     stay: bool = False
-    """Whether a worker that is done stays up; see `contract.Env.STAY`."""
+    """Whether a worker that has succeeded keeps running; see `contract.Env.STAY`."""
     account: str = ""
-    """The ServiceAccount of a worker that talks to the API server. Default: it has no token."""
+    """ServiceAccount, if the worker uses the API server. Default: no token."""
     gang: gang.Gang = gang.NONE
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """The PodTemplateSpec of a job's workers. Raises InvalidJob when there is no image, or `template` cannot be laid over it."""
+    """The PodTemplateSpec of a job's workers. Raises InvalidJob without an image, or if `template` cannot be merged."""
     volumes, mounts = places.volumes(request)
     made: Document = {
         "metadata": {"labels": {**labels.worker(request), **worker.gang.labels}},
@@ -69,26 +69,25 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """The pod of one worker, for an operator that makes each by itself. It carries its job file, see `Request.carried`."""
+    """The pod of one worker, for the operator. It carries its job file, see `Request.carried`."""
     request = dataclasses.replace(request, carried=True)
     made = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
     meta["labels"] = {**made["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
     meta["annotations"] = {**made["metadata"].pop("annotations", {}), Annotation.JOB_FILE: file}
-    # As of any template, a name in it has no meaning.
+    # `name` of a template has no meaning, as in Kubernetes.
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {**made["metadata"], **meta}, "spec": made["spec"]}
 
 
 def grace_s(fields: spec.Spec) -> int:
-    """Seconds from being told to leave until being killed: the job's grace, and then the last push."""
+    """terminationGracePeriodSeconds: the job's grace, and the last upload."""
     return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
 
 
 def failure_policy() -> Document:
-    """What a Job counts: not interruptions; and after a wrong configuration, or when workers have given up, it does not try
-    again.
+    """A Job ignores interruptions, and fails at once on misconfiguration or when workers have given up.
 
-    143 is a worker that was told to leave before its agent could answer. Everything else counts towards `backoffLimit`.
+    143 is SIGTERM before the agent handled it. Everything else counts towards `backoffLimit`.
     https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
     """
 
@@ -105,11 +104,11 @@ def failure_policy() -> Document:
 
 
 def job_limits(fields: spec.Spec) -> Document:
-    """The fields of a `batch/v1` Job that are about its failures and its end."""
+    """The fields of a `batch/v1` Job for failures and its end."""
     found: Document = {
-        **({"suspend": True} if fields.suspend else {}),  # false would be Kueue's to say: it holds jobs that wait
+        **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
         "backoffLimit": fields.restarts.limit,
-        "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still push
+        "podReplacementPolicy": "Failed",  # one worker of an index at a time: the old one may still upload
         "podFailurePolicy": failure_policy(),
     }
     if fields.active_deadline_seconds:
@@ -146,7 +145,7 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
 
 
 def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Document:
-    """A question over HTTP, `every` so many seconds; it has failed after so many `tries`."""
+    """An HTTP probe, `every` so many seconds; `tries` is the failure threshold."""
     return {
         "httpGet": {"path": path, "port": port},
         "periodSeconds": every,
@@ -156,7 +155,7 @@ def probe(path: str, *, every: int, tries: int, port: str = "probes") -> Documen
 
 
 def _overlaid(request: Request, made: Document) -> Document:
-    """The template with the user's laid over it. What selects the pods stays: without it nobody would find them."""
+    """The template with the user's merged over it; the selector's labels stay."""
     try:
         result = overlay.merge(made, request.spec.template)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Who may do what: the operator, the users of a namespace, and the workers of a job."""
+"""Rights of the operator, of the users of a namespace, and of a job's workers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from outlast.manifests.request import Document
 
 _RBAC, _LEASES = "rbac.authorization.k8s.io", "coordination.k8s.io"
 _GROUPS = (contract.GROUP, LEGACY_JOB.group)
-"""Of our ElasticJobs, and of those of the controller that we stand in for."""
+"""API groups of our ElasticJobs and of torchelastic's."""
 _READ = ["get", "list", "watch"]
 _WATCHED = ["list", "watch"]
 _LABELS = {"app.kubernetes.io/name": "outlast", "app.kubernetes.io/part-of": "outlast"}
 
 
 def operator(meta: Document, namespace: str) -> list[Document]:
-    """The operator's account, what it may do in all namespaces, and its own Lease: exactly what it does, no more."""
+    """The operator's ServiceAccount, with exactly the rights that it uses: in all namespaces, and on its own Lease."""
     jobs = ELASTIC_JOB.plural
     kept = ["get", "create"]
     rules = [
-        _rule(_GROUPS, [jobs], [*_READ, "delete"]),  # to delete: when their time after the end is over
+        _rule(_GROUPS, [jobs], [*_READ, "delete"]),  # delete: after their TTL
         _rule(_GROUPS, [f"{jobs}/status"], ["update"]),
-        _rule(_GROUPS, [f"{jobs}/finalizers"], ["update"]),  # to own what it makes, where that is enforced
+        _rule(
+            _GROUPS, [f"{jobs}/finalizers"], ["update"]
+        ),  # to set owner references, where OwnerReferencesPermissionEnforcement is on
         _rule("", ["pods"], [*_READ, "create", "delete", "patch"]),
         _rule("", ["services", "persistentvolumeclaims", "serviceaccounts"], kept),
         _rule(_RBAC, ["roles"], [*kept, "patch"]),  # of workers; the API server lets nobody give what they do not have

@@ -1,7 +1,7 @@
-"""Where a worker finds the others when there is no operator: an etcd, or worker 0, which decides.
+"""Rendezvous endpoints without an operator: an etcd, or worker 0.
 
-Pod 0 is named by its full name. The bare name of a headless Service is every pod's address: each would take itself for the host
-of the store, and wait for the others for ever.
+Worker 0 has its full name here. The name of the headless Service resolves to every pod: each would take itself for the host of
+the store, and wait for ever.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from outlast.contract import Env, Pod
 from outlast.manifests.request import Request, wrong
 
 LOGIN = "outlast-etcd"
-"""The Secret of a namespace with what its jobs need for the etcd of the same name, see `outlast.cluster.etcd_users`."""
+"""The Secret of a namespace for the etcd of the same name, see `outlast.cluster.etcd_users`."""
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
-    """`c10d://host:port`, `etcd://host:port,...` or `etcds://`, as OUTLAST_RENDEZVOUS says it; see `etcd.address`.
+    """`c10d://host:port`, `etcd://host:port,...` or `etcds://`, as in OUTLAST_RENDEZVOUS; see `etcd.address`.
 
-    Raises InvalidJob for what cannot work.
+    Raises InvalidJob.
     """
     wanted = request.spec.rendezvous
     if wanted.endpoint is None:
@@ -38,7 +38,7 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
 
 
 def ours(request: Request) -> bool:
-    """Whether a job asks for the etcd that `outlast install --etcd` brings, and leaves it to us who it is to be there."""
+    """Whether a job uses the etcd of `outlast install --etcd` without credentials of its own."""
     wanted = request.spec.rendezvous
     scheme, _, address = (wanted.endpoint or "").rpartition("://")
     named = any(name.startswith("OUTLAST_ETCD_") for name in request.spec.env)
@@ -46,7 +46,7 @@ def ours(request: Request) -> bool:
 
 
 def login(request: Request) -> dict[str, dict[str, Any]]:
-    """The variables that say who a worker is to that etcd; where they come from, as in a container."""
+    """The variables with a worker's credentials for that etcd."""
     if not ours(request):
         return {}
     files = {Env.ETCD_CACERT: "ca.crt", Env.ETCD_CERT: "tls.crt", Env.ETCD_KEY: "tls.key"}
@@ -65,7 +65,7 @@ def alone(request: Request) -> str:
 
 
 def fqdn(pod: str, service: str) -> str:
-    """The full name of a pod behind a headless Service, in whichever namespace it is applied to.
+    """The full name of a pod behind a headless Service, in the namespace that it is applied to.
 
     https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/
     """

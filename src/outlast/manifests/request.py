@@ -1,4 +1,4 @@
-"""What is asked of the manifests: a job, its names, its run, and the texts of the files that it brings along."""
+"""A request to render a job: the job, its names, its run and its local files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Request:
     run: str
     """Unique id of this submission; see `contract.Env.RUN`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Texts of files of this machine that pods need, by path; see `places.files`."""
+    """Contents of local files that pods need, by path; see `volumes.files`."""
     code: bytes = b""
-    """The archive of code that comes in a ConfigMap, if the job says so; empty when that ConfigMap is made by somebody else."""
+    """The archive of code for the ConfigMap; empty if that exists already."""
     fresh: bool = False
-    """Whether it begins from the beginning; see `contract.Env.FRESH`."""
+    """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     carried: bool = False
-    """Whether each pod carries the job file in an annotation of its own, and no ConfigMap is made."""
+    """Whether each pod has the job file in an annotation, instead of a ConfigMap."""
 
     @property
     def spec(self) -> spec.Spec:
@@ -42,17 +42,17 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def held(self) -> Request:
-        """A job that is to have no workers, as one that is suspended, with the fewest that it may have when it goes on."""
+        """A job with 0 workers as a suspended job with the fewest workers that are allowed."""
         workers = self.spec.workers
         if workers.replicas:
             return self
         return self.but(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def at_most(self, workers: int) -> Request:
-        """The request with no more workers than there will be pods, so that nobody waits for the others."""
+        """The request with at most as many workers as there will be pods, so that none waits for more."""
         return self.but(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 
 def wrong(job: spec.Job, *sentences: str) -> InvalidJob:
-    """The mistakes of a job that is right by itself and cannot be made on Kubernetes."""
+    """An InvalidJob for a valid job that cannot run on Kubernetes."""
     return InvalidJob([(None, sentence) for sentence in sentences], source=job.metadata.name)

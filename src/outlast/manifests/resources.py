@@ -1,7 +1,7 @@
-"""What a worker's container is given: the one place that decides requests, limits, processes and threads.
+"""Requests, limits, processes and threads of a worker's container.
 
-Memory and accelerators are both requested and limited. Cores are only requested, unless the job names a limit: it would hold data
-loaders back while other cores are idle.
+Memory and accelerators are both requested and limited. Cores are only requested, unless the job has a limit: it would throttle
+data loaders while other cores are idle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Share:
     threads: int
     """Of each process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
     shared_memory: int | None
-    """Bytes of `/dev/shm`; None: as much as the memory allows."""
+    """Bytes of `/dev/shm`; None: up to the memory."""
 
     def container(self) -> dict[str, Quantities]:
         """A container's `resources`."""
@@ -32,13 +32,12 @@ class Share:
 
 
 def accelerator(wanted: spec.Resources) -> str:
-    """The resource of the accelerators; empty for none."""
+    """Resource name of the accelerators; empty for none."""
     return accelerators.resource(wanted.accelerator) if wanted.gpu else ""
 
 
 def share(job: spec.Job) -> Share:
-    """What each worker of a job has. Raises InvalidJob when its shared memory does not fit in its memory, or its cores in their
-    limit."""
+    """The share of each worker. Raises InvalidJob if its shared memory exceeds its memory, or its cores their limit."""
     wanted, count = job.spec.resources, job.spec.processes()
     if wanted.shared_memory and wanted.memory and wanted.shared_memory >= wanted.memory:
         said = f"{units.memory_text(wanted.shared_memory)}), which counts as memory, leaves nothing of resources.memory"
@@ -51,7 +50,7 @@ def share(job: spec.Job) -> Share:
         firm["memory"] = units.memory_text(wanted.memory)
     if device := accelerator(wanted):
         firm[device] = wanted.gpu
-    cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes takes the limit for it
+    cores = _cores(wanted.cpu or wanted.cpu_limit)  # without a request Kubernetes uses the limit
     threads = max(1, int((wanted.cpu or wanted.cpu_limit or 1) / count))
     return Share({**cores, **firm}, {**_cores(wanted.cpu_limit), **firm}, count, threads, wanted.shared_memory)
 
@@ -61,7 +60,7 @@ def _cores(count: float | None) -> Quantities:
 
 
 def times(wanted: spec.Resources, count: int) -> Quantities:
-    """What `count` workers request together."""
+    """Total requests of `count` workers."""
     total = _cores((wanted.cpu or wanted.cpu_limit or 0) * count)
     if wanted.memory:
         total["memory"] = units.memory_text(wanted.memory * count)

@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Label and value that say of a node that it is a spot machine: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
+"""Label and value of spot nodes: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -27,11 +27,11 @@ _OLD_NAMES = {
     "beta.kubernetes.io/arch": "kubernetes.io/arch",
     "beta.kubernetes.io/os": "kubernetes.io/os",
 }
-"""Labels of nodes that Kubernetes has replaced."""
+"""Deprecated labels of nodes, and their replacements."""
 
 
 def pod(job: spec.Job, *, several: bool) -> Document:
-    """The part of a pod's specification that says where it may run. `several`: the job has more than this pod."""
+    """The scheduling part of a PodSpec. `several`: the job has more than this pod."""
     fields = job.spec
     one = {name: value for name, value in _nodes(fields).items() if "," not in value}
     found: Document = {}
@@ -63,7 +63,7 @@ def _nodes(fields: spec.Spec) -> dict[str, str]:
 
 
 def _affinity(fields: spec.Spec) -> Document:
-    """Affinity to nodes: each term of `required` is one way to be right, all expressions in a term must hold."""
+    """Node affinity: one of the terms of `required` must match, with all its expressions."""
     several = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
         for name, value in _nodes(fields).items()
@@ -99,7 +99,7 @@ def _tolerations(fields: spec.Spec) -> list[Document]:
 
 
 def tolerated(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Tolerations of the taints that keep nodes for those who want such accelerators, and of those that mark spot machines."""
+    """Tolerations of the taints of nodes with these accelerators, and of spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))

@@ -1,4 +1,4 @@
-"""The environment of a worker's container, in an order that has a meaning: who is referred to, `$(NAME)`, comes first."""
+"""The environment of a worker's container. Order matters: a variable comes after those that it refers to by `$(NAME)`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from outlast.manifests.request import Document, Request
 from outlast.spec import substitution
 
 KEY = "key"
-"""Of the Secret by which workers that meet at worker 0 know each other."""
+"""Key of the Secret that authenticates workers at worker 0."""
 Source = dict[str, object]
 """Where the value of a variable comes from: `{"value": "0"}`, or `{"valueFrom": ...}` as in a container."""
 
 
 def plain(value: str) -> Source:
-    """A value as it is."""
+    """A literal value."""
     return {"value": value}
 
 
@@ -26,13 +26,13 @@ def of_field(path: str) -> Source:
 
 
 def at_worker_0(rendezvous: str) -> bool:
-    """Whether workers of several pods meet at one of them."""
+    """Whether worker 0 hosts the rendezvous of several pods."""
     return rendezvous.startswith("c10d://") and not rendezvous.startswith("c10d://localhost:")
 
 
 def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """The container's `env`. A value of the job's own is literal: what it refers to and is not known yet is replaced by the
-    agent, from its environment."""
+    """The container's `env`. The job's own values are literal: the agent substitutes references that are unknown here, from its
+    environment."""
     ours = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     known = {name: str(source["value"]) for name, source in ours.items() if "value" in source}
     own = substitution.values(request.spec.env, known)
@@ -41,22 +41,22 @@ def container(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def from_secrets(fields: spec.Spec) -> list[Document]:
-    """The container's `envFrom`: the Secrets that are to be variables. What `env` says is stronger."""
+    """The container's `envFrom`: Secrets as variables. `env` takes precedence."""
     return [{"secretRef": {"name": secret.name}} for secret in fields.secrets if not secret.to]
 
 
 def literal(value: str) -> str:
-    """A value that Kubernetes takes for what it is: `$$` means `$`, and `$(NAME)` a variable."""
+    """A value escaped for Kubernetes, where `$$` means `$`, and `$(NAME)` a variable."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
 def of_secret(name: str, key: str) -> Source:
-    """A key of a Secret, if both are there when the container starts."""
+    """A key of a Secret, optional."""
     return {"valueFrom": {"secretKeyRef": {"name": name, "key": key, "optional": True}}}
 
 
 def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
-    """What the agent and the training are told, see `contract.Env`."""
+    """The variables of `contract.Env`."""
     fields, name = request.spec, request.job.metadata.name
     output = volumes.output(fields, name)
     store = volumes.store(request.job)

@@ -1,7 +1,7 @@
-"""What is where in a worker's pod: its volumes, and the job file as pods read it.
+"""The volumes of a worker's pod, and the job file with paths as in the pod.
 
-A pod sees stores, its image and its volumes, and nothing of the machine that a job is submitted from. What the job names there is
-either on a volume at the place where pods look for it, or travels along as text (`files`), or is a mistake (`document` says so).
+A pod sees stores, its image and its volumes, but not the machine that submits the job. A local path in a job must be on a volume
+at its place in the pod, or be a file that is sent along (`files`); else it is an error (see `document`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from outlast.manifests import rendezvous, resources
 from outlast.manifests.request import Document, Request, wrong
 
 _STATE_SIZE = "256Mi"
-"""Limit of a worker's small files, which are in memory; they take some kilobytes."""
+"""Size limit of the state directory, which is in memory; it holds some kilobytes."""
 _UID = 1000
-"""User and group of everything in the pod: any but root, see `pods`."""
+"""User and group of the pod: any but root, see `pods`."""
 
 
 def document(job: spec.Job) -> spec.Job:
-    """The job as pods read it: its places are those of pods. Raises InvalidJob with every place that pods cannot see.
+    """The job with paths as in its pods. Raises InvalidJob with every path that pods cannot see.
 
-    It does not say `suspend`, which is about whether there are pods.
+    `suspend` is left out: it is not for the pods.
     """
     fields = job.spec
     if broken := list(_unseen(job)):
@@ -45,71 +45,71 @@ def document(job: spec.Job) -> spec.Job:
 
 
 def to_ship(fields: spec.Spec) -> str | None:
-    """The code that lies on this machine, which pods do not see; None when they have it, or there is none."""
+    """The local directory of code that pods do not see; None if they have it, or there is none."""
     code = fields.code
     return code if code and _here(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
 
 def shipped(archive: str, checksum: str) -> str:
-    """What a job file says of code that comes in a ConfigMap."""
+    """The URL in a job file of code in a ConfigMap."""
     return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
 
 
 def checksum(code: str | None) -> str:
-    """The SHA-256 of code that comes in a ConfigMap; empty for other code."""
+    """The SHA-256 of code in a ConfigMap; empty for other code."""
     place, digits = spec.pinned(code or "")
     path = spec.local(place)
     return digits if path is not None and PurePosixPath(Pod.SHIPPED) in PurePosixPath(path).parents else ""
 
 
 def archive(code: str | None) -> str:
-    """The file name of the archive of code that comes in a ConfigMap."""
+    """The file name of the archive of code in a ConfigMap."""
     return PurePosixPath(spec.pinned(code or "")[0]).name
 
 
 def files(fields: spec.Spec) -> list[str]:
-    """Paths of the files of this machine whose text pods need."""
+    """Paths of the local files whose contents pods need."""
     return [path for _, _, path in _carried(fields)]
 
 
 def lost(job: spec.Job) -> bool:
-    """Whether the job's output ends with its pods, because it is neither in a store nor on a volume."""
+    """Whether the job's output is lost with its pods: it is neither in a store nor on a volume."""
     return _here(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 
 def output(fields: spec.Spec, name: str = "") -> str:
-    """The directory of the job's output in a pod: on a volume if it names one, else below `/out`."""
+    """The output directory in a pod: on a volume if there is one at its path, else below `/out`."""
     path = str(spec.local(fields.output) or "") if fields.output else ""
     root = path if path and _on_volume(fields, path) else Pod.OUTPUT
     return f"{root}/{name}" if name else root
 
 
 def store(job: spec.Job) -> str:
-    """The URL of the job's output in a store; empty when it is in none."""
+    """URL of the job's output in a store; empty if it is not in one."""
     above = store_of_all(job.spec)
     return f"{above}/{job.metadata.name}" if above else ""
 
 
 def store_of_all(fields: spec.Spec) -> str:
-    """The URL above the outputs of jobs in a store; empty when they are in none."""
+    """Parent URL of the outputs of jobs in a store; empty if they are not in one."""
     return "" if fields.output is None or _here(fields.output) else fields.output.rstrip("/")
 
 
 def config(request: Request) -> Document:
-    """What the ConfigMap holds: the job file and the files that travel along."""
+    """The data of the ConfigMap: the job file and the local files."""
     carried = {key: request.files[path] for _, key, path in _carried(request.spec)}
     return {"job.yaml": file(request.job), **carried}
 
 
 def file(job: spec.Job) -> str:
-    """The job file as a pod gets it."""
+    """The job file for a pod."""
     return spec.dump(document(job))
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:
-    """The volumes of a pod, and where its container finds them. No two are at one place."""
+    """The volumes of a pod, and the mounts of its container: one per path."""
     found: dict[str, tuple[Document, Document]] = {}
-    """By the place in the container."""
+    """By mount path."""
     for place, name, source in _own(request):
         found[place] = {"name": name, **source}, {"name": name, "mountPath": place}
     for place, volume, mount in _users(request.spec):
@@ -136,7 +136,7 @@ def confined() -> dict[str, Any]:
 
 
 def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
-    """The claims that are to be made, and their specifications; `mode` of access is for those that name none."""
+    """The specs of the claims to create; `mode` is the default access mode."""
     return {
         volume.claim: {
             "accessModes": [volume.access_mode or mode],
@@ -152,7 +152,7 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
 
 
 def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
-    """Place, name and source of what every worker has: nothing of the image can be written to."""
+    """Mount path, name and source of the volumes of every worker: the image is read-only."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
     carried = [
@@ -175,7 +175,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
         "/tmp": "tmp",
     }
     if request.spec.code and (checksum(request.spec.code) or not _here(request.spec.code)):
-        scratch = {Pod.CODE: "code", **scratch}  # elsewhere it is in the image, which an empty directory would hide
+        scratch = {Pod.CODE: "code", **scratch}  # else it is in the image, which an emptyDir would hide
     for index, data in enumerate(request.spec.data):
         if not _on_volume(request.spec, data.to):
             scratch.setdefault(data.to, f"data-{index}")
@@ -184,7 +184,7 @@ def _own(request: Request) -> Iterator[tuple[str, str, Document]]:
 
 
 def _users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
-    """Place, volume and mount of the user's claims and Secrets; one volume a claim."""
+    """Mount path, volume and mount of the user's claims and Secrets; one volume per claim."""
     order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
     for volume in fields.volumes:
         name = f"claim-{order.index(volume.claim)}"
@@ -204,7 +204,7 @@ def _users(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
 
 
 def _unseen(job: spec.Job) -> Iterator[str]:
-    """What of this machine the job names, and pods can neither see nor are given."""
+    """Errors for local paths of the job that pods cannot see."""
     fields = job.spec
     if code := to_ship(fields):
         place = spec.pinned(code)[0]
@@ -228,23 +228,23 @@ def _absent(field: str, place: str, to: str) -> str:
 
 
 def _here(place: str | None) -> bool:
-    """Whether a place is a directory or file, and not in a store. No output is one, too."""
+    """Whether a path or URL is local, not in a store; also None."""
     return place is None or spec.local(spec.pinned(place)[0]) is not None
 
 
 def _in_pod(fields: spec.Spec, place: str) -> bool:
-    """Whether a directory of code is one in pods: where the image or a volume has it."""
+    """Whether a directory of code is a path in the pod: of the image or a volume."""
     return str(spec.local(place)) == Pod.CODE or (_on_volume(fields, Pod.CODE) and not spec.archive(place))
 
 
 def _on_volume(fields: spec.Spec, place: str) -> bool:
-    """Whether a directory of pods is on a volume."""
+    """Whether a path in the pod is on a volume."""
     path = PurePosixPath(place)
     return any(PurePosixPath(volume.to) in (path, *path.parents) for volume in fields.volumes)
 
 
 def _carried(fields: spec.Spec) -> list[tuple[str, str, str]]:
-    """Field, key in the ConfigMap, and path here of the files that travel along: those that are not in the code."""
+    """Field, key in the ConfigMap, and local path of the files to send along: those outside the code."""
     found: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
     return [(name, keys[name], path) for name, path in found.items() if path and PurePosixPath(path).is_absolute()]

@@ -1,13 +1,13 @@
-"""The shapes that a job can have on Kubernetes; each module makes one: `documents(request)`.
+"""The topologies of a job on Kubernetes; each module renders one: `documents(request)`.
 
     elasticjob     the ElasticJob itself, for the operator
     job            one pod with all the GPUs, a `batch/v1` Job
-    indexed-job    one pod a worker, an Indexed Job
-    statefulset    one pod a worker, a StatefulSet: for clusters where Jobs are not to be had
-    volcano        one pod a worker, a Job of Volcano, all or none
+    indexed-job    one pod per worker, an Indexed Job
+    statefulset    one pod per worker, a StatefulSet: for clusters without Jobs
+    volcano        one pod per worker, a Job of Volcano, gang-scheduled
 
-All but the first need no operator. They do not grow or shrink by themselves. What counts as a failure is what Kubernetes knows
-of, its exit code; progress refunds nothing, and `restarts.window` has no meaning.
+All but the first need no operator. They do not scale by themselves. Failures are counted by Kubernetes, from exit codes:
+progress does not reset the budget, and `restarts.window` has no effect.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IGNORED = {
     "statefulset": ("startup_deadline_seconds", "active_deadline_seconds", "ttl_seconds_after_finished"),
     "volcano": ("startup_deadline_seconds", "active_deadline_seconds"),
 }
-"""Fields that only the operator, or other topologies, know what to do with."""
+"""Fields that a topology ignores."""
 
 
 def render(
@@ -49,12 +49,12 @@ def render(
     code: bytes = b"",
     fresh: bool = False,
 ) -> list[Document]:
-    """The documents of a job, in the order in which they are to be applied.
+    """The objects of a job, in the order in which to apply them.
 
     `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the texts
-    of the files that `volumes.files` names, `code` is the archive of a job whose code comes in a ConfigMap. A `fresh` run begins
-    from the beginning, although another has not ended. Raises InvalidJob when the job cannot be made so, OutlastError for an
-    unknown topology.
+    of the files in `volumes.files`, `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run ignores
+    checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError for
+    an unknown topology.
     """
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
@@ -62,14 +62,14 @@ def render(
     if namespace:
         wanted = wanted.model_copy(update={"metadata": wanted.metadata.model_copy(update={"namespace": namespace})})
     request = Request(wanted, Names(wanted.metadata.name), run or _run(wanted), files or {}, code, fresh)
-    # Whether a job is suspended may change while it runs; its names, and the run, must not.
+    # `suspend` may change during a run; its names must not.
     draft = make(request.but(suspend=False))
     named = dataclasses.replace(request, names=Names(wanted.metadata.name, digest(draft)))
     return [*objects.code(named), *make(named)]
 
 
 def warnings(wanted: spec.Job, topology: str) -> list[str]:
-    """What the user should know of a job although it can be made: what is lost, and what of it this topology cannot do."""
+    """Warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
     found = []
     if volumes.lost(wanted):
         found.append(
@@ -83,5 +83,5 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
 
 
 def _run(wanted: spec.Job) -> str:
-    """A digest of what is to be run, as pods see it: the same from every machine, suspended or not."""
+    """A digest of the job as pods see it: the same on every machine, suspended or not."""
     return f"{wanted.metadata.name}-{digest(spec.dump(volumes.document(wanted)))}"

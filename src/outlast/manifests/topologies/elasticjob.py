@@ -1,4 +1,4 @@
-"""The ElasticJob itself, for the operator: the job file with the places of pods in it."""
+"""The ElasticJob itself, for the operator: the job file with paths as in its pods."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outlast.manifests.request import Document, Request, wrong
 
 
 def documents(request: Request) -> list[Document]:
-    """The job as it is applied. Raises InvalidJob for what the operator could not make pods of."""
+    """The ElasticJob and its claims. Raises InvalidJob if the operator could not render its pods."""
     job = request.job
     if job.spec.image is None:
         raise wrong(job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
     if files := volumes.files(job.spec):
         raise wrong(job, f"environment ({files[0]}) is on this machine, which pods do not see; put it into the code, in a store")
     if job.spec.rendezvous.backend == "etcd":
-        rendezvous.endpoint(request, "", "")  # the operator could make no pods of another
+        rendezvous.endpoint(request, "", "")  # validates it, as the operator would
     seen = volumes.document(job).model_dump(mode="json", by_alias=True, exclude_defaults=True)
     if job.spec.suspend:
         seen["spec"]["suspend"] = True

@@ -1,7 +1,7 @@
-"""One pod a worker: an Indexed Job, and a headless Service by which they find pod 0 or each other.
+"""One pod per worker: an Indexed Job, and a headless Service.
 
-A worker that fails is replaced with the same index. `backoffLimitPerIndex` is not used: it would end an index, and with it the
-world, while the others are as well as ever.
+A worker that fails is replaced with the same index. `backoffLimitPerIndex` is not used: it would end one index, and with it the
+world of all others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def documents(request: Request) -> list[Document]:
-    """The Job, its ConfigMap, its Service, and a PodGroup if it is to be a gang."""
+    """The Job, its ConfigMap, its Service, and a PodGroup for a gang."""
     request = request.held()
     replicas = request.spec.workers.replicas
     request = request.at_most(replicas)
@@ -47,7 +47,7 @@ def documents(request: Request) -> list[Document]:
 
 
 def _partly(fields: spec.Spec) -> dict[str, str]:
-    """Kueue may admit fewer workers than are wanted, down to `min`: https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
+    """Partial admission by Kueue, down to `min`: https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
     if not labels.kueue(fields) or fields.workers.min == fields.workers.replicas:
         return {}
     return {

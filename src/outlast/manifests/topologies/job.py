@@ -1,4 +1,4 @@
-"""One pod with all the GPUs: a `batch/v1` Job. The simplest that there is; nothing needs to find anything."""
+"""One pod with all the GPUs: a `batch/v1` Job. The simplest topology, without rendezvous."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from outlast.manifests.request import Document, Request, wrong
 
 
 def documents(request: Request) -> list[Document]:
-    """The Job and its ConfigMap. Raises InvalidJob for a job that needs more than one worker."""
+    """The Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
     if request.spec.workers.min > 1:
         least = request.spec.workers.min
         raise wrong(request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job")

@@ -1,9 +1,9 @@
-"""One pod a worker: a StatefulSet, for clusters whose users may not make Jobs.
+"""One pod per worker: a StatefulSet, for clusters whose users may not create Jobs.
 
-Its pods are started again whatever they end with, so a worker that is done stays up (`contract.Env.STAY`). All start at once:
-one by one, the first would wait for the others, and they for it to be ready. A change reaches pods when they are deleted
-(`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling update would wait for one new pod to be ready, which
-it is only in a world with the others.
+Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All start at once:
+in order, the first would wait for the others, and they for its readiness. A change takes effect when the pods are deleted
+(`kubectl delete pods -l outlast.dev/job=NAME`), all together: a rolling update would wait for the readiness of one new pod, which
+needs a world with the others.
 
 `kubectl scale` works from `workers.min` to `workers.max`.
 """
@@ -17,9 +17,9 @@ _INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 
 
 def documents(request: Request) -> list[Document]:
-    """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup if it is to be a gang."""
+    """The StatefulSet, its ConfigMap, its Service and claims, and a PodGroup for a gang."""
     request = request.held()
-    name = request.job.metadata.name  # at most 51 characters, and no digest: it can be changed
+    name = request.job.metadata.name  # at most 51 characters, and no digest: a StatefulSet is mutable
     together = gang.of(request, name)
     worker = pods.Worker(
         index=variables.of_field(_INDEX),

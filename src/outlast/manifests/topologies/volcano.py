@@ -1,8 +1,7 @@
-"""One pod a worker, started all or none: a Job of Volcano (https://volcano.sh/en/docs/vcjob/).
+"""One pod per worker, gang-scheduled: a Job of Volcano (https://volcano.sh/en/docs/vcjob/).
 
-Volcano makes the PodGroup of the Job from `minAvailable` and `queue`, and its plugin `svc` the headless Service. It counts every
-pod that it starts again towards `maxRetry`, interruptions, too: it knows exit codes by their number only, and has no action that
-does not count.
+Volcano creates the PodGroup of the Job from `minAvailable` and `queue`, and its plugin `svc` the headless Service. Every restart
+of a pod counts towards `maxRetry`, also after an interruption: Volcano has no action that does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _TASK = "worker"
 
 
 def documents(request: Request) -> list[Document]:
-    """The Job and its ConfigMap. Raises InvalidJob for one that is suspended: Volcano has no field for it."""
+    """The Job and its ConfigMap. Raises InvalidJob for a suspended job: Volcano has no field for that."""
     if request.spec.suspend:
         raise wrong(request.job, "suspend is true, and no Job of Volcano begins so; remove it, and use vcctl job suspend")
     if not request.spec.workers.replicas:
@@ -62,7 +61,7 @@ def documents(request: Request) -> list[Document]:
 
 
 def _policies() -> list[Document]:
-    """The first that fits is followed: a wrong configuration ends the job, anything else replaces the one pod."""
+    """The first match applies: misconfiguration ends the job, anything else replaces the pod."""
     return [
         {"exitCode": contract.Exit.MISCONFIGURED.value, "action": "TerminateJob"},
         {"exitCode": contract.Exit.GIVEN_UP.value, "action": "TerminateJob"},
