@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import socket
 import threading
@@ -383,12 +384,10 @@ def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
     names = sorted({name for kv in found if (name := schema.run_of(prefix, kv.key))})
     if run is not None:
         names = [name for name in names if name == run or name.startswith(f"{run}/")]
-    leases: dict[int, int | None] = {}
 
+    @functools.cache
     def left(lease: int) -> int | None:
-        if lease not in leases:
-            leases[lease] = client.left(lease) if lease else None
-        return leases[lease]
+        return client.left(lease) if lease else None
 
     runs = []
     for name in names:
@@ -402,11 +401,6 @@ def look(client: etcd.Etcd, run: str | None = None) -> list[Run]:
             for record, lease in records
             if record
         ]
-        run_ = Run(name, tuple(sorted(members, key=lambda member: member.report.id)), leader)
-        if said:
-            generation = said.world.generation if said.world else 0
-            called = said.called if said.called and said.called.generation > generation else None
-            decided = (said.world, called, said.closed, said.why, said.terms, left(mine[of.said].lease))
-            run_ = Run(run_.name, run_.members, run_.coordinator, *decided)
-        runs.append(run_)
+        published = (said.world, said.called, said.closed, said.why, said.terms, left(mine[of.said].lease)) if said else ()
+        runs.append(Run(name, tuple(sorted(members, key=lambda member: member.report.id)), leader, *published))
     return runs

@@ -89,7 +89,15 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Record:
+class _Value:
+    """The value of a key."""
+
+    def dumps(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class Record(_Value):
     """A member's report, with what it knows of the run."""
 
     report: Report
@@ -105,9 +113,6 @@ class Record:
     """Of the members of that world, in its order."""
     wanted: Wanted | None = None
     """What it has heard last from the operator, if one looks after it."""
-
-    def dumps(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
@@ -125,7 +130,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Leader:
+class Leader(_Value):
     """The coordinator."""
 
     token: str
@@ -136,9 +141,6 @@ class Leader:
     word: str = ""
     """Of this election alone."""
 
-    def dumps(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
     @classmethod
     def loads(cls, text: str) -> Self | None:
         """None for what makes no sense here."""
@@ -147,7 +149,7 @@ class Leader:
 
 
 @dataclass(frozen=True)
-class Said:
+class Said(_Value):
     """The published state: all that was decided, in one value with one writer."""
 
     by: str
@@ -176,9 +178,6 @@ class Said:
     """`restarts.Record`s, each with the seconds since then, when this was written, as its time."""
     failure: Mapping[str, Any] | None = None
     """The last failure that was judged, a `status.Failure`."""
-
-    def dumps(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Self | None:
