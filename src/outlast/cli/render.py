@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,7 +67,10 @@ def render(
     said = [parcel.sentence] if parcel.sentence else []
     for sentence in [*said, *unused.anywhere(job), *manifests.warnings(job, topology)]:
         terminal.say(f"{job.metadata.name}: {sentence}")
-    print(text(documents) if output == "yaml" else listed(documents), end="")
+    if output == "yaml":
+        print(text(documents), end="")
+    else:
+        print(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}, indent=2))
 
 
 @contextlib.contextmanager
@@ -118,13 +122,6 @@ def text(documents: Sequence[dict[str, Any]]) -> str:
 
     Dumper.add_representer(str, written)
     return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)
-
-
-def listed(documents: Sequence[dict[str, Any]]) -> str:
-    """The documents as a List in JSON."""
-    import json
-
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(documents)}, indent=2) + "\n"
 
 
 def texts(paths: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import time
 from collections.abc import Iterator
@@ -116,22 +117,14 @@ def _place(ctx: typer.Context, job: Job, topology: str, namespace: str | None, c
     return place
 
 
-def _there(cluster: Cluster, document: Document) -> Document | None:
-    """The document as the cluster has it."""
-    from outlast import kube
-
-    try:
-        return cluster.get(kube.kind_of(document), document["metadata"]["name"])
-    except (Absent, NotServed):
-        return None
-
-
 def _change(cluster: Cluster, document: Document) -> str:
     """What applying a document would do: a word, and a diff if it is changed."""
     from outlast import kube
     from outlast.manifests import objects
 
-    old = _there(cluster, document)
+    old = None
+    with contextlib.suppress(Absent, NotServed):
+        old = cluster.get(kube.kind_of(document), document["metadata"]["name"])
     if old is not None and kube.kind_of(document) is kube.CLAIM:
         return objects.kept(document, old)
     new = cluster.apply(document, dry_run=True)

@@ -81,7 +81,8 @@ def submit(root: Path, state_dir: StateDir, wanted: Submission, last: JobStatus 
     if found.here:
         code_copy.migrate(Path(found.here.code), state_dir.path, work)
     code = code_copy.copy(job, wanted.source, work, state_dir.path, (root, output), submitted)
-    job = _with_frozen_requirements(job, state_dir.path)
+    environment = python_env.frozen(job.spec.environment, state_dir.path)  # so that edits do not change a run in progress
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment})})
     how = resumption.find(output, run, found.place, found.status, found.elsewhere) if found.run else None
     notices = [*code.notices, *warnings]
     if how:
@@ -205,12 +206,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
     here = spec.local(fields.output) if fields.output else root / "runs"
     output = str(here or fields.output)
     return job.model_copy(update={"spec": fields.model_copy(update={"output": output})})
-
-
-def _with_frozen_requirements(job: spec.Job, state: Path) -> spec.Job:
-    """The job with a copy of its requirements in `state`, so that editing them does not change a run in progress."""
-    environment = python_env.frozen(job.spec.environment, state)
-    return job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment})})
 
 
 def _ignore_in_git(root: Path) -> None:
