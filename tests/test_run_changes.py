@@ -93,7 +93,7 @@ def test_a_run_that_has_ended_and_is_mended_goes_on_bit_for_bit(machine, undistu
         machine.at_step(name, 13)
         with pytest.raises(AlreadyRunning, match="job is running"):
             machine.submit(machine.directory / "job.yaml")
-        machine.backend.cancel(name)
+        machine.backend.steer(name, "cancel")
     ended = machine.end(name)
     assert ended.state is {"fails": State.FAILED, "is cancelled": State.CANCELLED}[end]
     machine.submit(machine.job(args=args, restarts={"limit": 0}))
@@ -154,5 +154,5 @@ def test_a_size_that_the_job_does_not_allow_is_refused(machine):
     name = machine.submit(machine.job(args=("--steps=400", "--gate"), workers={"replicas": 2, "min": 1, "max": 3}))
     with pytest.raises(OutlastError, match=r"5 workers are not allowed; the job allows 1 to 3 .*--set workers.max=5"):
         machine.backend.scale(name, 5)
-    machine.backend.cancel(name)
+    machine.backend.steer(name, "cancel")
     assert machine.end(name).state is State.CANCELLED

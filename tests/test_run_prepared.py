@@ -169,7 +169,7 @@ def test_a_worker_that_starts_again_needs_no_store_and_sees_the_same(machine, rc
     machine.backend.chaos(name, "kill-worker", worker=1, rng=machine.rng)
     machine.wait(name, lambda s: s.generation > first.generation and len(seen(machine)) == 2)
     assert [rank["data"] for rank in seen(machine)] == [{"a.txt": "old"}] * 2
-    machine.backend.cancel(name)
+    machine.backend.steer(name, "cancel")
 
 
 @pytest.mark.slow

@@ -326,7 +326,7 @@ def test_a_worker_that_leaves_does_not_wait_for_the_one_that_pushes(machine, rcl
     machine.wait(name, pushed(10))
     machine.backend.scale(name, 1)
     machine.wait(name, lambda s: len(s.workers) == 1 and len(s.world) == 1)
-    machine.backend.cancel(name)
+    machine.backend.steer(name, "cancel")
 
 
 @pytest.mark.slow
