@@ -25,7 +25,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ import psutil
 
 from outlast import contract, kube
 from outlast.errors import Absent
-from outlast.kube import kinds
+from outlast.kube import kinds, watch
 from outlast.kube.kinds import Kind
 from outlast.operator import job_status as memory
 from outlast.operator import reconcilers
@@ -203,8 +203,8 @@ class Simulated:
 
     # what the operator asks for
 
-    def watch(self, kind: Kind, *, listening: Callable[[str | None], None], **_: Any) -> Iterator[kube.Change]:
-        known = kube._Known()
+    def watch(self, kind: Kind, *, pace: kube.Pace, **_: Any) -> Iterator[kube.Change]:
+        known = watch._Known()
 
         def change(line: bytes) -> kube.Change:
             found = kube.Change("modified", json.loads(line))
@@ -213,7 +213,7 @@ class Simulated:
 
         yield from (change(line) for line in self.first[kind])
         self.first[kind] = []
-        listening(str(next(self.versions)))
+        pace.listening(str(next(self.versions)))
         yield from (change(line) for line in (self.renewed() if kind == kinds.LEASE else self.queued(kind)))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:

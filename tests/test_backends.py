@@ -132,9 +132,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_job_that_nobody_knows_is_not_found(place: Place) -> None:
     backend = place.backend
     assert list(backend.list()) == []
-    for verb in (backend.status, backend.output, backend.suspend, backend.resume, backend.cancel, backend.kill, backend.events):
+    for read in (backend.status, backend.output, backend.events):
         with pytest.raises(NotFound, match="none"):
-            verb("none")
+            read("none")
+    for verb in ("suspend", "resume", "cancel", "kill"):
+        with pytest.raises(NotFound, match="none"):
+            backend.steer("none", verb)
     with pytest.raises(NotFound):
         backend.scale("none", 1)
     with pytest.raises(NotFound):
@@ -162,7 +165,7 @@ def test_a_job_is_submitted_looked_at_scaled_suspended_resumed_and_cancelled(pla
 
     backend.steer("job", "suspend")
     place.wait(lambda s: s.state is State.SUSPENDED)
-    backend.resume("job")
+    backend.steer("job", "resume")
     place.wait(lambda s: s.state is State.RUNNING)
 
     backend.steer("job", "cancel")

@@ -11,7 +11,6 @@ of an epoch exactly once, however often the world changes in between.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -19,9 +18,9 @@ import math
 import numbers
 import queue
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -368,15 +367,38 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """`items`, prefetched by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
-    pool = ThreadPoolExecutor(1, "outlast-stream")
+    """`items`, taken by a thread that is at most `count` ahead; its exception, if any, arrives in order."""
+    ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
+    stopped = threading.Event()
+
+    def put(item: tuple[str, Any]) -> bool:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return True
+        return False
+
+    def fill() -> None:
+        try:
+            for item in items:
+                if not put(("item", item)):
+                    return
+            put(("end", None))
+        except BaseException as error:
+            put(("error", error))
+
+    thread = threading.Thread(target=fill, name="outlast-stream", daemon=True)
+    thread.start()
     try:
-        ready = collections.deque(pool.submit(next, items, None) for _ in range(count))
-        while (item := ready.popleft().result()) is not None:
-            ready.append(pool.submit(next, items, None))
+        while True:
+            what, item = ready.get()
+            if what == "end":
+                return
+            if what == "error":
+                raise item
             yield item
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        stopped.set()
 
 
 @dataclasses.dataclass(frozen=True)
