@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from outlast import runs, store
-from outlast.agent import ownership
+from outlast.agent import run_ownership
 from outlast.errors import AlreadyRunning, Denied, Superseded, Unreachable
 from outlast.local import state_dir, stored
 from outlast.runs import alive
@@ -23,7 +23,7 @@ def place() -> store.Store:
 
 
 def taken(place: store.Store, word: str, home: str) -> object:
-    return ownership.take(place, ownership.record("cifar10", word, word), home=home)
+    return run_ownership.take(place, run_ownership.record("cifar10", word, word), home=home)
 
 
 def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> alive.Heart:
@@ -68,7 +68,7 @@ def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
         alive.beat(place, "a", A)
 
     with pytest.raises(AlreadyRunning, match=r"end it there, or give this job another name.*--take-over.*--fresh"):
-        ownership.take(place, ownership.record("cifar10", "b", "b"), home=B, say=say)
+        run_ownership.take(place, run_ownership.record("cifar10", "b", "b"), home=B, say=say)
     assert len(said) == 1
 
 
@@ -199,9 +199,9 @@ def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Sto
 
 def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
     environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10"}
-    assert ownership.home(environ, tmp_path / "ca.crt") == A
+    assert run_ownership.home(environ, tmp_path / "ca.crt") == A
     (tmp_path / "ca.crt").write_text("of one cluster")
-    assert ownership.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
+    assert run_ownership.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
 
 
 def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_change(place: store.Store, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_c
     homes = []
     for authorities in ("before", "after"):
         (tmp_path / "ca.crt").write_text(authorities)
-        homes.append(ownership.home(environ, tmp_path / "ca.crt"))
+        homes.append(run_ownership.home(environ, tmp_path / "ca.crt"))
     taken(place, "a", homes[0])
     heart, later = a_heart(place, "a", homes[0]), a_heart(place, "a", homes[1], index=1)
     heart.once(place, first=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outlast import locks, spec
+from outlast import file_locks, spec
 from outlast.errors import OutlastError, Stopped
 from outlast.prepare import installers, python_env, requirements
 
@@ -265,7 +265,7 @@ def test_who_comes_second_waits_for_the_environment(maker: Maker):
         maker.make(*asked)
     (lock,) = maker.cache.glob("environments/*.lock")
     maker.said.clear()
-    with locks.exclusive(lock, waiting=lambda: None, stop=threading.Event()):
+    with file_locks.exclusive(lock, waiting=lambda: None, stop=threading.Event()):
         thread = threading.Thread(target=lambda: found.append(maker.make(*asked)))
         thread.start()
         while not maker.said:
@@ -300,7 +300,7 @@ def test_a_worker_that_is_told_to_leave_ends_what_it_has_started(maker: Maker, s
     with pytest.raises(Stopped):
         maker.make(f"--index-url {silent}", "nosuch==1")
     (lock,) = maker.cache.glob("environments/*.lock")
-    assert locks.free(lock)
+    assert file_locks.free(lock)
     assert not lock.with_suffix("").exists()
 
 
@@ -322,11 +322,11 @@ environment.make(asked, here / "cache", here, os.environ, say=lambda text: print
         (installer,) = psutil.Process(worker.pid).children()
         worker.kill()
     (lock,) = maker.cache.glob("environments/*.lock")
-    assert not locks.free(lock)
+    assert not file_locks.free(lock)
     for process in (*installer.children(), installer):
         process.kill()
     psutil.wait_procs([installer], timeout=60)
-    while not locks.free(lock):
+    while not file_locks.free(lock):
         time.sleep(0.01)
 
 

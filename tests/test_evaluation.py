@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from outlast import checkpoints, contract, runs, store
-from outlast.agent import evaluation, ownership
+from outlast.agent import evaluation, run_ownership
 from outlast.checkpoints import remote
 from outlast.contract import Env
 
@@ -21,7 +21,7 @@ print(sys.argv[1:], steps, pathlib.Path(os.environ["OUTLAST_OUTPUT"], "model.pt"
 
 def stored(place: store.Store, directory: Path, run: str) -> None:
     """A run in the store with a checkpoint of step 7."""
-    runs.claim(place, ownership.record("job", run, run), replace=False)
+    runs.claim(place, run_ownership.record("job", run, run), replace=False)
     checkpoints.acquire(directory, run, 1)
     draft = checkpoints.saving(directory, 7, 1)
     draft.mkdir(parents=True)

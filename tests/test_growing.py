@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outlast import store
-from outlast.agent import ownership, upload
+from outlast.agent import run_ownership, upload
 from outlast.checkpoints import Retention
 from outlast.errors import StoreError, Unreachable
 from outlast.report import goodput
@@ -195,9 +195,9 @@ def test_a_fetch_that_is_killed_leaves_the_store_whole(tmp_path: Path, monkeypat
     with monkeypatch.context() as full:
         full.setattr(growing.tree, "write", killed)
         with pytest.raises(OSError, match="No space left"):
-            ownership.fetch_own(place, second, 0)
+            run_ownership.fetch_own(place, second, 0)
     assert not (second / METRICS).exists()
-    ownership.fetch_own(place, second, 1)  # whichever worker rank 0 will be on
+    run_ownership.fetch_own(place, second, 1)  # whichever worker rank 0 will be on
     assert (second / METRICS).read_bytes() == whole
     assert [path.name for path in second.iterdir()] == [METRICS]
 

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from outlast import chaos, checkpoints, cli, contract, files, locks, spec
+from outlast import chaos, checkpoints, cli, contract, file_locks, files, spec
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
-from outlast.local import log_files, output_dir
+from outlast.local import log_reader, output_dir
 from outlast.local.backend import LocalBackend
 from outlast.local.state_dir import Request, StateDir
 from outlast.shipping import tree
@@ -168,7 +168,7 @@ def test_an_output_that_another_state_directory_drives_is_left_alone(
     (output / "job").mkdir(parents=True)
     (output / "job" / contract.OWNER).write_text("/home/ann/.outlast/jobs/job")
     (output / "job" / "metrics.jsonl").write_text("theirs")
-    lock = locks.shared(output / "job" / contract.OWNER)
+    lock = file_locks.shared(output / "job" / contract.OWNER)
     assert lock is not None
     with pytest.raises(AlreadyRunning, match=r"shared/job is in use by the job in /home/ann/.outlast/jobs/job; end it there, or"):
         here.submit(output=str(output))
@@ -572,7 +572,7 @@ def test_a_fault_is_repeated_the_given_number_of_times(here: Here) -> None:
 def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
     for name in ("worker-10.log", "worker-2.log", "worker-2-copy.log", "worker-.log", "worker-x.log"):
         (tmp_path / name).touch()
-    assert sorted(log_files.found(tmp_path)) == [2, 10]
+    assert sorted(log_reader.found(tmp_path)) == [2, 10]
 
 
 @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])
@@ -580,10 +580,10 @@ def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_log_are_found_by_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
 ) -> None:
-    monkeypatch.setattr(log_files, "_CHUNK", piece)
+    monkeypatch.setattr(log_reader, "_CHUNK", piece)
     (tmp_path / "log").write_bytes(text.encode())
     lines = text.removesuffix("\n").split("\n") if text else []
     for last in (None, 0, 1, 2, 9):
-        tail = log_files.Tail(tmp_path / "log", last)
+        tail = log_reader.Tail(tmp_path / "log", last)
         assert list(tail.lines(rest=True)) == (lines if last is None else lines[max(0, len(lines) - last) :])
         tail.close()

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from outlast import contract, locks, spec, store
+from outlast import contract, file_locks, spec, store
 from outlast.errors import OutlastError, Stopped
 from outlast.prepare import cache, code, fetch
 from outlast.prepare.prepare import Preparation
@@ -217,7 +217,7 @@ def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):
     put(place, a="one")
     source = runs.source()
     found: list[Any] = []
-    with locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
+    with file_locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
         thread = threading.Thread(target=lambda: found.append(source.acquire()))
         thread.start()
         while not runs.said:
@@ -232,7 +232,7 @@ def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
     put(place, a="one")
     stop = threading.Event()
     source = runs.source(stop=stop)
-    with locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
+    with file_locks.exclusive(source._home / "lock", waiting=lambda: None, stop=threading.Event()):
         threading.Timer(0.1, stop.set).start()
         with pytest.raises(Stopped):
             source.acquire()

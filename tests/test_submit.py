@@ -11,7 +11,7 @@ import pytest
 
 import apiserver
 from outlast import kube, runs, store
-from outlast.agent import ownership
+from outlast.agent import run_ownership
 from outlast.cluster import backend, workloads
 from outlast.errors import Superseded
 from outlast.runs import output as stored
@@ -131,7 +131,7 @@ def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apis
 
     def taken(job: kube.Document) -> object:
         word = job["metadata"]["labels"]["outlast.dev/run"]
-        return ownership.take(place, ownership.record("train", word, word))
+        return run_ownership.take(place, run_ownership.record("train", word, word))
 
     outlast("submit", "job.yaml", "--as", "indexed-job")
     (first,) = the(api, "jobs.batch")
@@ -161,7 +161,7 @@ def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserv
 
     def taken() -> object:
         word = the(api, "jobs.batch")[-1]["metadata"]["labels"]["outlast.dev/run"]
-        return ownership.take(place, ownership.record("train", word, word))
+        return run_ownership.take(place, run_ownership.record("train", word, word))
 
     outlast("submit", "job.yaml", "--as", "indexed-job")
     run = taken()
@@ -236,7 +236,7 @@ def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
         return str(job["metadata"]["labels"]["outlast.dev/run"])
 
     def taken(word: str, home: str) -> object:
-        return ownership.take(place, ownership.record("train", word, word), home=home)
+        return run_ownership.take(place, run_ownership.record("train", word, word), home=home)
 
     assert outlast("submit", "job.yaml", "--as", "indexed-job")[0] == 0
     run = taken(word(), "team-a/train")

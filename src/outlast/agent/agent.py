@@ -1,4 +1,4 @@
-"""The agent: first process of a worker on this machine, the second in a pod (`agent.init`). It imports no torch and outlives
+"""The agent: first process of a worker on this machine, the second in a pod (`agent.pid1`). It imports no torch and outlives
 everything it starts.
 
     python -m outlast.agent.agent            configured by the environment, see `contract.Env`
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outlast import contract, probes
-from outlast.agent import coordination, init, lifecycle, ranks, reporter, upload_handle
+from outlast.agent import coordination, lifecycle, pid1, ranks, reporter, upload_handle
 from outlast.agent.launcher_watch import LauncherWatch
 from outlast.agent.lifecycle import Phase
 from outlast.clock import Awake
@@ -40,11 +40,11 @@ from outlast.prepare import prepare
 from outlast.rendezvous.transport import Mode
 from outlast.spec import substitution
 from outlast.workerfiles import notice
-from outlast.workerfiles.output import Output
+from outlast.workerfiles.log_pipe import Output
 
 if TYPE_CHECKING:
     from outlast import spec
-    from outlast.agent import ownership
+    from outlast.agent import run_ownership
 
 LOOK_INTERVAL_S = 0.1
 """Longest time between two looks at the training processes."""
@@ -234,7 +234,7 @@ class Agent:
         else:
             self._put(lifecycle.Prepared(phase))
 
-    def _do(self, phase: Phase) -> ownership.Ended | None:
+    def _do(self, phase: Phase) -> run_ownership.Ended | None:
         """Do the work of a preparing phase. Returns how the run has ended, if it has."""
         match phase:
             case Phase.RUN:
@@ -375,7 +375,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes]:
 
 def main() -> None:
     """Start the warm process first, since it takes longest. A job with its own Python environment has to make that before."""
-    init.stand_by()
+    pid1.stand_by()
     titles.entitle(f"agent {os.environ[contract.Env.WORKER]}")
     log = Output()
     state = os.environ[contract.Env.STATE]

@@ -22,11 +22,11 @@ from outlast.rendezvous.transport import Mode
 
 if TYPE_CHECKING:
     from outlast import spec, store
-    from outlast.agent import ownership
+    from outlast.agent import run_ownership
     from outlast.rendezvous.etcd import client as etcd
     from outlast.rendezvous.worker0 import Host
     from outlast.runs import alive
-    from outlast.workerfiles.output import Output
+    from outlast.workerfiles.log_pipe import Output
 
 RECORD_TIMEOUT_S = 10.0
 """How long a worker that ends waits for the end of the run to be recorded."""
@@ -53,32 +53,32 @@ class Coordination:
         self._heart: alive.Heart | None = None
         self._recording: threading.Thread | None = None
 
-    def claim(self, log: Output) -> ownership.Ended | None:
+    def claim(self, log: Output) -> run_ownership.Ended | None:
         """Find out which run this worker trains, and continue its `log`. Returns how the run ended, if it has."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast import runs
-        from outlast.agent import ownership
+        from outlast.agent import run_ownership
         from outlast.runs import alive
 
         environ = self._environ
         where = self._place()
         if environ.get(Env.STAY) == "1" and runs.read(where) is None:
-            others = ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
-            if end := ownership.told(others, self._owner):
+            others = run_ownership.others(environ[Env.RENDEZVOUS], socket.getfqdn(), self.index, self._job.spec.workers.max)
+            if end := run_ownership.told(others, self._owner):
                 return end
         self.output.mkdir(parents=True, exist_ok=True)
-        begun = ownership.record(self._job.metadata.name, self._owner, self._owner)
-        home, fresh = ownership.home(environ), environ.get(Env.FRESH) == "1"
-        run = ownership.take(where, begun, home=home, fresh=fresh, say=_say)
-        if isinstance(run, ownership.Ended):
+        begun = run_ownership.record(self._job.metadata.name, self._owner, self._owner)
+        home, fresh = run_ownership.home(environ), environ.get(Env.FRESH) == "1"
+        run = run_ownership.take(where, begun, home=home, fresh=fresh, say=_say)
+        if isinstance(run, run_ownership.Ended):
             return run
         environ[Env.RUN], environ[Env.OWNER] = run, self._owner
         if self._store:
             if self._heart is None:  # else this is another attempt
                 self._heart = alive.Heart(lambda: where, run, self._owner, home, self.index, self._lost)
-            ownership.set_aside(self.output, run, _say)
-            ownership.fetch_own(where, self.output, self.index)
+            run_ownership.set_aside(self.output, run, _say)
+            run_ownership.fetch_own(where, self.output, self.index)
         log.keep(self.output / contract.LOGS / contract.worker_log(self.index))
         return None
 
@@ -90,11 +90,11 @@ class Coordination:
 
     def begin(self) -> None:
         """Take part in coordinating, before training starts."""
-        from outlast.agent import ownership
+        from outlast.agent import run_ownership
 
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
             # The next generation must exceed this one even if the coordinator knows none.
-            seen = ownership.seen(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
+            seen = run_ownership.seen(self._place(), self.output, self._environ[Env.RUN], stored=bool(self._store))
             self._environ[Env.GENERATION] = str(seen)
         if self.mode is Mode.ELECTED:
             self._run_for_election()
@@ -103,12 +103,12 @@ class Coordination:
 
     def _coordinate(self) -> None:
         """Coordinate the rendezvous from here, see `rendezvous.worker0`."""
-        from outlast.agent import ownership
+        from outlast.agent import run_ownership
         from outlast.rendezvous import worker0
         from outlast.rendezvous.transports import seal
 
         run = self._environ[Env.RUN]
-        generation = ownership.generation(self._place(), self.output, run, stored=bool(self._store))
+        generation = run_ownership.generation(self._place(), self.output, run, stored=bool(self._store))
         host = worker0.Host(
             self._job,
             run=run,
@@ -168,10 +168,10 @@ class Coordination:
         """Answer to other workers that ask how the run has ended; empty if only this worker could not continue."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
-        from outlast.agent import ownership
+        from outlast.agent import run_ownership
 
         reason = f"run {self._owner} has ended before, another worker says; nothing is left to do"
-        return ownership.Ended(self._owner, reason, code).dumps()
+        return run_ownership.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
         """Wait until the end is known to the other workers and recorded."""

@@ -15,7 +15,7 @@ from outlast.agent.lifecycle import Phase, Worker
 from outlast.agent.upload_handle import UploadProcess
 from outlast.hangs import rule
 from outlast.workerfiles import saves
-from outlast.workerfiles.output import Output
+from outlast.workerfiles.log_pipe import Output
 from outlast.workerfiles.progress import Progress
 
 HEARTBEAT_INTERVAL_S = 1.0

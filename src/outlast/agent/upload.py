@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from outlast import backoff, checkpoints, contract, locks, runs, store
+from outlast import backoff, checkpoints, contract, file_locks, runs, store
 from outlast.agent.upload_handle import SUPERSEDED
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
@@ -203,7 +203,7 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
     """Hold the lock of an output directory; False when `give_up` says so before we have it."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
-        while not locks.acquire(file.fileno()):
+        while not file_locks.acquire(file.fileno()):
             if give_up():
                 yield False
                 return

@@ -29,7 +29,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from outlast import contract, files, locks
+from outlast import contract, file_locks, files
 from outlast.checkpoints.retention import Retention
 from outlast.errors import Superseded
 
@@ -208,7 +208,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
-        if not locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
+        if not file_locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
             raise FileNotFoundError(errno.ENOENT, "it is being removed", str(path))
         yield
     finally:
@@ -228,7 +228,7 @@ def _alone(path: Path) -> Iterator[bool]:
     """Lock the file or directory at `path` against `reading` and `fetching`; yields False if it is in use."""
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        yield locks.acquire(fd)
+        yield file_locks.acquire(fd)
     finally:
         os.close(fd)
 
@@ -258,7 +258,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     later generation of the run has been here. Another run's fence is taken over: the last run to open a directory owns it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with locks.attempted(directory / _LOCK, wait=True):
+    with file_locks.attempted(directory / _LOCK, wait=True):
         holder, last, was = _fence(directory)
         if holder != run:
             last, was = 0, True
@@ -284,7 +284,7 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
     stamped = Commit(*stamp, content)
     files.replace(written / contract.COMMIT, stamped.text(), durable=True)
-    with locks.attempted(directory / _LOCK, wait=True):
+    with file_locks.attempted(directory / _LOCK, wait=True):
         run, generation, _ = _fence(directory)
         if (run, generation) != (checkpoint.run, checkpoint.generation):
             raise Superseded(
@@ -324,7 +324,7 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
         except FileNotFoundError:  # its holder has just placed it
             continue
         try:
-            locks.acquire(fd, wait=True)
+            file_locks.acquire(fd, wait=True)
             if _is(fd, path):
                 yield path
                 return
@@ -341,7 +341,7 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
     files.replace(fetched / contract.COMMIT, commit.text(), durable=True)
-    with locks.attempted(directory / _LOCK, wait=True):
+    with file_locks.attempted(directory / _LOCK, wait=True):
         return _put(fetched, new, instead=instead) or new
 
 

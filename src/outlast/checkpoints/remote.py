@@ -26,9 +26,9 @@ from typing import Literal
 
 from outlast import contract, units
 from outlast.checkpoints import disk, register, rules
-from outlast.checkpoints.objects import Damaged, DamagedHere, Parts, Progress
 from outlast.checkpoints.retention import Retention
 from outlast.checkpoints.rules import Latest, Place
+from outlast.checkpoints.stored_files import Damaged, DamagedHere, Parts, Progress
 from outlast.errors import Denied, OutlastError, StoreError, Superseded
 from outlast.store import Entry, Store
 

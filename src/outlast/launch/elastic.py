@@ -28,7 +28,7 @@ from outlast.contract import FailureCause
 from outlast.launch import rank0_files, shim
 from outlast.rendezvous import transport
 from outlast.rendezvous.handler import Handler, member
-from outlast.workerfiles import output, progress
+from outlast.workerfiles import log_pipe, progress
 
 MONITOR_INTERVAL_S = 0.05
 EXIT_TIMEOUT_S = 5.0
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
             seen.age(rank, said["time"]) < EXIT_TIMEOUT_S for rank, said in _causes(state, processes).items()
         )
         while True:
-            begun, logged = time.monotonic(), output.size(log)
+            begun, logged = time.monotonic(), log_pipe.size(log)
             try:
                 failures = _train(handler, state, host, processes, float(grace_s), [str(state / "warm.sock"), grace_s, *command])
             except rendezvous.RendezvousClosedError:
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
                 prefix = _PREFIX.replace("${rank}", str(first["rank"])) if processes > 1 else ""
                 if {failure["early"] for failure in failures if _is_cause(failure)} != {first["early"]}:
                     first["early"] = ""
-                handler.failed({**first, "log_tail": output.tail(log, said, since=logged, prefix=prefix)})
+                handler.failed({**first, "log_tail": log_pipe.tail(log, said, since=logged, prefix=prefix)})
 
 
 def _train(

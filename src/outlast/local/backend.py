@@ -24,7 +24,7 @@ from outlast import contract, files, ledger, spec
 from outlast.backends import LogLine
 from outlast.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.launch import daemon
-from outlast.local import fault_injection, log_files, output_dir, stored, submission
+from outlast.local import fault_injection, log_reader, output_dir, stored, submission
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
 from outlast.prepare import prepare
 from outlast.runs import output as stored_output
@@ -170,15 +170,15 @@ class LocalBackend:
         if run.store and not directory.is_dir() and self._over(name):
             yield from stored_output.logs(run.store, worker=worker, tail=tail)
             return
-        files: dict[int, log_files.Tail] = {}
+        files: dict[int, log_reader.Tail] = {}
         while True:
             over = not follow or self._over(name)
-            there = log_files.found(directory)
+            there = log_reader.found(directory)
             if worker is None and not files and tail != 0 and len(there) > 1:
                 say("existing lines come one worker after the other, since log lines on this machine have no times")
             for index, path in sorted(there.items()):
                 if index not in files and worker in (None, index):
-                    files[index] = log_files.Tail(path, tail)
+                    files[index] = log_reader.Tail(path, tail)
             for index, file in files.items():
                 yield from (LogLine(index, text) for text in file.lines(rest=over))
             if over:

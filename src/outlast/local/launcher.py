@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, files, locks, spec
+from outlast import contract, file_locks, files, spec
 from outlast import ledger as ledgers
 from outlast.agent import upload_handle
 from outlast.agent.lifecycle import Phase
@@ -107,7 +107,7 @@ class Launcher(Coordinator):
         self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.pool.present))
         with contextlib.suppress(OSError):  # a full disk, or a file system without locks
             (self.output / contract.OWNER).write_text(str(self.state_dir.path))
-            self.output_lock = locks.shared(self.output / contract.OWNER)
+            self.output_lock = file_locks.shared(self.output / contract.OWNER)
         if self.store:
             from outlast import store
             from outlast.local import stored
@@ -447,7 +447,7 @@ class Launcher(Coordinator):
 def _acquired(lock: int) -> bool:
     """Acquire the lock. A process that only tests it may hold it for a moment."""
     for _ in range(20):
-        if locks.acquire(lock):
+        if file_locks.acquire(lock):
             return True
         time.sleep(0.05)
     return False

@@ -6,7 +6,7 @@ import re
 import time
 from pathlib import Path
 
-from outlast import checkpoints, contract, locks, runs, spec
+from outlast import checkpoints, contract, file_locks, runs, spec
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.local import stored
 from outlast.local.state_dir import Run, StateDir
@@ -90,7 +90,7 @@ def without_secrets(job: spec.Job) -> spec.Job:
 
 def _free(output: Path) -> bool:
     try:
-        return locks.free(output / contract.OWNER)
+        return file_locks.free(output / contract.OWNER)
     except OSError as problem:
         raise _unwritable(output, problem) from problem
 

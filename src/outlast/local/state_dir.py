@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from outlast import contract, files, locks
+from outlast import contract, file_locks, files
 from outlast.errors import OutlastError
 from outlast.status import State
 
@@ -55,7 +55,7 @@ class StateDir:
         """Whether a launcher holds the lock."""
         try:
             with open(self.lock) as lock:
-                return not locks.acquire(lock.fileno(), share=True)
+                return not file_locks.acquire(lock.fileno(), share=True)
         except FileNotFoundError:
             return False
 

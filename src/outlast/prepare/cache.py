@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from outlast import contract, files, locks, store
+from outlast import contract, file_locks, files, store
 from outlast.errors import OutlastError
 from outlast.prepare import fetch
 from outlast.prepare.fetch import Listing, Say
@@ -107,7 +107,7 @@ class Source:
         if version := self._taken(_pinned(self._pin)):  # the store need not even be there
             return version
         name = f"{self._field} ({self._url})"
-        with locks.exclusive(
+        with file_locks.exclusive(
             self._home / "lock", waiting=lambda: self._say(f"waiting for another worker that fetches {name}"), stop=self._stop
         ):
             pinned = _pinned(self._pin)
@@ -135,7 +135,7 @@ class Source:
         if not version or not (directory / _LISTING).is_file():
             return None
         with contextlib.suppress(FileNotFoundError):  # it is being removed
-            held = locks.shared(directory / "lock")
+            held = file_locks.shared(directory / "lock")
             if held is not None and (directory / _LISTING).is_file():
                 note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
                 if not note.is_file():
@@ -202,7 +202,7 @@ class Source:
         """Remove versions that are neither locked nor pinned by a run, and leftovers of abandoned fetches."""
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
-            if not directory.is_dir() or directory.name == pinned or not locks.free(directory / "lock"):
+            if not directory.is_dir() or directory.name == pinned or not file_locks.free(directory / "lock"):
                 continue
             notes = list((directory / "runs").glob("*"))
             if any(_pinned(Path(_read_text(note))) == directory.name for note in notes):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outlast import files, locks, spec, store, units
+from outlast import file_locks, files, spec, store, units
 from outlast.errors import OutlastError, StoreError
 from outlast.prepare import fetch, workdir
 from outlast.prepare.fetch import Say
@@ -149,7 +149,9 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
     archive: if an archive holds a single directory with that in it, the directory is the code. Raises OutlastError, OSError.
     """
     path, coming = shared / "code.json", into / _COMING
-    with locks.exclusive(shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop):
+    with file_locks.exclusive(
+        shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop
+    ):
         note = _Note.read(path)
         if note and note.version and (note.code, note.current) == (code, True):
             return

@@ -1,5 +1,5 @@
 """What a worker needs before it can train: code, environment, data, models. From this machine's own disk by links, from stores
-and archives through `code`, `cache` and `environment`, where nothing is fetched or made twice.
+and archives through `code`, `cache` and `python_env`, where nothing is fetched or made twice.
 
 Each method of a `Preparation` does one preparing phase of `agent.lifecycle` and raises OutlastError when it cannot.
 """

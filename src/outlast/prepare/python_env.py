@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 import outlast
-from outlast import files, locks, spec
+from outlast import file_locks, files, spec
 from outlast.errors import OutlastError
 from outlast.prepare import requirements
 from outlast.prepare.installers import Shell
@@ -109,7 +109,7 @@ def make(
     made = Made(str(home / "bin" / "python"), recipe.variables(home, cache, environ))
     if not (home / MARKER).is_file():
         waiting = f"waiting for another worker that makes {name}"
-        with locks.exclusive(home.with_name(f"{digest}.lock"), waiting=lambda: say(waiting), stop=stop) as lock:
+        with file_locks.exclusive(home.with_name(f"{digest}.lock"), waiting=lambda: say(waiting), stop=stop) as lock:
             if not (home / MARKER).is_file():
                 if home.exists():  # its maker was killed
                     shutil.rmtree(home)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from outlast import contract, files, locks, runs, store, units
+from outlast import contract, file_locks, files, runs, store, units
 from outlast.contract import Env
 from outlast.errors import Missing, OutlastError, StoreError
 from outlast.runs.layout import OWN, skipped
@@ -231,7 +231,7 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
             "writes relative to the working directory goes with this pod; write to $OUTLAST_OUTPUT"
         )
         return
-    with locks.exclusive(directory.parent / _LOCK, waiting=lambda: None, stop=stop):
+    with file_locks.exclusive(directory.parent / _LOCK, waiting=lambda: None, stop=stop):
         _set_aside(directory, environ[Env.RUN])
         directory.mkdir(parents=True, exist_ok=True)
         files.replace(directory / _RUN, environ[Env.RUN])
@@ -299,7 +299,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
         there = _in_store(place)
         if there <= here and not newer:
             return
-        with locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
+        with file_locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
             known = output / _KNOWN
             reports = [
                 sync.pull(place, output, known / "work", sync.Options(skip=lambda path: not _inside(path), stop=stop)),

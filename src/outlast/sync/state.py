@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from outlast import files, locks
+from outlast import file_locks, files
 from outlast.errors import AlreadyRunning, OutlastError
 from outlast.sync.index import Object, Seen, State
 
@@ -113,7 +113,7 @@ def opened(path: Path, place: str) -> Iterator[StateFile]:
         lock.touch()
     except OSError as error:
         raise OutlastError(f"the notes of a sync cannot be kept in {path.parent}: {error.strerror}") from error
-    with locks.attempted(lock) as ours:
+    with file_locks.attempted(lock) as ours:
         if not ours:
             raise AlreadyRunning(f"another process syncs this with {place.rpartition('/')[0]} now ({lock}); wait for it")
         with contextlib.closing(StateFile(path, place)) as file:

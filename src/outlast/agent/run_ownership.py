@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from outlast import checkpoints, contract, locks, runs, store
+from outlast import checkpoints, contract, file_locks, runs, store
 from outlast.checkpoints import register, remote
 from outlast.errors import Superseded
 from outlast.runs import alive
@@ -129,7 +129,7 @@ def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: Non
     directory = output / contract.CHECKPOINTS
     if checkpoints.owner(directory) in ("", run):
         return
-    with locks.exclusive(output / OWN / "room", waiting=lambda: None, stop=threading.Event()):
+    with file_locks.exclusive(output / OWN / "room", waiting=lambda: None, stop=threading.Event()):
         if (other := checkpoints.owner(directory)) in ("", run):
             return
         aside = output / runs.PREVIOUS / other
