@@ -31,14 +31,14 @@ BEGUN = 1_790_000_000.0
 
 READERS = {
     "launcher (folds the ledger)": """
-        from outlast.backends import launcher
+        from outlast.local import launcher
         from outlast.report import goodput
-        from outlast.runtime import ledger
+        from outlast import ledger
         print(f"goodput {goodput.buckets(ledger.read(output / 'ledger'), None).goodput:.5f}")""",
     "report, of this machine": """
         import outlast.cli
         from outlast.report import goodput, text
-        from outlast.runtime import ledger
+        from outlast import ledger
         found = goodput.buckets(ledger.read(output / 'ledger'), None)
         text.plain(found); print(f"goodput {found.goodput:.5f}, {found.steps_kept} steps kept")""",
     "report, from the store": """
@@ -51,13 +51,14 @@ READERS = {
         print(sum(1 for _ in stored.logs(place.url)), "lines")""",
     "agent (fetches what its disk has lost)": """
         import shutil
-        from outlast.runtime import agent, ownership
-        ownership.fetch_own(place, output / 'fetched', 0)
+        from outlast.agent import agent, run_ownership
+        run_ownership.fetch_own(place, output / 'fetched', 0)
         print((output / 'fetched/metrics.jsonl').stat().st_size, "bytes of metrics")
         shutil.rmtree(output / 'fetched')""",
     "pusher (starts, finds nothing new)": """
         import threading
-        from outlast.runtime import growing, push
+        from outlast.agent import upload
+        from outlast.sync import growing
         names = ['metrics.jsonl', 'logs/worker-0.log', 'ledger/worker-0-process-0.jsonl']
         print(growing.Sender(place, output).push(names, threading.Event()), "bytes sent")""",
     "training (compares metrics between disks)": """

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outlast import contract
 from outlast import etcd as servers
 from outlast.clock import Clock
 from outlast.errors import EtcdAway, Superseded
@@ -164,6 +165,15 @@ def test_what_is_of_the_wrong_type_is_nothing(said: dict[str, Any]) -> None:
     """Whoever may write to the etcd must not end who reads there."""
     text = json.dumps(said)
     assert (schema.Record.loads(text), schema.Said.loads(text)) == (None, None)
+
+
+@pytest.mark.parametrize("kind", [None, 5, [1], "of a newer version"])
+def test_a_kind_that_is_not_known_costs_nothing_of_what_is_published(kind: object) -> None:
+    called = {"generation": 2, "reason": "why", "planned": True, "at": 1.0, "leaving": [], "cause": kind}
+    said = schema.Said.loads(json.dumps({**SAID, "called": called, "closed": {"reason": "why", "code": 0, "end": kind}}))
+    assert said is not None
+    assert said.called == world.Call(2, "why", True, 1.0, ())
+    assert contract.End(said.closed.end) is contract.End.UNKNOWN
 
 
 def test_what_is_nested_without_end_is_nothing() -> None:

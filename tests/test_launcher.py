@@ -17,7 +17,7 @@ from outlast.errors import OutlastError
 from outlast.local import workers
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
-from outlast.local.state_dir import StateDir
+from outlast.local.state_dir import Request, StateDir
 from outlast.local.workers import Ended, Worker
 from outlast.rendezvous import failures, world
 from outlast.rendezvous.failures import Pending
@@ -270,6 +270,23 @@ def test_a_run_of_the_version_before_goes_on_with_the_gpus_that_its_launcher_wro
     launcher = Launcher(first.state_dir, Machine().awake())
     launcher._recover()
     assert launcher.pool.gpus == {"CUDA_VISIBLE_DEVICES": ["0", "1"]}
+
+
+def test_workers_that_find_no_gpu_are_named_in_a_warning(tmp_path: Path) -> None:
+    launcher = a_launcher(tmp_path, Machine(), resources={"gpu": 1})
+    launcher.pool.gpus = {"CUDA_VISIBLE_DEVICES": []}
+    launcher._write_status()
+    assert "this machine shows no GPU; each worker trains on the CPU" in launcher.status.warnings[0]
+
+
+def test_a_stronger_request_changes_the_end_that_workers_hear(tmp_path: Path) -> None:
+    launcher = a_launcher(tmp_path, Machine())
+    heard = {}
+    for end in ("interrupt", "cancel", "kill"):
+        Request.read(launcher.state_dir).replaced(launcher.state_dir, end=end)
+        launcher._apply_request()
+        heard[end] = launcher.closed and launcher.closed.reason
+    assert heard == {"interrupt": None, "cancel": "cancelled by the user", "kill": "killed by the user"}
 
 
 def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

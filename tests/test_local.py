@@ -448,9 +448,11 @@ def test_workers_without_a_launcher_are_ours_and_can_be_faultsed_and_killed(here
     here.submit()
     with a_process(**{contract.Env.STATE: str(here.state_dir.worker(0))}) as ours:
         worker = WorkerStatus(index=0, pid=ours.pid, ranks=[RankStatus(rank=1, local_rank=0, pid=ours.pid)])
-        here.leave(State.RUNNING, workers=[worker], finished=None, step=40)
+        here.leave(State.RUNNING, workers=[worker], finished=None, step=40, waits="waiting for worker 1")
         os.utime(here.state_dir.run, (1.0, 1.0))
-        assert here.backend.status("job").reason == "the launcher is gone; its workers train on and will start it again"
+        status = here.backend.status("job")
+        assert status.reason == "the launcher is gone; its workers train on and will start it again"
+        assert status.waits == "", "what it waited for is not why it waits now"
         said = here.backend.chaos("job", "stop", worker=None, rng=random.Random(0))
         assert said == f"stopped rank 1 on worker 0 (pid {ours.pid}) at step 40"
         here.backend.steer("job", "kill")

@@ -177,6 +177,18 @@ def test_a_hang_says_something_of_a_step_only_where_there_is_one(
     assert (said["hung"], said["code"], said["reason"]) == (hung, 137, "rank 0 on worker 0 hung: no progress for 750 s")
 
 
+@pytest.mark.parametrize(
+    ("kind", "message", "cause"),
+    [
+        ("OutOfMemoryError", "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB", "oom"),
+        ("RuntimeError", "raised RuntimeError: CUDA error: out of memory", "oom"),
+        ("ValueError", "raised ValueError: error: out of memory", ""),
+    ],
+)
+def test_a_driver_that_has_no_memory_left_is_out_of_memory(kind: str, message: str, cause: str) -> None:
+    assert elastic._is_out_of_memory({"type": kind, "message": message}) is (cause == "oom")
+
+
 def test_a_process_that_a_nameless_signal_has_ended_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.WORKER, "0")
     monkeypatch.setenv(contract.Env.STATE, str(tmp_path))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fake
 import situations
 from fake_cluster import FakeCluster
-from outlast import cli, diagnosis, kube
+from outlast import cli, contract, diagnosis, kube
 from outlast.contract import End, FailureCause
 from outlast.diagnosis import Cause, Snapshot, admission, containers, gather, local_job, nodes, scheduling, storage
 from outlast.errors import Forbidden, NotFound
@@ -744,6 +744,21 @@ def test_a_statefulset_whose_workers_all_said_that_they_are_done_is_finished() -
     assert first(done, done).rule == "finished"
     assert first(done, ["step 8"]).rule == "starting"
     assert first(done, wrong).what == "worker 1 ended with exit code 78: --world is wrong; starting again would not help"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "rule"),
+    [
+        ("BackoffLimitExceeded", "worker 0 failed: grpc.RpcError: Deadline Exceeded", "failed"),
+        ("DeadlineExceeded", "it had not finished after 60 s", "deadline"),
+        ("StartupDeadlineExceeded", "training had not begun after 60 s", "deadline"),
+    ],
+)
+def test_no_words_of_a_script_are_taken_for_a_deadline(reason: str, message: str, rule: str) -> None:
+    condition = {"type": "Failed", "status": "True", "reason": reason, "message": message}
+    job = {"apiVersion": contract.API_VERSION, "kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {}}
+    found = causes(Snapshot("train", workload={**job, "status": {"state": "Failed", "conditions": [condition]}}))
+    assert [cause.rule for cause in found][:1] == [rule]
 
 
 def test_an_elasticjob_that_nobody_takes_up_asks_for_the_operator() -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from outlast.cli.which import ContextOption
+from outlast.errors import OutlastError
 
 
 def operator(
@@ -35,7 +36,10 @@ def operator(
       outlast operator --lost-after 2m
       outlast operator --context kind-test --log text
     """
-    from outlast.operator import process
+    try:
+        from outlast.operator import process
+    except ModuleNotFoundError as error:
+        raise OutlastError(f"{error.name} is not installed; for clusters: pip install 'outlast[kubernetes]'") from error
 
     limits = process.limits(lost_after)
     process.main(limits, namespace=namespace, workers=workers, text=log == "text", context=context)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import takewhile
 
-from outlast import units
+from outlast import contract, units
+from outlast.contract import End
 from outlast.diagnosis import containers
 from outlast.diagnosis.cause import Cause, joined, repeated_failures, verb, workers_text
 from outlast.diagnosis.snapshot import Snapshot, event_text
@@ -211,10 +212,12 @@ def given_up(snapshot: Snapshot, _: float) -> Iterator[Cause]:
     if failed is None:
         return
     reason = str(failed.get("reason", ""))
-    if "deadline" in f"{reason} {failed.get('message', '')}".lower():
-        reason = "DeadlineExceeded"
+    ours = str(snapshot.workload.get("apiVersion")).startswith(f"{contract.GROUP}/")
+    says_deadline = "deadline" in f"{reason} {failed.get('message', '')}".lower()  # our message may quote a script's error
+    if (says_deadline and not ours) or reason == End.STARTUP_DEADLINE:
+        reason = End.DEADLINE.value
     what = _REASONS.get(reason, f"it has failed: {failed.get('message') or reason}")
-    if reason == "DeadlineExceeded":
+    if reason == End.DEADLINE:
         limit = snapshot.workload["spec"].get("activeDeadlineSeconds")
         evidence = (*_told(failed), *((f"activeDeadlineSeconds: {limit}",) if limit else ()))
         remedy = "raise activeDeadlineSeconds, and submit it again: it goes on from its newest checkpoint"

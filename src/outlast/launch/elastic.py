@@ -193,7 +193,7 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "rank": rank,
         "code": code,
         "reason": f"rank {rank} on worker {worker}{':' if sentence else ''} {what}",
-        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if record.get("type") in _MEMORY else "",
+        "cause": FailureCause.HANG if verdict else FailureCause.OUT_OF_MEMORY if _is_out_of_memory(record) else "",
         "traceback": record.get("traceback", ""),
         "time": record.get("time", time.time()),
         "echo": not verdict and (stopped_by_us or _is_secondary(record)),
@@ -202,6 +202,12 @@ def _failure(state: Path, handler: Handler, rank: int, process: Any) -> dict[str
         "step": reached.step if reached else reported if plain else None,
         "committed": reached.committed if reached else None,
     }
+
+
+def _is_out_of_memory(record: dict[str, Any]) -> bool:
+    """Whether a script died for want of memory. A driver's error is a RuntimeError, told apart only by CUDA's own text."""
+    kind, message = record.get("type"), record.get("message", "")
+    return kind in _MEMORY or (kind == "RuntimeError" and "error: out of memory" in message)
 
 
 def _early(record: dict[str, Any], reached: progress.Progress | None) -> bool:

@@ -135,12 +135,12 @@ class LocalBackend:
             return status
         if any(worker.pid and state_dir.owns(worker.index, worker.pid) for worker in status.workers):
             reason = "the launcher is gone; its workers train on and will start it again"
-            return status.model_copy(update={"launcher": None, "reason": reason})
+            return status.model_copy(update={"launcher": None, "reason": reason, "waits": ""})
         if _is_starting(state_dir):
             return status
         reason = f"all its processes are gone; `outlast run` goes on{status.from_step}"
         return status.model_copy(
-            update={"state": State.INTERRUPTED, "reason": reason, "launcher": None, "workers": [], "world": []}
+            update={"state": State.INTERRUPTED, "reason": reason, "waits": "", "launcher": None, "workers": [], "world": []}
         )
 
     def output(self, name: str) -> Path:

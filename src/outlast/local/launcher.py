@@ -313,7 +313,7 @@ class Launcher(Coordinator):
             self._close(ending.state, ending.reason, ending.code)
         elif ending and ending.at_once and before.end != wanted.end:
             self.closing = (ending.state, ending.reason, ending.code)
-            self.farewell = sockets.Closed(*self.closing[1:])
+            self.closed = sockets.Closed(*self.closing[1:])
         else:
             return
         if ending.at_once:
@@ -426,7 +426,7 @@ class Launcher(Coordinator):
         status = self.status
         each = f"each worker trains on the CPU, with {self.pool.processes} process{'es' if self.pool.processes > 1 else ''}"
         no_gpu = f"resources.gpu ({self.job.spec.resources.gpu}): this machine shows no GPU; {each}"
-        cpu_instead = self.job.spec.resources.gpu and not self.pool.gpus
+        cpu_instead = self.job.spec.resources.gpu and not any(self.pool.gpus.values())
         status.warnings = [text for text in [self.live.warning, no_gpu if cpu_instead else "", *self.not_joined.values()] if text]
         status.replicas = self.request.replicas
         status.restarts = self.restarts

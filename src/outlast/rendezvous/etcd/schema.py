@@ -199,11 +199,11 @@ class Said(_Value):
         parts: dict[str, Any] = {}
         if said.get("called"):
             call = {"generation": is_count, "reason": _text, "planned": _flag, "at": is_number, "leaving": _counts}
-            if (called := _fitting(Call, said["called"], **call, cause=_text)) is None:
+            if (called := _fitting(Call, said["called"], **call, cause=_any)) is None:
                 return None
             parts["called"] = Call(**{**called, "cause": Cause(called.get("cause", ""))})
         if said.get("closed"):
-            if (closed := _fitting(Closed, said["closed"], reason=_text, code=is_count, end=_text)) is None:
+            if (closed := _fitting(Closed, said["closed"], reason=_text, code=is_count, end=_any)) is None:
                 return None
             parts["closed"] = Closed(**closed)
         failures = tuple((each[0], each[1], each[2]) for each in said.get("failures", ()))
