@@ -51,3 +51,12 @@ def test_training_knows_nothing_of_who_runs_it() -> None:
     modules = loaded("from outlast.training import *")
     assert "torch" in modules
     assert not modules & (PEOPLE | {"pydantic", "psutil", "outlast.backends", "outlast.spec", "outlast.agent.agent"})
+
+
+def test_an_operator_without_its_packages_says_what_to_install() -> None:
+    code = "import sys; sys.modules['prometheus_client'] = None\nfrom outlast import cli\ncli.main(['operator'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].endswith(
+        "prometheus_client is not installed; for clusters: pip install 'outlast[kubernetes]'"
+    )
+    assert "Traceback" not in done.stderr

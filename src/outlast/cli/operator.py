@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import typer
 
 from outlast.cli.which import ContextOption
-from outlast.errors import OutlastError
 
 
 def operator(
@@ -39,7 +38,11 @@ def operator(
     try:
         from outlast.operator import process
     except ModuleNotFoundError as error:
-        raise OutlastError(f"{error.name} is not installed; for clusters: pip install 'outlast[kubernetes]'") from error
+        from outlast.kube import login
+
+        if (error.name or "").startswith("outlast"):
+            raise  # a module of ours: a bug
+        raise login.not_installed(error) from error
 
     limits = process.limits(lost_after)
     process.main(limits, namespace=namespace, workers=workers, text=log == "text", context=context)

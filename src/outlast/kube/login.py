@@ -23,6 +23,12 @@ _IDLE_S = 30.0
 """Idle timeout of kept connections: less than the API server's (90 s), more than the interval between two renewals of a Lease."""
 
 
+def not_installed(error: ImportError) -> NoCluster:
+    """The error for a missing library that clusters need."""
+    library = (error.name or "").partition(".")[0]
+    return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
+
+
 def connect(context: str | None = None, namespace: str | None = None, *, own: bool = False) -> Cluster:
     """The cluster of a context of the kubeconfig (default: its current one), or the one that this pod runs in.
 
@@ -34,7 +40,7 @@ def connect(context: str | None = None, namespace: str | None = None, *, own: bo
         from lightkube.config.client_adapter import ConnectionParams
         from lightkube.core.exceptions import ConfigError
     except ImportError as error:
-        raise NoCluster(f"{error.name} is not installed; for clusters: pip install 'outlast[kubernetes]'") from error
+        raise not_installed(error) from error
 
     paths = [] if own and kubeconfig.inside(os.environ) else kubeconfig.files(os.environ)
     try:
