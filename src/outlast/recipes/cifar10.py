@@ -7,13 +7,14 @@
     torchrun --nproc-per-node 2 -m outlast.recipes.cifar10 --data data/digits --epochs 6
     python -m outlast.recipes.cifar10 --data data/digits --evaluate
 
-Writes to $OUTLAST_OUTPUT (default: out): checkpoints/ and metrics.jsonl, at the end model.pt and final.json; evaluation.json when
-it evaluates.
+Writes to $OUTLAST_OUTPUT (default: out): checkpoints/, metrics.jsonl and parameters.json, at the end model.pt and final.json;
+evaluation.json when it evaluates.
 """
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ def train(s: Settings) -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=s.lr, momentum=s.momentum, weight_decay=s.weight_decay)
         stream = Stream((images.x, images.y), batch=s.batch, microbatch=s.microbatch, seed=s.seed, epochs=s.epochs)
         step = first = run.resume({"model": net, "optimizer": optimizer, "stream": stream})
+        run.parameters(dataclasses.asdict(s))
         steps, started, final = stream.total_steps, time.monotonic(), None
 
         for batch in stream:

@@ -41,7 +41,7 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import stall
 from outlast.ledger import Ledger
-from outlast.training import checkpoint, device, metrics, mistakes, newest, replicas, saver, weights
+from outlast.training import checkpoint, device, metrics, mistakes, newest, parameters, replicas, saver, weights
 from outlast.training import stream as streams
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
@@ -111,6 +111,7 @@ class Session:
         self._saved_position = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
+        self._parameters: dict[str, Any] = {}
         self._last_save = time.monotonic()
         self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
@@ -352,6 +353,25 @@ class Session:
                 self._screen.show(step, numbers, self._steps)
         self._report(phase="train", step=step, **problem)
         return numbers
+
+    @public('run.parameters({"lr": lr})')
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        """Record the settings of this run: rank 0 writes them to `parameters.json`, and trackers show them.
+
+        `values` maps names to numbers, texts, true, false, None or lists of these; mappings in it become `outer.inner`. Call it
+        once, after `resume`; a second call adds to the first. A run that goes on with other values says so in the log. Not a
+        collective: all ranks or only rank 0 may call it. Raises OutlastError for other values.
+        """
+        self._parameters |= parameters.plain(values)
+        if self.rank > 0:
+            return
+        try:
+            changed = parameters.write(self.output / contract.PARAMETERS, self._parameters)
+        except OSError as error:  # a full disk is no reason to stop
+            self._report(warning=f"{contract.PARAMETERS} cannot be written: {error.strerror}")
+            return
+        if changed:
+            log.warning("outlast: the run goes on with other parameters than before: %s", changed)
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Signal that this rank is alive although it may seem to hang. Cheap, not a collective, for any rank at any time.
