@@ -207,6 +207,7 @@ def test_the_shell_completes_jobs_actions_and_datasets(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from outlast.cli import which
+    from outlast.data import registry
 
     monkeypatch.setattr(which, "names", lambda incomplete: ["train"])
     found = {}
@@ -216,4 +217,4 @@ def test_the_shell_completes_jobs_actions_and_datasets(
         monkeypatch.setenv("COMP_CWORD", str(len(words.split(" "))))
         outlast(None)
         found[words] = capsys.readouterr().out.split()
-    assert found == {"chaos t": ["term", "train"], "data get ": ["digits"], "scale ": ["train"]}
+    assert found == {"chaos t": ["term", "train"], "data get ": list(registry.NAMES), "scale ": ["train"]}

@@ -49,20 +49,25 @@ def write(directory: Path | str) -> Summary:
         ) from error
 
 
-def _write(directory: Path) -> Summary:
+def fill(directory: Path) -> tuple[int, int]:
+    """Write the digits to an empty directory; returns how many there are to train on, and held out."""
     x, y = _digits()
     held_out = _count(y) % 5 == 4  # the same share of every class, and no random numbers that a library could change
     train_x, train_y = x[~held_out], y[~held_out]
     batch = _count(train_y) % 5  # every batch has its share of every class
+    for i, file in enumerate(cifar.TRAIN):
+        cifar.write(directory, file, train_x[batch == i], train_y[batch == i].tolist(), f"training batch {i + 1} of 5")
+    cifar.write(directory, cifar.TEST, x[held_out], y[held_out].tolist(), "testing batch 1 of 1")
+    cifar.write_meta(directory, NAMES, per_batch=len(train_x) // 5)
+    return len(train_x), int(held_out.sum())
 
+
+def _write(directory: Path) -> Summary:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as beside:
         made = Path(beside) / "batches"
         made.mkdir()
-        for i, file in enumerate(cifar.TRAIN):
-            cifar.write(made, file, train_x[batch == i], train_y[batch == i].tolist(), f"training batch {i + 1} of 5")
-        cifar.write(made, cifar.TEST, x[held_out], y[held_out].tolist(), "testing batch 1 of 1")
-        cifar.write_meta(made, NAMES, per_batch=len(train_x) // 5)
+        train, test = fill(made)
         files.sync(made)
         try:
             made.rename(directory)  # replaces an empty directory, never a full one
@@ -71,7 +76,7 @@ def _write(directory: Path) -> Summary:
                 return found
             raise
     files.sync(directory.parent)
-    return Summary(directory, train=len(train_x), test=int(held_out.sum()), written=True)
+    return Summary(directory, train=train, test=test, written=True)
 
 
 def _found(directory: Path) -> Summary | None:

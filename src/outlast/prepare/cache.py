@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -194,7 +193,7 @@ class Source:
                     os.chmod(path, 0o444)
                     os.utime(path, (entry.modified, entry.modified))
                 rows.append(_Row(entry.key, entry.size, entry.etag, os.lstat(path).st_mtime_ns))
-        _sync(directory)
+        files.flush(directory)
         files.replace(directory / _LISTING, _text(listing, rows), durable=True)
         (directory / _PARTIAL).unlink(missing_ok=True)
 
@@ -246,17 +245,3 @@ def _changed(tree: Path, listing: Path) -> list[Path]:
             if (status.st_size, status.st_mtime_ns) != (row.size, row.mtime_ns):
                 found.append(tree / row.key)
     return found
-
-
-def _sync(directory: Path) -> None:
-    """Flush the file system of a directory to disk."""
-    if sys.platform != "linux":
-        os.sync()
-        return
-    import ctypes
-
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        ctypes.CDLL(None, use_errno=True).syncfs(fd)
-    finally:
-        os.close(fd)

@@ -1,0 +1,172 @@
+"""The directory of a dataset: its files appear when they are whole, and its marker is written last.
+
+    DIR/.outlast-get/          what is coming: the lock, downloads, unpacked files
+    DIR/...                    the dataset: files and directories, renamed out of there
+    DIR/.outlast-data.json     the marker: what this is, where it came from, its checksum
+
+A directory with `.outlast-get` and no marker is not complete, whatever is in it; `outlast data get` again completes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from outlast import file_locks, files
+from outlast.errors import OutlastError
+
+MARKER = ".outlast-data.json"
+COMING = ".outlast-get"
+_NOT_OURS = ("lost+found",)
+"""What a new, empty volume contains."""
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Marker:
+    """What a directory, or a place in a store, holds."""
+
+    name: str
+    """The dataset's name, or the URL."""
+    source: str
+    """Where it is from: a URL, `Python 3.12.4`."""
+    sha256: str = ""
+    """Of the download; empty for what is made here, or is several downloads."""
+    checked: bool = False
+    """Whether the download was compared with a published checksum."""
+    files: int = 0
+    size: int = 0
+    """Bytes of all files, unpacked."""
+    entries: tuple[str, ...] = ()
+    """The names in the directory that belong to it."""
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> Marker | None:
+        """What `text` wrote, also by another version of Outlast; None when it is no marker."""
+        try:
+            fields = json.loads(text)
+            known = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+            return cls(**{**known, "entries": tuple(fields["entries"])})
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def text(self) -> str:
+        """As it is in the file."""
+        return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
+
+
+def marker(directory: Path) -> Marker | None:
+    """The marker of a complete dataset; None when there is none, or something that belongs to it is missing."""
+    try:
+        found = Marker.parse((directory / MARKER).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found if found and all(os.path.lexists(directory / name) for name in found.entries) else None
+
+
+def incomplete(directory: Path) -> bool:
+    """Whether a download to a directory was begun and not ended."""
+    return (directory / COMING).is_dir() and not (directory / MARKER).exists()
+
+
+class Place:
+    """A directory that a dataset is being brought to; made by `opened`, which holds its lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.coming = directory / COMING
+
+    def tree(self) -> Path:
+        """A new, empty directory for the files of the dataset."""
+        tree = self.coming / "tree"
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(tree)
+        tree.mkdir()
+        return tree
+
+    def finish(self, found: Marker) -> Marker:
+        """Move what is in the tree to its place, and mark it complete; returns the marker with what was counted."""
+        tree = self.coming / "tree"
+        sizes = [os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(tree) for name in names]
+        entries = tuple(sorted(entry.name for entry in tree.iterdir()))
+        found = dataclasses.replace(found, files=len(sizes), size=sum(sizes), entries=entries)
+        files.flush(tree)
+        for name in entries:
+            _replaced(self.directory / name)
+            os.rename(tree / name, self.directory / name)
+        files.replace(self.directory / MARKER, found.text(), durable=True)
+        shutil.rmtree(self.coming, ignore_errors=True)
+        return found
+
+
+@contextlib.contextmanager
+def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
+    """A directory for a dataset, locked; `what` is the dataset's name, for sentences.
+
+    Raises OutlastError when it holds something else, when it cannot be written, or when its disk is full.
+    """
+    place = Place(directory)
+    try:
+        _refuse_others(directory)
+        place.coming.mkdir(parents=True, exist_ok=True)
+        lock = place.coming / "lock"
+        with file_locks.exclusive(lock, waiting=lambda: say(f"waiting for another process that gets {what}"), stop=stop):
+            place.coming.mkdir(exist_ok=True)  # who had the lock has completed it, and removed that
+            _begun(place, what)
+            yield place
+    except OSError as problem:
+        raise unwritable(problem, directory, what) from problem
+
+
+def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:
+    """The sentence for a disk that is full, or a directory that cannot be written."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutlastError(
+            f"the disk of {directory} is full; make room there and run the same command again, which goes on, or choose another"
+        )
+    reason = problem.strerror or problem
+    return OutlastError(f"cannot write {what} to {directory}: {reason}; correct that, or choose another directory")
+
+
+def _refuse_others(directory: Path) -> None:
+    """Raise OutlastError when a directory holds something that is no dataset of ours."""
+    if directory.exists() and not directory.is_dir():
+        raise OutlastError(f"{directory} is a file; choose a directory")
+    if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
+        return
+    if others := sorted(entry.name for entry in directory.iterdir() if entry.name not in _NOT_OURS):
+        raise OutlastError(f"{directory} holds other files ({others[0]}); choose a new or an empty directory")
+
+
+def _begun(place: Place, what: str) -> None:
+    """Note which dataset is coming; raises OutlastError when that is another one."""
+    note = place.coming / "name"
+    there = note.read_text() if note.exists() else ""
+    if there not in ("", what):
+        raise OutlastError(
+            f"{place.directory} holds a part of {there}; complete that with the same command as before, "
+            f"or remove it (rm -r {place.directory}), or choose another directory"
+        )
+    files.replace(note, what)
+
+
+def _replaced(path: Path) -> None:
+    """Remove what an interrupted attempt has left there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def as_dict(found: Marker) -> dict[str, Any]:
+    """For JSON and YAML."""
+    return {**dataclasses.asdict(found), "entries": list(found.entries)}
