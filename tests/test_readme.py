@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from typer import Exit
+from typer.main import get_command
 
-from outlast import contract, spec
+from outlast import cli, contract, spec
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -20,19 +25,36 @@ PAGES = [
     ROOT / "docs" / "guide" / "getting-started.md",
     ROOT / "docs" / "guide" / "kubernetes.md",
     ROOT / "docs" / "guide" / "hugging-face.md",
+    ROOT / "docs" / "guide" / "coming-from.md",
 ]
-GROUPS = ("checkpoints", "data", "image", "rdzv")
+COMING_FROM = PAGES[-1]
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.M | re.S)
 
 
+def spans(page: Path, begin: str) -> list[str]:
+    """Code within lines that begins so, such as a command in a cell of a table."""
+    return [span.replace(r"\|", "|") for span in re.findall(rf"`({begin}[^`]*)`", page.read_text())]
+
+
 def commands(*pages: Path) -> list[list[str]]:
-    """Every command line in a block of shell, as words."""
-    lines = [line for page in pages or PAGES for block in blocks(page, "sh") for line in block.splitlines()]
-    words = [shlex.split(command) for line in lines for command in re.split(r"[;|]", line.split("#")[0])]
+    """Every command line in a block of shell, and every `outlast ...` in the tables of guides, as words."""
+    lines = [line.split("#")[0] for page in pages or PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += spans(COMING_FROM, "outlast ") if COMING_FROM in (pages or PAGES) else []
+    words = [list(group) for line in lines for ends, group in itertools.groupby(shell(line), key=ENDS.__contains__) if not ends]
     return [each for each in words if each]
+
+
+ENDS = ("|", ";")
+
+
+def shell(line: str) -> list[str]:
+    """The words of a command line, with `|` and `;` as words unless they are quoted."""
+    words = shlex.shlex(line, posix=True, punctuation_chars="".join(ENDS))
+    words.whitespace_split, words.commenters = True, ""
+    return list(words)
 
 
 OUTLAST = [words[1:] for words in commands() if Path(words[0]).name == "outlast"]
@@ -44,16 +66,45 @@ def test_only_known_programs_are_shown() -> None:
 
 
 @pytest.mark.parametrize("words", OUTLAST, ids=" ".join)
-def test_a_command_exists_with_its_options(words: list[str]) -> None:
-    if words[0].startswith("-"):
-        assert f"  {words[0]} " in runpy.run_path(str(ROOT / "docs" / "guide" / "commands.py"))["help_of"]("")
-        return
-    command = words[: 2 if words[0] in GROUPS else 1]
-    help_of = runpy.run_path(str(ROOT / "docs" / "guide" / "commands.py"))["help_of"](" ".join(command))
-    assert help_of.startswith(f"Usage: outlast {' '.join(command)} ")
-    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-    for option in (word.split("=")[0] for word in words[:script] if word.startswith("-")):
-        assert re.search(rf"^  (-\w, )?{option}\b|^  {option}, ", help_of, flags=re.M), f"{option} in {words}"
+def test_a_command_exists_and_takes_its_options_and_arguments(words: list[str]) -> None:
+    command: Any = get_command(cli.app)
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        command, words = command.commands[words[0]], words[1:]
+    with contextlib.suppress(Exit):  # --help, --version
+        command.make_context("outlast", list(words))
+
+
+def rendered() -> list[tuple[str, list[str]]]:
+    """Job file and command of all that a section of the guide does with its job file; `submit` as what it applies."""
+    found = []
+    for section in COMING_FROM.read_text().split("\n## ")[1:]:
+        job = "".join(re.findall(r"^```yaml\n(.*?)^```$", section, flags=re.M | re.S))
+        for words in (shell(span) for span in re.findall(r"`outlast ((?:render|submit|validate) [^`\\]*)", section)):
+            found.append((job, ["render" if words[0] == "submit" else words[0], *words[1:]]))
+    return found
+
+
+@pytest.mark.parametrize(("job", "words"), rendered(), ids=[" ".join(words) for _, words in rendered()])
+def test_what_a_section_submits_renders(
+    job: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text(job)
+    monkeypatch.chdir(ROOT if words[1].startswith("examples/") else tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
+
+
+FIELDS = [field.alias or name for name, field in spec.Spec.model_fields.items()]
+
+
+@pytest.mark.parametrize("text", [span for name in FIELDS for span in spans(COMING_FROM, f"{name}: ")])
+def test_a_field_of_the_job_file_is_valid(text: str) -> None:
+    given = yaml.safe_load(text)
+    fields = {"image": "train:1", **({} if "module" in given else {"script": "train.py"}), **given}
+    job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "train"}, "spec": fields}
+    assert spec.parse(yaml.safe_dump(job))
 
 
 @pytest.mark.parametrize("file", sorted({word for words in OUTLAST for word in words if word.startswith("examples/")}))
