@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -18,8 +17,7 @@ from torch import nn
 
 from outlast.data import cifar
 from outlast.errors import OutlastError
-from outlast.recipes import cifar10, results, settings, smoke
-from outlast.recipes.settings import flag
+from outlast.recipes import cifar10, results, smoke
 from outlast.training import weights
 
 SMOKE_LINE = re.compile(r"\[(DDP|TRAIN|EPOCH|DONE)\] ")
@@ -194,65 +192,6 @@ def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path, images: Path, m
 def test_a_directory_that_is_not_cifar_ends_training_with_78_and_no_traceback(tmp_path: Path) -> None:
     sentence = a_refusal(started(tmp_path, "cifar10", OUTLAST_DATA=str(tmp_path)))
     assert sentence.startswith(f"{tmp_path} is not CIFAR-10: it has no batches.meta")
-
-
-# settings
-
-
-@dataclasses.dataclass(frozen=True)
-class Some:
-    log_every: int = flag(5, "steps", least=1)
-    lr: float = flag(0.1, "a rate of 10 %", least=0)
-    data: str = flag("", "a directory")
-    world: int | None = flag(None, "ranks", least=1)
-    evaluate: bool = flag(False, "a switch")
-
-
-def test_settings_are_a_command_line() -> None:
-    assert settings.parse(Some, [], "about") == Some(5, 0.1, "", None, False)
-    argv = ["--log-every=2", "--lr", "3e-3", "--data", "here", "--world=4", "--evaluate"]
-    assert settings.parse(Some, argv, "about") == Some(2, 0.003, "here", 4, True)
-
-
-@pytest.mark.parametrize(
-    ("argv", "sentence"),
-    [
-        (["--log-every=0"], "argument --log-every: 0 is below 1; see --help"),
-        (["--world=two"], "argument --world: 'two' is not a whole number; see --help"),
-        (["--lr=nan"], "argument --lr: nan is below 0; see --help"),
-        (["--lr=fast"], "argument --lr: 'fast' is not a number; see --help"),
-        (["--eval"], "unrecognized arguments: --eval; see --help"),
-    ],
-)
-def test_a_wrong_flag_is_named(argv: list[str], sentence: str) -> None:
-    with pytest.raises(OutlastError) as refused:
-        settings.parse(Some, argv, "about")
-    assert str(refused.value) == sentence
-
-
-def test_the_help_shows_reasons_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        settings.parse(Some, ["--help"], "What it is for.")
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "What it is for." in shown
-    assert "--log-every INT  steps (default 5)" in shown
-    assert "a rate of 10 % (default 0.1)" in shown
-
-
-def test_under_outlast_a_mistake_is_left_to_the_runner(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def mistaken() -> None:
-        raise OutlastError("no data")
-
-    monkeypatch.delenv("OUTLAST_WORKER_STATE", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        settings.run(mistaken)
-    assert (ended.value.code, capsys.readouterr().err) == (78, "outlast: no data\n")
-    monkeypatch.setenv("OUTLAST_WORKER_STATE", "/somewhere")
-    with pytest.raises(OutlastError):
-        settings.run(mistaken)
 
 
 # results

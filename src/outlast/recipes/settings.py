@@ -1,58 +1,82 @@
-"""A recipe's settings: one frozen dataclass becomes its command line, so that the help is what the reader of the file sees.
+"""A recipe's settings: one frozen dataclass becomes its flags, its help, and the keys of its configuration files.
 
-@dataclass(frozen=True)
-class Settings:
-    epochs: int = flag(8, "passes over the training images", least=1)
-    data: str = flag("", "where the images are; default $OUTLAST_DATA")
-    evaluate: bool = flag(False, "measure instead of training")
+    @dataclass(frozen=True)
+    class Settings:
+        data: str = flag(..., "directory of the images")                                    # ...: required
+        epochs: int = flag(8, "passes over the training images", least=1, group="training") # a heading of the help begins here
+        betas: tuple[float, float] = flag((0.9, 0.95), "AdamW's decay rates")
+        dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "type of the activations")
+        compile: bool = flag(True, "compile the model")
 
-def main(argv: Sequence[str] | None = None) -> None:
-    s = settings.parse(Settings, argv, __doc__)            # --epochs 8 --data DIR --evaluate
+    def main(argv: Sequence[str] | None = None) -> None:
+        s = settings.parse(Settings, argv, __doc__)
 
-if __name__ == "__main__":
-    settings.run(main)
+    if __name__ == "__main__":
+        settings.run(main)
+
+    --config base.yaml large.yaml --epochs 8 --betas 0.9 0.95 (or --betas=0.9,0.95) --no-compile (or --compile=false)
+
+Underscores and dashes are alike in flags and in keys. A file is a mapping of field names to values; later files override earlier
+ones, and flags override files. A value means the same in a file as on the command line, because both are read as text (`_Kind`):
+so `6e-4`, which YAML takes for a string, is a number.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import sys
 import types
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NoReturn
+
+import yaml
 
 from outlast import contract
 from outlast.errors import OutlastError
 
 T = typing.TypeVar("T")
 
+_BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_NONE = ("none", "null", "~")
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
-def flag(default: Any, reason: str, *, least: float | None = None) -> Any:
-    """A field with its default, what it is for (unit and reason), and the smallest value that makes sense."""
-    return dataclasses.field(default=default, metadata={"help": reason, "least": least})
+
+def flag(default: Any, reason: str, *, least: float | None = None, group: str = "") -> Any:
+    """A field with its default, what it is for (unit and reason), and the smallest value that makes sense.
+
+    The default `...` makes it required, and keyword-only. `group` is the heading of the help that begins with this field.
+    """
+    metadata = {"help": reason, "least": least, "group": group}
+    if default is ...:
+        return dataclasses.field(metadata=metadata, kw_only=True)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def parse(settings: type[T], argv: Sequence[str] | None, about: str | None) -> T:
-    """The settings that `argv` (None: the command line) asks for.
+    """The settings that `argv` (None: the command line) and the files named there ask for.
 
-    `--field-name VALUE` for every field, of its type; a bool is a switch. Raises OutlastError for a wrong flag.
+    Raises OutlastError for a wrong flag, key or value, and for a file that cannot be read.
     """
-    parser = _Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    hints = typing.get_type_hints(settings)
-    for field in dataclasses.fields(settings):  # type: ignore[arg-type]  # T is a dataclass
-        name, kind, reason = "--" + field.name.replace("_", "-"), hints[field.name], field.metadata["help"].replace("%", "%%")
-        if kind is bool:
-            parser.add_argument(name, action="store_true", help=reason)
-        else:
-            if isinstance(kind, types.UnionType):  # X | None
-                (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-            shown = reason if field.default in (None, "") else f"{reason} (default {field.default})"
-            convert = _bounded(kind, field.metadata["least"])
-            parser.add_argument(name, type=convert, default=field.default, metavar=kind.__name__.upper(), help=shown)
-    return settings(**vars(parser.parse_args(argv)))
+    kinds = {field.name: _Kind.of(field, hint) for field, hint in _fields(settings)}
+    given = vars(_parser(settings, kinds, about).parse_args(_dashed(sys.argv[1:] if argv is None else argv, kinds)))
+    values: dict[str, Any] = {}
+    for file in given.pop("config", ()):
+        values |= _read(file, kinds)
+    values |= given
+    for name, kind in kinds.items():
+        if kind.required and name not in values:
+            raise OutlastError(f"{_flag(name)} is required; give it, or {name} in a file named by --config; see --help")
+    return settings(**values)
+
+
+def values(settings: Any) -> dict[str, Any]:
+    """All settings by name, as JSON and YAML have them; written as YAML, `--config` reads them back."""
+    plain = dataclasses.asdict(settings)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
 def run(main: Callable[[], None]) -> None:
@@ -69,19 +93,233 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(contract.Exit.MISCONFIGURED)
 
 
-def _bounded(kind: Callable[[str], Any], least: float | None) -> Callable[[str], Any]:
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What a field accepts, and how its text becomes a value."""
+
+    item: Any
+    """The type of the value, or of each value of a list: int, float, str or bool."""
+    choices: tuple[Any, ...] = ()
+    count: int | None = None
+    """Of a tuple: how many values; 0: any number. None: it is a single value."""
+    optional: bool = False
+    """Whether it may be None."""
+    least: float | None = None
+    required: bool = False
+
+    @classmethod
+    def of(cls, field: dataclasses.Field[Any], hint: Any) -> _Kind:
+        """The kind of a field; raises TypeError for a type that no flag can have."""
+        optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        if optional:
+            (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        count = None
+        if typing.get_origin(hint) is tuple:
+            hint, *more = typing.get_args(hint)
+            count = 0 if more == [...] else 1 + len(more)
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        item = type(choices[0]) if choices else hint
+        if item not in (int, float, str, bool):
+            raise TypeError(
+                f"{field.name} is of type {hint}; a setting is an int, float, str, bool, Literal, or a tuple of one of those"
+            )
+        return cls(item, choices, count, optional, field.metadata["least"], field.default is dataclasses.MISSING)
+
+    @property
+    def metavar(self) -> str:
+        """What the help shows for one value."""
+        return "{" + ",".join(map(str, self.choices)) + "}" if self.choices else self.item.__name__.upper()
+
+    def one(self, text: str) -> Any:
+        """The value that a text means; raises ValueError with what is wrong."""
+        if self.optional and self.count is None and text.lower() in _NONE:
+            return None
+        try:
+            value = _BOOLS[text.lower()] if self.item is bool else _whole(text) if self.item is int else self.item(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{text!r} is not {_WORDS[self.item]}") from None
+        if self.choices and value not in self.choices:
+            near = difflib.get_close_matches(text, map(str, self.choices), 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{text!r} is not one of {', '.join(map(str, self.choices))}{meant}")
+        if self.least is not None and not value >= self.least:
+            raise ValueError(f"{text} is below {self.least}")
+        return value
+
+    def several(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        """The value of a list, whose values may stand in one text with commas; raises ValueError with what is wrong."""
+        if len(texts) == 1 and "," in texts[0]:
+            texts = [each.strip() for each in texts[0].split(",")]
+        if self.count and len(texts) != self.count:
+            raise ValueError(f"it wants {self.count} values, not {len(texts)}")
+        return tuple(self.one(text) for text in texts)
+
+    def node(self, node: yaml.Node) -> Any:
+        """The value of a node of a YAML file; raises ValueError with what is wrong."""
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag == "tag:yaml.org,2002:null":
+                if self.optional:
+                    return None
+                if not (self.item is str and self.count is None):
+                    raise ValueError("it has no value")
+                return ""
+            return self.one(node.value) if self.count is None else self.several([node.value])
+        if isinstance(node, yaml.SequenceNode) and self.count is not None:
+            if all(isinstance(each, yaml.ScalarNode) for each in node.value):
+                return self.several([each.value for each in node.value])
+            raise ValueError("a list holds single values here, no lists or mappings")
+        raise ValueError(f"{'a list' if isinstance(node, yaml.SequenceNode) else 'a mapping'} is not {_WORDS[self.item]}")
+
+
+def _whole(text: str) -> int:
+    """6e5 and 600000.0 are whole numbers, too."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _fields(settings: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    hints = typing.get_type_hints(settings)
+    return ((field, hints[field.name]) for field in dataclasses.fields(settings))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _dashed(argv: Sequence[str], kinds: dict[str, _Kind]) -> Iterator[str]:
+    """The arguments, with dashes in the names of flags; values stay as they are."""
+    known = {_flag(name) for name in kinds} | {_flag(f"no_{name}") for name in kinds}
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        dashed = _flag(name[2:])
+        yield dashed + equals + value if name.startswith("--") and dashed in known else argument
+
+
+def _read(file: str, kinds: dict[str, _Kind]) -> dict[str, Any]:
+    """The settings in a YAML file."""
+    try:
+        with open(file, encoding="utf-8") as text:
+            root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise OutlastError(f"--config {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        at = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        where = f"line {at.line + 1}: {error.problem}" if at else str(error)  # type: ignore[union-attr]  # as it has a mark
+        raise OutlastError(f"{file} is not YAML: {where}") from error
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        raise OutlastError(f"{file} is not a mapping of settings to values, such as `{next(iter(kinds))}: ...`")
+    found: dict[str, Any] = {}
+    for key, node in root.value:
+        name, where = str(key.value).replace("-", "_"), f"{file}, line {key.start_mark.line + 1}"
+        if name not in kinds:
+            raise OutlastError(f"{where}: there is no setting {key.value!r}; {_meant(name, kinds)}")
+        if name in found:
+            raise OutlastError(f"{where}: {name} is there already; leave one of the two out")
+        try:
+            found[name] = kinds[name].node(node)
+        except ValueError as error:
+            raise OutlastError(f"{where}: {name}: {error}") from None
+    return found
+
+
+def _meant(name: str, kinds: dict[str, _Kind]) -> str:
+    near = difflib.get_close_matches(name, kinds, 1)
+    return f"did you mean {near[0]}?" if near else "see --help for those there are"
+
+
+def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> argparse.ArgumentParser:
+    parser = _Parser(
+        description=about, usage="%(prog)s [--config FILE ...] [flags]", formatter_class=_Help, allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
+    parser.known = kinds
+    parser.add_argument(
+        "--config", nargs="+", action="extend", metavar="FILE",
+        help="YAML files of the settings below; later files override earlier ones, flags override files",
+    )  # fmt: skip
+    section: Any = parser
+    for field, _ in _fields(settings):
+        kind, name = kinds[field.name], _flag(field.name)
+        if field.metadata["group"]:
+            section = parser.add_argument_group(field.metadata["group"])
+        reason = (field.metadata["help"] + _default(field, kind)).replace("%", "%%")
+        if kind.count is not None:
+            section.add_argument(name, nargs="*", action=_List, const=kind, metavar=kind.metavar, help=reason)
+            continue
+        section.add_argument(
+            name, type=_converted(kind), nargs="?" if kind.item is bool else None, metavar=kind.metavar, help=reason,
+            const=True if kind.item is bool else None,
+        )  # fmt: skip
+        if kind.item is bool:
+            no = _flag(f"no_{field.name}")
+            section.add_argument(no, dest=field.name, action="store_const", const=False, help=argparse.SUPPRESS)
+    return parser
+
+
+def _default(field: dataclasses.Field[Any], kind: _Kind) -> str:
+    """How the help ends."""
+    if kind.required:
+        return " (required)"
+    default: Any = field.default
+    if isinstance(default, bool):
+        return f" (default on; --no-{_flag(field.name)[2:]} turns it off)" if default else ""
+    if default in (None, "", ()):
+        return ""
+    return f" (default {' '.join(map(str, default)) if kind.count is not None else default})"
+
+
+def _converted(kind: _Kind) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {'a whole number' if kind is int else 'a number'}") from None
-        if least is not None and not value >= least:
-            raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return value
+            return kind.one(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
 
 
+class _List(argparse.Action):
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        try:
+            setattr(namespace, self.dest, self.const.several(values))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Switches show no value; reasons stand in one column."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "?":
+            return ""
+        if isinstance(action, _List):
+            return " ".join([str(action.metavar)] * action.const.count) or f"[{action.metavar} ...]"
+        return super()._format_args(action, default_metavar)
+
+
 class _Parser(argparse.ArgumentParser):
+    known: dict[str, _Kind]
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, wrong = self.parse_known_args(args, namespace)
+        for argument in wrong:
+            name = argument.partition("=")[0]
+            if name.startswith("--"):
+                near = difflib.get_close_matches(name, [_flag(each) for each in [*self.known, "config"]], 1)
+                self.error(f"there is no flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
+        if wrong:
+            self.error(f"{wrong[0]!r} belongs to no flag")
+        return found
+
     def error(self, message: str) -> NoReturn:
-        raise OutlastError(f"{message}; see --help")
+        raise OutlastError(f"{message}{'' if message.endswith('?') else ';'} see --help")
