@@ -1,0 +1,591 @@
+"""Prepared datasets: shard files and the manifest that names them, in a directory or below a store's prefix.
+
+`outlast data prepare` writes them (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or `parse`, then
+`tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last: a place without one is unfinished,
+unless it is nanoGPT's plain directory (`train.bin`, `val.bin`, perhaps `meta.pkl`), which is read as it is. Imports no torch.
+
+Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns: a column of
+fixed shape has the samples as its first dimension; a ragged one is flat, with `NAME.offsets` (int64, samples + 1) beside it.
+Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outlast import contract, files
+from outlast.errors import OutlastError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+META = "meta.pkl"
+KINDS = ("text", "images", "jsonl", "video")
+OFFSETS = ".offsets"
+"""What the name of a ragged column's offsets ends with."""
+UINT16 = 1 << 16
+"""The largest vocabulary whose tokens fit uint16."""
+CHUNK = 8 << 20
+"""Bytes read or written at a time; a multiple of every item size."""
+HEADER = 100_000_000
+"""The largest header of a safetensors file; the limit of the reference implementation."""
+
+
+class BadDataset(OutlastError):
+    """A place does not hold a whole, readable dataset. A restart cannot help, hence the exit code."""
+
+    exit_code = contract.Exit.MISCONFIGURED
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of samples."""
+
+    file: str
+    """Name within the dataset."""
+    samples: int
+    """How many; in text the documents that begin here."""
+    bytes: int
+    sha256: str
+    """Hexadecimal; empty in a directory without a manifest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """`train` or `val`: its shards in order."""
+
+    shards: tuple[Shard, ...]
+    tokens: int | None = None
+    """How many, if text."""
+
+    @property
+    def samples(self) -> int:
+        return sum(shard.samples for shard in self.shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a dataset holds. `part` returns a part that can be read; `text` is the content of `manifest.json`."""
+
+    kind: str
+    """One of KINDS."""
+    parts: Mapping[str, Part]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What `prepare` was asked for."""
+    source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What it was made of."""
+    dtype: str = ""
+    """uint16 or uint32, if text."""
+    vocab_size: int | None = None
+    """How many tokens the tokenizer knows; None if nobody says so."""
+    tokenizer: str = ""
+    """The tokenizer's file; empty if there is none."""
+    place: str = dataclasses.field(default="the dataset", compare=False)
+    """Where it was read; for messages."""
+
+    def part(self, name: str) -> Part:
+        """The part of that name. Raises BadDataset if there is none, or it is empty."""
+        if name not in self.parts:
+            raise BadDataset(f"{self.place} has no part {name}, it has {_listed(sorted(self.parts))}; prepare it again with one")
+        part = self.parts[name]
+        if not (part.tokens if self.kind == "text" else part.samples):
+            what = "token" if self.kind == "text" else "sample"
+            raise BadDataset(f"{self.place} has no {what} in {name}; prepare it again with more data or another --val")
+        return part
+
+    @property
+    def text(self) -> str:
+        """The manifest as JSON: the same bytes for the same dataset."""
+        parts = {}
+        for name, part in self.parts.items():
+            tokens = {} if part.tokens is None else {"tokens": part.tokens}
+            parts[name] = {"samples": part.samples, **tokens, "shards": [dataclasses.asdict(shard) for shard in part.shards]}
+        about: dict[str, Any] = {"version": VERSION, "kind": self.kind, "settings": self.settings, "source": self.source}
+        if self.kind == "text":
+            about["dtype"] = self.dtype
+        if self.vocab_size is not None:
+            about["vocab_size"] = self.vocab_size
+        if self.tokenizer:
+            about["tokenizer"] = self.tokenizer
+        return json.dumps({**about, "parts": parts}, indent=1, ensure_ascii=False) + "\n"
+
+
+def dtype(vocab_size: int) -> str:
+    """The narrowest type for the tokens of a vocabulary: uint16 or uint32."""
+    return "uint16" if vocab_size <= UINT16 else "uint32"
+
+
+# ---- reading
+
+
+def read(directory: Path | str) -> Manifest:
+    """The manifest of a dataset in a directory; that of nanoGPT's plain directory is made up. Raises BadDataset.
+
+    Reads no shard, but `stat`s each: one that is missing or has the wrong size raises.
+    """
+    directory = Path(directory)
+    try:
+        text = (directory / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return _plain(directory)
+    except OSError as error:
+        raise BadDataset(f"cannot read {directory / MANIFEST}: {error.strerror or error}") from error
+    manifest = parse(text, str(directory))
+    local = Local(directory)
+    for part in manifest.parts.values():
+        for shard in part.shards:
+            if problem := _size_problem(local, shard):
+                raise BadDataset(f"{directory}: {problem}; get or prepare the dataset again")
+    return manifest
+
+
+def parse(text: bytes | str, place: str) -> Manifest:
+    """The manifest in `text`, the content of `manifest.json` of the dataset at `place`. Raises BadDataset."""
+    name = f"{place}/{MANIFEST}"
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise BadDataset(f"{name} is not JSON ({error}); get or prepare the dataset again") from error
+    version: Any = content.get("version") if isinstance(content, dict) else None
+    if not isinstance(version, int) or version < 1:
+        raise BadDataset(f"{name} is not the manifest of a dataset: it has no version; write to another directory")
+    if version > VERSION:
+        raise BadDataset(f"{name} has version {version}, and this Outlast reads up to {VERSION}; upgrade Outlast")
+    try:
+        manifest = Manifest(
+            kind=_typed(content, "kind", str),
+            parts={name: _part(part) for name, part in _typed(content, "parts", dict).items()},
+            settings=_typed(content, "settings", dict),
+            source=_typed(content, "source", dict),
+            dtype=_typed(content, "dtype", str, ""),
+            vocab_size=_typed(content, "vocab_size", int, None),
+            tokenizer=_typed(content, "tokenizer", str, ""),
+            place=place,
+        )
+        _consistent(manifest)
+    except _Wrong as wrong:
+        raise BadDataset(f"{name} is damaged: {wrong}; get or prepare the dataset again") from wrong
+    return manifest
+
+
+class _Wrong(Exception):
+    """A manifest has a field of another form."""
+
+
+def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
+    value: Any = content.get(key, *default) if isinstance(content, dict) else None
+    if default and value == default[0]:
+        return value
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+        raise _Wrong(f"{key} is {json.dumps(value)[:60]}, not {_TYPES[kind]}")
+    return value
+
+
+_TYPES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
+
+
+def _part(content: Any) -> Part:
+    shards = []
+    for each in _typed(content, "shards", list):
+        shard = Shard(
+            _typed(each, "file", str), _typed(each, "samples", int), _typed(each, "bytes", int), _typed(each, "sha256", str)
+        )
+        if not re.fullmatch(r"[\w.-]+", shard.file) or shard.file.startswith("."):
+            raise _Wrong(f"{shard.file[:60]!r} is not the name of a shard")
+        shards.append(shard)
+    part = Part(tuple(shards), _typed(content, "tokens", int, None))
+    if (samples := _typed(content, "samples", int)) != part.samples:
+        raise _Wrong(f"its shards have {part.samples} samples, and it says {samples}")
+    return part
+
+
+def _consistent(manifest: Manifest) -> None:
+    if manifest.kind not in KINDS:
+        raise _Wrong(f"kind is {manifest.kind[:60]!r}, not {_listed(KINDS, 'or')}")
+    if manifest.kind != "text":
+        return
+    if manifest.dtype not in ("uint16", "uint32"):
+        raise _Wrong(f"dtype is {manifest.dtype[:60]!r}, not uint16 or uint32")
+    fits(manifest.vocab_size, manifest.dtype, manifest.place)
+    for part in manifest.parts.values():
+        for shard in part.shards:
+            whole(shard.bytes, manifest.dtype, f"{manifest.place}/{shard.file}")
+        tokens = sum(shard.bytes for shard in part.shards) // np.dtype(manifest.dtype).itemsize
+        if tokens != part.tokens:
+            raise _Wrong(f"its shards have {tokens} tokens, and it says {part.tokens}")
+
+
+def fits(vocab_size: int | None, dtype: str, place: str) -> None:
+    """Raises BadDataset if tokens of that vocabulary do not fit the type."""
+    if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
+        raise BadDataset(
+            f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
+            f"would have wrapped around; prepare it again as uint32"
+        )
+
+
+def whole(size: int, dtype: str, file: str) -> int:
+    """How many tokens a file of `size` bytes has. Raises BadDataset if that is not a whole number."""
+    tokens, rest = divmod(size, np.dtype(dtype).itemsize)
+    if rest:
+        raise BadDataset(f"{file} has {size} bytes, which is no whole number of {dtype} tokens; it is cut off or of another type")
+    return tokens
+
+
+def _plain(directory: Path) -> Manifest:
+    """nanoGPT's directory: `train.bin`, `val.bin` in uint16, and the vocabulary in `meta.pkl`, if any."""
+    bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
+    if not bins["train"].is_file():
+        unfinished = (
+            f"it has neither {MANIFEST}, which is written last, nor train.bin" if directory.is_dir() else "it does not exist"
+        )
+        raise BadDataset(
+            f"{directory} is not a prepared dataset: {unfinished}; run: outlast data prepare SOURCE --to {directory}"
+        )
+    parts = {}
+    for part, path in bins.items():
+        if path.is_file():
+            size = path.stat().st_size
+            parts[part] = Part((Shard(path.name, 1, size, ""),), whole(size, "uint16", str(path)))
+    about = vocabulary(directory / META) if (directory / META).exists() else None
+    known = about.vocab_size if about else None
+    fits(known, "uint16", str(directory))
+    tokenizer = TOKENIZER if (directory / TOKENIZER).exists() else META if about and about.itos else ""
+    return Manifest("text", parts, dtype="uint16", vocab_size=known, tokenizer=tokenizer, place=str(directory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """nanoGPT's `meta.pkl`."""
+
+    vocab_size: int
+    stoi: Mapping[str, int]
+    """Token ids by text; empty if the file has none."""
+    itos: Mapping[int, str]
+    """Texts by token id; empty if the file has none."""
+
+
+def vocabulary(path: Path) -> Vocabulary:
+    """Read `meta.pkl`, and run no code from it: only dicts, lists, texts and numbers are accepted. Raises BadDataset."""
+    with path.open("rb") as file:
+        try:
+            content = _Plain(file).load()
+        except OSError:
+            raise
+        except Exception as error:  # whatever bytes that are no pickle make the unpickler do
+            raise BadDataset(f"{path} is damaged or not nanoGPT's vocabulary ({error}); prepare the dataset again") from error
+    size = content.get("vocab_size") if isinstance(content, dict) else None
+    stoi, itos = (content.get(key, {}) if isinstance(content, dict) else {} for key in ("stoi", "itos"))
+    if type(size) is not int or size < 1 or not isinstance(stoi, dict) or not isinstance(itos, dict):
+        raise BadDataset(f"{path} is not nanoGPT's vocabulary: it has no vocab_size; prepare the dataset again")
+    wrong = next((token for token in (*stoi.values(), *itos) if type(token) is not int or not 0 <= token < size), None)
+    if wrong is not None:
+        raise BadDataset(f"{path} has the token {wrong!r}, and its vocabulary has {size}; prepare the dataset again")
+    return Vocabulary(size, stoi, itos)
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it wants to run {module}.{name} when it is opened")
+
+
+def tokens(path: Path, dtype: str) -> NDArray[Any]:
+    """The tokens of a text shard, (n,), mapped into memory and read only. Raises BadDataset."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    try:
+        n = whole(path.stat().st_size, dtype, str(path))
+        return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
+    except FileNotFoundError as error:
+        raise BadDataset(f"{path} does not exist; get or prepare the dataset again") from error
+
+
+def beyond(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
+    """Position and value of the first token that the vocabulary does not have; None if all are known."""
+    for start in range(0, len(ids), CHUNK):
+        some = np.asarray(ids[start : start + CHUNK])
+        if some.size and int(some.max()) >= vocab_size:
+            at = int(np.argmax(some >= vocab_size))
+            return start + at, int(some[at])
+    return None
+
+
+def check_tokens(ids: NDArray[Any], vocab_size: int, file: str) -> None:
+    """Raises BadDataset if there is a token beyond the vocabulary."""
+    if found := beyond(ids, vocab_size):
+        raise BadDataset(
+            f"{file} has the token {found[1]} at position {found[0]}, and the vocabulary has {vocab_size}: it was made "
+            f"with another tokenizer; prepare it again with this one"
+        )
+
+
+def columns(path: Path) -> dict[str, NDArray[Any]]:
+    """The columns of a safetensors shard, mapped into memory and read only. Raises BadDataset."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header, start = _header(file, size)
+    except FileNotFoundError as error:
+        raise BadDataset(f"{path} does not exist; get or prepare the dataset again") from error
+    except _Wrong as wrong:
+        raise BadDataset(f"{path} is not a whole safetensors file: {wrong}; get or prepare the dataset again") from wrong
+    whole_file = np.memmap(path, np.uint8, "r")
+    found = {}
+    for name, (kind, shape, begin, end) in header.items():
+        found[name] = whole_file[start + begin : start + end].view(kind).reshape(shape)
+    return found
+
+
+def samples(shard: Mapping[str, NDArray[Any]]) -> int:
+    """How many samples the columns of a shard have."""
+    return min(
+        (len(column) - name.endswith(OFFSETS) for name, column in shard.items() if f"{name}{OFFSETS}" not in shard), default=0
+    )
+
+
+def sample(shard: Mapping[str, NDArray[Any]], i: int) -> dict[str, NDArray[Any]]:
+    """Sample i of a shard's columns: views, ragged ones cut to their length."""
+    found = {}
+    for name, column in shard.items():
+        if (offsets := shard.get(f"{name}{OFFSETS}")) is not None:
+            found[name] = column[int(offsets[i]) : int(offsets[i + 1])]
+        elif not name.endswith(OFFSETS):
+            found[name] = column[i]
+    return found
+
+
+_DTYPES = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+    "F16": "<f2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+"""The types of safetensors that numpy has."""
+
+_Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
+
+
+def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
+    """Type, shape, begin and end of every column, and where the first begins. Raises _Wrong."""
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(HEADER, size - 8):
+        raise _Wrong(f"its header would have {length} bytes of its {size}")
+    try:
+        content = json.loads(file.read(length))
+        found = {}
+        for name, each in content.items():
+            if name == "__metadata__":
+                continue
+            kind, shape, (begin, end) = np.dtype(_DTYPES[each["dtype"]]), tuple(map(int, each["shape"])), each["data_offsets"]
+            if min((*shape, begin), default=0) < 0 or end - begin != kind.itemsize * int(np.prod(shape, dtype=object)):
+                raise _Wrong(f"column {name} has {end - begin} bytes, and its shape {shape} needs another number")
+            found[name] = (kind, shape, begin, end)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Wrong(f"its header is damaged ({type(error).__name__})") from error
+    if 8 + length + max((end for *_, end in found.values()), default=0) != size:
+        raise _Wrong(f"it has {size} bytes, and its columns need another number")
+    return found, 8 + length
+
+
+# ---- writing
+
+
+class Writer:
+    """Writes the shards of one part of a text, in order, each as a whole: a name that exists is a whole shard.
+
+    With `limit` (bytes) they are `PART-00000.bin` ... of that size, else one file, `PART.bin`. Their concatenation is the same.
+    """
+
+    def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
+        if limit is not None and limit < itemsize:
+            raise OutlastError(f"a shard of {limit} bytes holds no token; give a larger --shard-size")
+        self._directory, self._part, self._itemsize = directory, part, itemsize
+        self._limit = limit and limit // itemsize * itemsize
+        self._shards: list[Shard] = []
+        self._file: BinaryIO | None = None
+        self._written = self._samples = 0
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
+        """Append tokens; `samples` is how many documents begin with them."""
+        rest: memoryview[int] = memoryview(data)
+        while True:
+            if self._file is None:
+                self._file = self._temporary.open("wb")
+            room = len(rest) if self._limit is None else min(len(rest), self._limit - self._written)
+            piece, rest = bytes(rest[:room]), rest[room:]
+            self._file.write(piece)
+            self._hash.update(piece)
+            self._written, self._samples, samples = self._written + room, self._samples + samples, 0
+            if not rest:
+                return
+            self._finish()
+
+    def close(self) -> Part:
+        """Finish the last shard; the part."""
+        if self._file or not self._shards:
+            self.write(b"")
+            self._finish()
+        return Part(tuple(self._shards), sum(shard.bytes for shard in self._shards) // self._itemsize)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._part}.bin" if self._limit is None else f"{self._part}-{len(self._shards):05d}.bin"
+
+    @property
+    def _temporary(self) -> Path:
+        return self._directory / f".{self._name}.partial"
+
+    def _finish(self) -> None:
+        assert self._file
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.replace(self._directory / self._name)
+        self._shards.append(Shard(self._name, self._samples, self._written, self._hash.hexdigest()))
+        self._file, self._written, self._samples, self._hash = None, 0, 0, hashlib.sha256()
+
+
+def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Rows of any length as a flat column and its offsets."""
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), offsets
+
+
+def write_columns(path: Path, table: Mapping[str, NDArray[Any]]) -> Shard:
+    """Write columns as a safetensors file, beside `path` and renamed: the same bytes for the same columns."""
+    names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
+    ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # so that each begins aligned
+    about, end = {}, 0
+    for name, column in ordered:
+        begin, end = end, end + column.nbytes
+        about[name] = {"dtype": names[column.dtype], "shape": list(column.shape), "data_offsets": [begin, end]}
+    header = json.dumps(about, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    digest, size = hashlib.sha256(), 0
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        pieces: list[bytes | memoryview[int]] = [
+            len(header).to_bytes(8, "little"),
+            header,
+            *(_bytes(column) for _, column in ordered),
+        ]
+        for piece in pieces:
+            size += file.write(piece)
+            digest.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return Shard(path.name, samples(table), size, digest.hexdigest())
+
+
+def _bytes(column: NDArray[Any]) -> memoryview[int]:
+    flat = np.ascontiguousarray(column, column.dtype.newbyteorder("<")).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def write_vocabulary(path: Path, size: int, texts: Mapping[int, str]) -> None:
+    """Write nanoGPT's `meta.pkl`."""
+    stoi = {text: token for token, text in reversed(list(texts.items()))}  # of two tokens with the same text, the first
+    files.replace(path, pickle.dumps({"vocab_size": size, "itos": dict(texts), "stoi": stoi}, protocol=4), durable=True)
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest: from now on the dataset is whole. Call it last."""
+    files.sync(directory)
+    files.replace(directory / MANIFEST, manifest.text, durable=True)
+
+
+# ---- verifying
+
+
+class Files(Protocol):
+    """Where a dataset is: a directory (`Local`), or a store (`cli.prepare_data`)."""
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if there is none."""
+
+    def chunks(self, name: str) -> Iterable[bytes]:
+        """Its content in pieces of CHUNK bytes; the last may be shorter."""
+
+
+class Local:
+    """A directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def size(self, name: str) -> int | None:
+        path = self._directory / name
+        return path.stat().st_size if path.is_file() else None
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with (self._directory / name).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
+
+
+def verify(manifest: Manifest, place: Files) -> list[str]:
+    """Read every shard and compare size, sha256, number of samples and the largest token with the manifest; what is wrong."""
+    problems = []
+    for name, part in manifest.parts.items():
+        problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
+        if not (part.tokens if manifest.kind == "text" else part.samples):
+            problems.append(f"{name} is empty")
+    if manifest.tokenizer and place.size(manifest.tokenizer) is None:
+        problems.append(f"{manifest.tokenizer} is missing")
+    return problems
+
+
+def _size_problem(place: Files, shard: Shard) -> str:
+    size = place.size(shard.file)
+    if size is None:
+        return f"{shard.file} is missing"
+    return f"{shard.file} has {size} bytes, not {shard.bytes}" if size != shard.bytes else ""
+
+
+def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
+    if problem := _size_problem(place, shard):
+        return problem
+    digest, at, first, unknown = hashlib.sha256(), 0, b"", ""
+    text = manifest.kind == "text"
+    kind = np.dtype(manifest.dtype).newbyteorder("<") if text else np.dtype(np.uint8)
+    for chunk in place.chunks(shard.file):
+        digest.update(chunk)
+        if text and manifest.vocab_size and not unknown and (found := beyond(np.frombuffer(chunk, kind), manifest.vocab_size)):
+            position = at // kind.itemsize + found[0]
+            unknown = (
+                f"{shard.file} has the token {found[1]} at position {position}, and the vocabulary has {manifest.vocab_size}"
+            )
+        if not text and at < 8 + HEADER and (at == 0 or at < 8 + int.from_bytes(first[:8], "little")):
+            first += chunk
+        at += len(chunk)
+    if shard.sha256 and digest.hexdigest() != shard.sha256:
+        return f"{shard.file} is damaged: its sha256 is {digest.hexdigest()[:12]}..., not {shard.sha256[:12]}..."
+    return unknown or ("" if text else _count_problem(shard, first))
+
+
+def _count_problem(shard: Shard, first: bytes) -> str:
+    """Compare the samples of a safetensors file, whose first bytes are given, with the manifest's."""
+    import io
+
+    try:
+        header, _ = _header(io.BytesIO(first), shard.bytes)
+    except _Wrong as wrong:
+        return f"{shard.file} is not a safetensors file: {wrong}"
+    empty = {name: np.broadcast_to(np.empty((), kind), shape) for name, (kind, shape, *_) in header.items()}
+    count = samples(empty)
+    return f"{shard.file} has {count} samples, not {shard.samples}" if count != shard.samples else ""
+
+
+def _listed(words: Sequence[str], conjunction: str = "and") -> str:
+    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if len(words) > 1 else words[0] if words else "none"
