@@ -33,6 +33,7 @@ ENTRIES: dict[str, Any] = {
     "Session": training.Session,
     "Stream": training.Stream,
     "Batch": training.Batch,
+    "Shards": training.Shards,
     "checkpoint.restore": checkpoint.restore,
     "outlast.checkpoints.list_": checkpoints.list_,
     "outlast.checkpoints.latest": checkpoints.latest,
@@ -40,8 +41,8 @@ ENTRIES: dict[str, Any] = {
 } | {name: thing for name, thing in vars(training).items() if name in training.__all__ and inspect.isfunction(thing)}
 
 
-OURS = {"ended", "reading", "sample", "saved_with", "saves", "undealt"}
-"""Attributes of a Stream that are not for scripts."""
+OURS = {"ended", "fingerprint", "reading", "sample", "saved_with", "saves", "take", "undealt", "windows"}
+"""Attributes and methods of a Stream and of Shards that are not for scripts."""
 
 
 def page() -> str:
@@ -53,13 +54,15 @@ def entry(name: str, thing: Any) -> str:
     """A function; or a class with its attributes and methods."""
     if not inspect.isclass(thing):
         return f"{called(name, thing)}\n{text(thing.__doc__)}"
-    made = thing is training.Stream  # the others are handed out
+    made = thing in (training.Stream, training.Shards)  # the others are handed out
     said = (called(name, thing) + "\n" if made else "") + text(thing.__doc__)
     rows = [f"| `{field}` | `{kind}` | {doc} |\n" for field, kind, doc in attributes(thing)]
     said += "\n| attribute | type | |\n|---|---|---|\n" + "".join(rows) if rows else ""
-    owner = {training.Session: "run.", training.Batch: "batch.", training.Stream: "stream."}.get(thing, "")
+    owner = {training.Session: "run.", training.Batch: "batch.", training.Stream: "stream.", training.Shards: "shards."}.get(
+        thing, ""
+    )
     for method, function in vars(thing).items():
-        if inspect.isfunction(function) and not method.startswith("_"):
+        if inspect.isfunction(function) and not method.startswith("_") and method not in OURS:
             said += f"\n### {owner}{method}\n\n{called(owner + method, function)}\n{text(function.__doc__)}"
     return said
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import math
 import numbers
 import queue
 import random
@@ -27,46 +26,11 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from outlast.errors import OutlastError
-
-Indices = NDArray[np.int64]
-
-_ROUNDS = 8
-_VERSION = 1
-"""Part of every key. Another permutation needs another number, or resumed runs would see other samples."""
-
-
-def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
-    """The samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without storing it.
-
-    A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in
-    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Uses no library's generator, so the order is the
-    same for ever.
-    """
-    rows = math.isqrt(samples - 1) + 1
-    columns = -(-samples // rows)
-    digest = hashlib.shake_256(f"outlast stream {_VERSION} {seed} {epoch}".encode()).digest(8 * _ROUNDS)
-    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
-    values = positions.astype(np.uint64)
-    walking = np.arange(len(values))
-    while len(walking):
-        row, column = np.divmod(values[walking], np.uint64(columns))
-        for even, odd in zip(keys[::2], keys[1::2], strict=True):
-            row = (row + _mixed(column ^ even) % np.uint64(rows)) % np.uint64(rows)
-            column = (column + _mixed(row ^ odd) % np.uint64(columns)) % np.uint64(columns)
-        values[walking] = row * np.uint64(columns) + column
-        walking = walking[values[walking] >= samples]
-    return values.astype(np.int64)
-
-
-def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finalizer: every bit of the input moves every bit of the output."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+from outlast.training.order import VERSION, Indices, Windows, permuted
+from outlast.training.shards import Shards
 
 
 def dealt(count: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -185,7 +149,8 @@ class Stream:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self._dataset = dataset
-        self._arrays, self.samples = _source(dataset)
+        self._arrays, self.samples = _source(dataset, collate)
+        self._shards = dataset if isinstance(dataset, Shards) else None
         if self.samples == 0:
             raise OutlastError("the dataset is empty; a stream needs at least one sample")
         if not all(number is None or (isinstance(number, numbers.Integral) and number >= 1) for number in (batch, microbatch)):
@@ -210,6 +175,7 @@ class Stream:
         """Why the ranks of the process group may not each have a share of their own; empty if they may."""
         self.sample = ""
         """What a micro-batch is, as read last: `a Tensor of shape (16, 3)`."""
+        self._window = dataset.window if isinstance(dataset, Shards) else 0
         self._start = 0
         self._epochs, self._steps = epochs, steps
         self._prefetch, self._workers = prefetch, workers
@@ -234,6 +200,11 @@ class Stream:
         return self.step - (-(self.samples - start) // self.batch) + (self._epochs - epoch - 1) * self.steps_per_epoch
 
     @property
+    def _windows(self) -> Windows | None:
+        """The order of shards, if it is not that of all samples together."""
+        return self._shards.windows(self._window, self.seed) if self._shards and self.shuffle else None
+
+    @property
     def _next(self) -> tuple[int, int]:
         """Epoch and position of the next batch."""
         return (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
@@ -242,18 +213,21 @@ class Stream:
         """Return the position as plain numbers, the same on every rank."""
         self.saves += 1
         epoch, start = self._next
-        order = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
+        order: dict[str, Any] = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
+        if self._shards:
+            order |= {"order": "windows" if self._windows else "permuted", "window": self._window}
+            order["data"] = self._shards.fingerprint
         steps = {"step": self.step, "batch": self.batch, "total_steps": self.total_steps}
-        return {"version": _VERSION, **order, "epoch": epoch, "position": start, **steps}
+        return {"version": VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`. World size and `batch` may differ from those that saved it.
 
         Raises OutlastError when the samples would come in another order: other data, another seed, another `shuffle`.
         """
-        if state["version"] != _VERSION:
+        if state["version"] != VERSION:
             raise OutlastError(
-                f"the stream was saved in order {state['version']}, this Outlast knows {_VERSION}; use the one that saved it"
+                f"the stream was saved in order {state['version']}, this Outlast knows {VERSION}; use the one that saved it"
             )
         if state["samples"] != self.samples:
             raise OutlastError(
@@ -266,8 +240,25 @@ class Stream:
                     f"the stream was saved with {name}={state[name]} and now has {name}={ours}: in another order some samples of "
                     f"epoch {state['epoch'] + 1} would come twice and others never; use {name}={state[name]} or start a new run"
                 )
+        self._adopt(state)
         self.epoch, self._start, self.step = state["epoch"], state["position"], state["step"]
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Take over the order of shards in `state`: the run may have begun with the shards elsewhere. Raises OutlastError."""
+        name = state.get("order", "permuted")
+        if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
+            remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
+            raise OutlastError(f"the stream was saved in the order {name!r} of shards, and cannot go on in it; {remedy}")
+        if not self._shards:
+            return
+        ours, theirs = self._shards.fingerprint, state.get("data", "")
+        if ours and theirs and ours != theirs:
+            raise OutlastError(
+                f"the stream was saved over shards with other checksums ({theirs}) than those there now ({ours}); "
+                "resume with the same data or start a new run"
+            )
+        self._window = state["window"] if name == "windows" else self.samples  # of samples there are at least as many as shards
 
     def __len__(self) -> int:
         """Batches still to come."""
@@ -318,6 +309,7 @@ class Stream:
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
         """What this rank reads, from the current position to the end."""
         epoch, start = self._next
+        windows = self._windows
         for step in range(self.step, self.total_steps):
             size = min(self.batch, self.samples - start)
             ends = start + size == self.samples
@@ -328,7 +320,12 @@ class Stream:
             if stand_in:  # of the last rank that has any
                 begin, end = (-(-size // piece) - 1) * piece, size
             positions = np.arange(start + begin, start + end)
-            indices = permuted(positions, self.samples, self.seed, epoch) if self.shuffle else positions
+            if self._shards:
+                self._shards.reading(windows, start, epoch)
+            if windows:
+                indices = windows.at(positions, epoch)
+            else:
+                indices = permuted(positions, self.samples, self.seed, epoch) if self.shuffle else positions
             width = self.microbatch or len(indices)
             parts = [indices[i : i + width] for i in range(0, len(indices), width)]
             cuts = tuple((part, 0.0 if stand_in else len(part) * ranks / size) for part in parts)
@@ -404,9 +401,12 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
 @dataclasses.dataclass(frozen=True)
 class _Arrays:
     arrays: Any
+    """A mapping, tuple or list of arrays, a single one, or Shards."""
 
     def take(self, indices: Indices) -> Any:
         """The rows `indices` of every array, as tensors."""
+        if isinstance(self.arrays, Shards):
+            return self.arrays.take(indices)
         if isinstance(self.arrays, Mapping):
             return {name: _rows(array, indices) for name, array in self.arrays.items()}
         if isinstance(self.arrays, tuple | list):
@@ -420,8 +420,10 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
     return torch.from_numpy(np.asarray(array[indices]))
 
 
-def _source(dataset: Any) -> tuple[_Arrays | None, int]:
-    """The dataset as arrays, None for a map-style one; and its number of samples."""
+def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
+    """The dataset as arrays, None for one whose samples are read one by one; and its number of samples."""
+    if isinstance(dataset, Shards):
+        return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor
     parts: dict[Any, Any] = {}
     if isinstance(dataset, Mapping):
@@ -501,7 +503,7 @@ class _Seeded(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        digest = hashlib.shake_256(f"outlast sample {_VERSION} {self._seed} {epoch} {index}".encode()).digest(8)
+        digest = hashlib.shake_256(f"outlast sample {VERSION} {self._seed} {epoch} {index}".encode()).digest(8)
         seed = int.from_bytes(digest, "little")
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)

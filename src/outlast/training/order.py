@@ -1,0 +1,105 @@
+"""The order of the samples: pure functions of (seed, epoch, position).
+
+`permuted` shuffles all samples of an epoch. `Windows` shuffles samples that lie in shards so that few shards are read at a time:
+it shuffles the shards, takes them in windows of a few, and shuffles the samples of each window. Neither depends on the number of
+ranks, on what a machine has in its cache, or on any library's generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+_ROUNDS = 8
+VERSION = 1
+"""Part of every key. Another permutation needs another number, or resumed runs would see other samples."""
+
+
+def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
+    """The samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without storing it.
+
+    A Feistel network over Z_rows x Z_columns, the smallest such near-square that holds `samples`, walked until the value is in
+    range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Uses no library's generator, so the order is the
+    same for ever.
+    """
+    return _permuted(positions, samples, f"outlast stream {VERSION} {seed} {epoch}")
+
+
+def _permuted(positions: Indices, samples: int, key: str) -> Indices:
+    rows = math.isqrt(samples - 1) + 1
+    columns = -(-samples // rows)
+    digest = hashlib.shake_256(key.encode()).digest(8 * _ROUNDS)
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+    values = positions.astype(np.uint64)
+    walking = np.arange(len(values))
+    while len(walking):
+        row, column = np.divmod(values[walking], np.uint64(columns))
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            row = (row + _mixed(column ^ even) % np.uint64(rows)) % np.uint64(rows)
+            column = (column + _mixed(row ^ odd) % np.uint64(columns)) % np.uint64(columns)
+        values[walking] = row * np.uint64(columns) + column
+        walking = walking[values[walking] >= samples]
+    return values.astype(np.int64)
+
+
+def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finalizer: every bit of the input moves every bit of the output."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Windows:
+    """The order of samples in shards of `sizes` samples, `window` shards at a time."""
+
+    def __init__(self, sizes: Sequence[int], window: int, seed: int) -> None:
+        self._sizes = np.asarray(sizes, dtype=np.int64)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self._window, self._seed = window, seed
+        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # of this epoch, and of the next
+
+    def at(self, positions: Indices, epoch: int) -> Indices:
+        """The samples at `positions` of an epoch, counted in the order of the shards: a bijection of 0 ... samples-1."""
+        shards, ends, lasts = self._layout(epoch)
+        windows = np.searchsorted(lasts, positions, side="right")
+        samples = np.empty_like(positions)
+        for window in np.unique(windows):
+            here = windows == window
+            first = int(lasts[window - 1]) if window else 0
+            key = f"outlast window {VERSION} {self._seed} {epoch} {window}"
+            places = first + _permuted(positions[here] - first, int(lasts[window]) - first, key)
+            slots = np.searchsorted(ends, places, side="right")
+            chosen = shards[slots]
+            samples[here] = self._starts[chosen] + places - (ends[slots] - self._sizes[chosen])
+        return samples
+
+    def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
+        """The shards of the window that holds `position` and of the next ones, `windows` in all, in the order of their use.
+
+        Goes on with the next epoch after the last window.
+        """
+        shards, _, lasts = self._layout(epoch)
+        first = int(np.searchsorted(lasts, position, side="right"))
+        found = shards[first * self._window : (first + windows) * self._window].tolist()
+        if (missing := windows - (len(lasts) - first)) > 0:
+            found += self._layout(epoch + 1)[0][: missing * self._window].tolist()
+        return list(dict.fromkeys(found))
+
+    def window(self, position: int, epoch: int) -> int:
+        """The number of the window that holds `position`."""
+        return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
+
+    def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
+        """The shards of an epoch in their order, the position at which each ends, and that at which each window ends."""
+        count = len(self._sizes)
+        shards = _permuted(np.arange(count), count, f"outlast shards {VERSION} {self._seed} {epoch}")
+        ends = np.cumsum(self._sizes[shards])
+        last = np.minimum(np.arange(self._window - 1, count + self._window - 1, self._window), count - 1)
+        return shards, ends, ends[last]
