@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from outlast.errors import OutlastError
 from outlast.training import Batch, Stream
+from outlast.training.stalls import Stalls
 from outlast.training.stream import dealt, permuted
 
 
@@ -373,3 +374,30 @@ def test_a_batch_that_is_unpacked_says_how_to_split_it():
     with pytest.raises(OutlastError, match=r"write `for \(x, y\), share in batch.split\(net\):`"):
         for _, _ in a_stream():
             pass
+
+
+# Waiting for data
+
+
+def test_a_stream_counts_the_seconds_that_its_steps_wait():
+    class Slow(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            arrived.wait(0.05 if index == 3 else 0)
+            return super().__getitem__(index)
+
+    arrived = threading.Event()
+    stream = Stream(Slow(torch.arange(6)), 1, shuffle=False)
+    waited = [stream.waited_s for _ in stream]
+    assert waited[3] - waited[2] >= 0.05
+    assert "let processes read the samples: Stream(..., workers=4)" in stream.remedy
+    assert a_stream(prefetch=1).remedy == "raise prefetch (now 1) of the Stream, or put the data on a faster disk"
+
+
+def test_a_warning_comes_when_much_of_a_period_was_waiting_and_not_again_soon():
+    stalls = Stalls(now=0.0)
+    said = [
+        (now, stalls.warning(now, waited, "wait less")) for now, waited in ((59, 59), (61, 60), (121, 70), (182, 85), (250, 140))
+    ]
+    assert [text for _, text in said if text] == ["training waited for data 24.6 % of the last 1m01s; wait less"]
+    assert said[3][1]
+    assert stalls.warning(1200, 1000, "wait less")

@@ -16,7 +16,8 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     session      generation, rank, world_size            training: process group is up
     restoring    generation                              training, rank 0
     restored     generation, step, path                  training, rank 0 (step 0, path null: from the beginning)
-    step         generation, step, steps?                training, rank 0: this step has ended; of several, the last of `steps`
+    step         generation, step, steps?, waited_s?     training, rank 0: this step has ended; of several, the last of `steps`;
+                                                         of their time, seconds in which they waited for data
     saving       step                                    training, rank 0: a save begins, training stalls
     staged       step, stall_s                           training, rank 0: training goes on
     committed    step, path, bytes, seconds              training, rank 0: the checkpoint exists
@@ -75,14 +76,19 @@ class Ledger:
             self._step_written = float("-inf")  # the next step, e.g. after a save or a restore, is written at once
             self._append(self._event(kind, fields))
 
-    def step(self, generation: int, step: int) -> None:
-        """Append that a step has ended: at once, or with those that end within TOGETHER_S; any other event comes after it."""
+    def step(self, generation: int, step: int, waited_s: float = 0.0) -> None:
+        """Append that a step has ended: at once, or with those that end within TOGETHER_S; any other event comes after it.
+
+        `waited_s`: seconds that it has waited for data.
+        """
         with self._lock:
             before = self._steps
             if before and (before["generation"], before["step"]) != (generation, step - 1):
                 self._flush()
             together = self._steps.get("steps", 0) + 1
-            self._steps = self._event("step", {"generation": generation, "step": step, "steps": together})
+            waited_s += self._steps.get("waited_s", 0.0)
+            fields = {"generation": generation, "step": step, "steps": together, "waited_s": waited_s}
+            self._steps = self._event("step", fields)
             if time.monotonic() - self._step_written >= TOGETHER_S:
                 self._flush()
                 self._step_written = time.monotonic()
@@ -101,6 +107,8 @@ class Ledger:
             event, self._steps = self._steps, {}
             if event["steps"] == 1:
                 del event["steps"]
+            if waited_s := round(event.pop("waited_s"), 6):
+                event["waited_s"] = waited_s
             self._append(event)
 
     def _append(self, event: Event) -> None:

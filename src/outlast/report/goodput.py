@@ -129,8 +129,10 @@ _Stretch = tuple[int, int, Bucket]
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
     """Spans with the final bucket of their owner.
 
-    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up.
+    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. A step waits for its data
+    first, then it warms up, then it trains.
     """
+    stalling: dict[int, int] = {}  # id of a step that waited for data -> microseconds of that still to be taken from its spans
     warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
     keeping: dict[int, int] = {}  # id of steps of which some were taken back -> microseconds still to be given to the others
     for start, end, owner in spans:
@@ -138,14 +140,21 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
             yield start, end, owner
             continue
         cut = start
+        if owner.waited_us and owner.bucket is Bucket.TRAINING:
+            waited = stalling.setdefault(id(owner), owner.waited_us)
+            cut = min(end, start + waited)
+            stalling[id(owner)] = waited - (cut - start)
+            if start < cut:
+                yield start, cut, Bucket.DATA
+            start = cut
         if owner.first and ordinary is not None and owner.bucket in (Bucket.TRAINING, Bucket.REPLAYED):
-            excess = warming.setdefault(id(owner), max(0, owner.us - round(ordinary * max(1, owner.count))))
+            excess = warming.setdefault(id(owner), max(0, owner.us - owner.waited_us - round(ordinary * max(1, owner.count))))
             cut = min(end, start + excess)
             warming[id(owner)] = excess - (cut - start)
         if start < cut:
             yield start, cut, Bucket.STARTUP
         if owner.kept_us >= 0 and owner.bucket is Bucket.TRAINING:
-            left = keeping.setdefault(id(owner), owner.kept_us)
+            left = keeping.setdefault(id(owner), max(0, owner.kept_us - owner.waited_us))
             kept = min(end, cut + left)
             keeping[id(owner)] = left - (kept - cut)
             if cut < kept:

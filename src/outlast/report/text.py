@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _LOOK = {
     Bucket.TRAINING: ("█", "green", "training"),
     Bucket.REPLAYED: ("▒", "red", "replayed steps"),
+    Bucket.DATA: ("~", "bright_yellow", "data stall"),
     Bucket.CHECKPOINT: ("▪", "cyan", "checkpoint stall"),
     Bucket.RENDEZVOUS: ("┼", "magenta", "rendezvous"),
     Bucket.RESTORE: ("▴", "blue", "restore"),

@@ -3,8 +3,8 @@
 Called by `report.goodput` only. No event is trusted: it may be late, repeated, torn, out of order, missing, or from a generation
 that was replaced. In every case each instant between the first event and the end has one owner.
 
-A step owns the time from the end of the step before it to its own end. That time is training if the step is kept, and replayed
-if a restore takes it back or a failure cuts it short. All other time has the bucket of the phase that the job was in. Reasons:
+A step owns the time from the end of the step before it to its own end. That time is training if the step is kept, but for what
+it has waited for data; and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the phase that the job was in. Reasons:
 `docs/decisions/0004-goodput.md`.
 
 Memory is bounded: neighbouring steps of a long run that are long done are joined (`_join`).
@@ -29,6 +29,8 @@ class Bucket(enum.StrEnum):
     """Steps whose result was kept. The share of this in the wall time is the goodput."""
     REPLAYED = "replayed"
     """Steps whose result was lost: taken back by a restore, or cut short by a failure."""
+    DATA = "data stall"
+    """Steps whose result was kept waited for their data."""
     CHECKPOINT = "checkpoint"
     """Training stood still for a save; a save in the background costs nothing here."""
     RENDEZVOUS = "rendezvous"
@@ -80,6 +82,11 @@ def microseconds(t: float) -> int:
 def _int(event: Event, field: str) -> int | None:
     value = event.get(field)
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _FOREVER else None
+
+
+def _seconds(event: Event, field: str) -> float:
+    value = event.get(field)
+    return value if isinstance(value, (int, float)) and 0 <= value < _FOREVER else 0.0
 
 
 def _text(event: Event, field: str, otherwise: str) -> str:
@@ -175,6 +182,8 @@ class Step:
     """How many of them are kept; 0 while it is under way."""
     life: int = 0
     us: int = 0
+    waited_us: int = 0
+    """What of `us` was waiting for data."""
     kept_us: int = -1
     """What of `us` was for the kept ones, when the later ones were taken back; -1: all."""
     pieces: int = 0
@@ -186,7 +195,8 @@ class Step:
         whole = self.pieces == other.pieces == 1 and self.kept_us == other.kept_us == -1 and self.count and other.count
         if not one or not whole or self.first or other.first:
             return False
-        self.number, self.count, self.us = other.number, self.count + other.count, self.us + other.us
+        self.number, self.count = other.number, self.count + other.count
+        self.us, self.waited_us = self.us + other.us, self.waited_us + other.waited_us
         return True
 
 
@@ -358,6 +368,7 @@ class Timeline:
             if last.before < step:  # of several, the first ones stay; they are taken to have been equally long
                 stays, of = step - last.before, last.number - last.before
                 last.kept_us = (last.us if last.kept_us < 0 else last.kept_us) * stays // of
+                last.waited_us = last.waited_us * stays // of
                 left = max(1, last.count * stays // of)
                 self.steps_kept -= last.count - left
                 last.number, last.count = step, left
@@ -538,6 +549,7 @@ class Timeline:
         if not self.kept or self.kept[-1].life != self._life or self.kept[-1].number < number:  # else reported twice
             together = _int(event, "steps") or 1
             step.count = together if together > 0 else 1
+            step.waited_us = min(step.us, microseconds(_seconds(event, "waited_s")))
             step.before, step.number, step.life = number - step.count, number, self._life
             self._roll_back(step.before)
             self.kept.append(step)

@@ -127,7 +127,9 @@ class Shards:
                 f"no shard of {part} in {self._place.name} has the {(block or 0) + 1} tokens of a block and the next one; "
                 "use a smaller block, or prepare more data"
             )
-        self.window: int = window or (WINDOW if self._place.remote else len(self._shards))
+        self.remote: bool = self._place.remote
+        """Whether the shards come from a store."""
+        self.window: int = window or (WINDOW if self.remote else len(self._shards))
         """Shards that are shuffled together."""
         self._forget()
 

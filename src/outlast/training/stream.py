@@ -19,7 +19,7 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from outlast.errors import OutlastError
+from outlast.training import stalls
 from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.shards import Shards
 
@@ -175,6 +176,8 @@ class Stream:
         """Why the ranks of the process group may not each have a share of their own; empty if they may."""
         self.sample = ""
         """What a micro-batch is, as read last: `a Tensor of shape (16, 3)`."""
+        self.waited_s = 0.0
+        """Seconds that steps have waited for data in this process."""
         self._window = dataset.window if isinstance(dataset, Shards) else 0
         self._start = 0
         self._epochs, self._steps = epochs, steps
@@ -198,6 +201,16 @@ class Stream:
         if epoch >= self._epochs:
             return self.step
         return self.step - (-(self.samples - start) // self.batch) + (self._epochs - epoch - 1) * self.steps_per_epoch
+
+    @property
+    def remedy(self) -> str:
+        """What to do if training waits for this stream."""
+        if self._shards and self._shards.remote:
+            return "the store delivers too slowly: name it under `data` in the job file, which fetches everything before training"
+        if self._arrays or self._workers:
+            more = f"workers (now {self._workers})" if self._workers else f"prefetch (now {self._prefetch})"
+            return f"raise {more} of the Stream, or put the data on a faster disk"
+        return "let processes read the samples: Stream(..., workers=4); or prepare the data: outlast data prepare"
 
     @property
     def _windows(self) -> Windows | None:
@@ -284,7 +297,7 @@ class Stream:
         _loops += 1
         _read_now.add(self)
         try:
-            for plan, pieces in self._read(plans):
+            for plan, pieces in stalls.timed(self._read(plans), self):
                 self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
                 if not self.sample:
                     self.sample = kind(pieces[0][0])
@@ -332,7 +345,7 @@ class Stream:
             yield _Plan(epoch, step, start, size, ends, indices[:0] if stand_in else indices, cuts)
             epoch, start = (epoch + 1, 0) if ends else (epoch, start + size)
 
-    def _read(self, plans: Iterator[_Plan]) -> Iterator[tuple[_Plan, tuple[tuple[Any, float], ...]]]:
+    def _read(self, plans: Iterator[_Plan]) -> Generator[tuple[_Plan, tuple[tuple[Any, float], ...]], None, None]:
         if arrays := self._arrays:
             read = ((plan, tuple((arrays.take(part), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
