@@ -131,3 +131,15 @@ def test_a_line_that_comes_in_many_pieces_is_put_together_once():
     found = list(ledger.lines(pieces))
     assert (found[0], len(found[1]), found[2:]) == (b"a", 30_000_001, [b"c", b"", b"d"])
     assert time.process_time() - began < 2  # in proportion to the bytes
+
+
+def test_steps_that_are_written_together_have_waited_for_data_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "TOGETHER_S", 3600.0)
+    writer = ledger.Ledger(tmp_path, "rank-0")
+    for step, waited_s in ((1, 0.5), (2, 0.0), (3, 0.25), (4, 0.125)):
+        writer.step(1, step, waited_s)
+    writer.write("saving", step=4)
+    writer.step(1, 5)
+    writer.close()
+    told = [(e.get("step"), e.get("steps"), e.get("waited_s")) for e in ledger.read(tmp_path) if e["kind"] == "step"]
+    assert told == [(1, None, 0.5), (4, 3, 0.375), (5, None, None)]

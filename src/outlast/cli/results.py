@@ -28,7 +28,8 @@ def report(
     """Show where the time of a job went.
 
     How much was training, how much was lost to replayed steps, waiting for data, checkpoints and recovery, and what happened
-    when. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's output in a store.
+    when. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's output in a
+    store.
 
     \b
     Examples:

@@ -4,8 +4,8 @@ Called by `report.goodput` only. No event is trusted: it may be late, repeated, 
 that was replaced. In every case each instant between the first event and the end has one owner.
 
 A step owns the time from the end of the step before it to its own end. That time is training if the step is kept, but for what
-it has waited for data; and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the phase that the job was in. Reasons:
-`docs/decisions/0004-goodput.md`.
+it has waited for data; and replayed if a restore takes it back or a failure cuts it short. All other time has the bucket of the
+phase that the job was in. Reasons: `docs/decisions/0004-goodput.md`.
 
 Memory is bounded: neighbouring steps of a long run that are long done are joined (`_join`).
 """

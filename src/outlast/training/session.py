@@ -41,7 +41,7 @@ from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import stall
 from outlast.ledger import Ledger
-from outlast.training import checkpoint, device, metrics, mistakes, newest, parameters, replicas, saver, weights
+from outlast.training import checkpoint, device, metrics, mistakes, newest, parameters, replicas, saver, stalls, weights
 from outlast.training import stream as streams
 from outlast.training.calls import Calls, public
 from outlast.training.disks import Disks
@@ -109,6 +109,7 @@ class Session:
         self._logged = 0, 0
         """The same for `log`, which perhaps not all ranks call."""
         self._saved_position = self._last = self._loops = 0
+        self._waits = stalls.Stalls(time.monotonic())
         self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
         self._parameters: dict[str, Any] = {}
@@ -286,6 +287,7 @@ class Session:
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._step = self._committed = self._last_saved_step = self._resumed = step
         self._moved, self._saved_position = None, self._position()
+        self._waits.since(time.monotonic(), mistakes.streams_of(state))
         self._last_save = time.monotonic()
         for stream in mistakes.streams_of(state):
             stream.ended = self._ended
@@ -342,8 +344,9 @@ class Session:
             total = self._meet(f"run.log({step}, reduce=True, {', '.join(numbers)})", *numbers.values())
             numbers = {name: each / self.world_size for name, each in zip(numbers, total, strict=True)}
         problem = {}
+        waited_s = self._waited()
         if self.rank == 0:
-            self._ledger.step(self.generation, step)
+            self._ledger.step(self.generation, step, waited_s)
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
                 try:
@@ -372,6 +375,13 @@ class Session:
             return
         if changed:
             log.warning("outlast: the run goes on with other parameters than before: %s", changed)
+
+    def _waited(self) -> float:
+        """Seconds that the streams have waited for data since the last call; warns once per machine if that is much."""
+        waited_s, sentence = self._waits.since(time.monotonic(), mistakes.streams_of(self._state))
+        if sentence and self.local_rank == 0:
+            log.warning("outlast: %s", sentence)
+        return waited_s
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Signal that this rank is alive although it may seem to hang. Cheap, not a collective, for any rank at any time.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from outlast import units
@@ -28,6 +28,10 @@ class Waits(Protocol):
     """What counts its waits."""
 
     waited_s: float
+
+    @property
+    def remedy(self) -> str:
+        """What to do if training waits for this."""
 
 
 def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
@@ -50,8 +54,15 @@ class Stalls:
 
     def __init__(self, now: float) -> None:
         self._since = self._first = now
-        self._waited = 0.0
+        self._waited = self._told = 0.0
         self._warned = float("-inf")
+
+    def since(self, now: float, readers: Sequence[Waits]) -> tuple[float, str]:
+        """Seconds that all have waited since the last call, and the warning, if one is due."""
+        waited = sum(reader.waited_s for reader in readers)
+        before, self._told = self._told, waited
+        remedy = max(readers, key=lambda reader: reader.waited_s).remedy if readers else ""
+        return waited - before, self.warning(now, waited, remedy)
 
     def warning(self, now: float, waited: float, remedy: str) -> str:
         """The warning if training has waited much of the last period; `waited` seconds are all so far. Mostly empty."""
