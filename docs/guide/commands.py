@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 from typer.main import get_command
@@ -40,11 +42,15 @@ def page() -> str:
 
 def commands() -> list[str]:
     """All commands, those of a group with the group's name before them."""
-    found = []
-    for name, command in get_command(cli.app).commands.items():
-        inner = getattr(command, "commands", None)
-        found += [f"{name} {each}" for each in inner] if inner else [] if command.hidden else [name]
-    return found
+    return list(_below(get_command(cli.app)))
+
+
+def _below(group: Any) -> Iterator[str]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from (f"{name} {each}" for each in _below(command))
+        elif not command.hidden:
+            yield name
 
 
 def help_of(command: str) -> str:

@@ -24,6 +24,7 @@ from outlast.cli import (
     install,
     jobs,
     operator,
+    prepare_data,
     rdzv,
     render,
     results,
@@ -113,6 +114,8 @@ app.command()(results.evaluate)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(validate.validate)
 app.command()(render.render)
+data.app.add_typer(prepare_data.app, name="prepare")
+data.app.command()(prepare_data.verify)
 app.add_typer(data.app, name="data")
 app.add_typer(image.app, name="image")
 app.command()(sync.sync)

@@ -55,7 +55,7 @@ class Shard:
     file: str
     """Name within the dataset."""
     samples: int
-    """How many; in text the documents that begin here."""
+    """How many; in text documents, each counted once."""
     bytes: int
     sha256: str
     """Hexadecimal; empty in a directory without a manifest."""
@@ -413,6 +413,13 @@ class Writer:
         self._file: BinaryIO | None = None
         self._written = self._samples = 0
         self._hash = hashlib.sha256()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:  # an error came first: the rest is written again another time
+            self._file.close()
 
     def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
         """Append tokens; `samples` is how many documents begin with them."""

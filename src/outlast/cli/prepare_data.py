@@ -1,0 +1,264 @@
+"""`outlast data prepare`: raw files become shards, in a directory or a store; `outlast data verify` reads every byte of them.
+
+The work is `data.prepare`'s. A dataset for a store is made in a work directory first, then its shards are uploaded, the manifest
+last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast import units
+from outlast.cli import show, transfers
+from outlast.errors import Missing, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.data.prepare.work import Request
+    from outlast.data.shards import Files, Manifest
+    from outlast.store import Store
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
+
+
+@app.callback()
+def group() -> None:
+    """Make shards for training out of raw files."""
+
+
+SourceArgument = Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
+ToOption = Annotated[str, typer.Option("--to", metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
+ProcessesOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core.", show_default=False)
+]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")]
+SkipOption = Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")]
+WorkOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--work",
+        metavar="DIR",
+        help="Where to make a dataset for a store. Default: ~/.cache/outlast/prepare.",
+        show_default=False,
+    ),
+]
+ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share that goes into val, 0 for none.")]
+GlobOption = Annotated[
+    list[str] | None, typer.Option("--glob", metavar="PATTERN", help="Which files: '*.py'. May be repeated. Default: all.")
+]
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return units.memory(text)
+    except ValueError as error:
+        raise OutlastError(f"--shard-size {text} {error}") from error
+
+
+@app.command()
+def text(
+    source: SourceArgument,
+    to: ToOption,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="WHICH", help="char, bpe (trained here), gpt2-like (50,257 tokens), or a tokenizer.json.")
+    ] = "bpe",
+    vocab_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.", show_default=False)
+    ] = None,
+    val: ValOption = 0.1,
+    separator: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.", show_default=False),
+    ] = None,
+    glob: GlobOption = None,
+    field: Annotated[str, typer.Option(metavar="NAME", help="The text of .jsonl records.")] = "text",
+    shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.", show_default=False),
+    ] = None,
+    processes: ProcessesOption = None,
+    verify: VerifyOption = False,
+    skip_damaged: SkipOption = False,
+    work: WorkOption = None,
+) -> None:
+    """Tokenize text: train.bin, val.bin and meta.pkl as nanoGPT reads them, tokenizer.json, and a manifest.
+
+    SOURCE has files of UTF-8, each a document, or .jsonl files, each line a document. Files or directories
+    named train and val are those parts; one file alone is divided as nanoGPT does, its last 10 % are val;
+    otherwise a hash of the name draws each document. The same source gives the same bytes, whatever the
+    number of processes. After a kill, the same command goes on.
+
+    \b
+    Examples:
+      outlast data prepare text data/python --to data/python-bpe --vocab-size 4096
+      outlast data prepare text input.txt --to data/shakespeare --tokenizer char
+      outlast data prepare text docs --glob '*.jsonl' --to s3://bucket/docs --shard-size 64Mi
+    """
+    from outlast.data.prepare import text as texts
+
+    settings = texts.Settings(
+        tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=skip_damaged
+    )
+    _made(lambda request: texts.prepare(request, settings), source, to, processes, work, verify=verify)
+
+
+def verify(
+    place: Annotated[str, typer.Argument(metavar="PLACE", help="A directory, or the URL of a place in a store.")],
+) -> None:
+    """Read a prepared dataset and compare sizes, checksums, counts and tokens with its manifest.
+
+    The exit code is 78 when something is wrong.
+
+    \b
+    Examples:
+      outlast data verify data/python-bpe
+      outlast data verify s3://bucket/docs
+    """
+    from outlast.data import shards
+
+    if "://" not in place:
+        _verified(shards.read(Path(place)), shards.Local(Path(place)), place)
+        return
+    from outlast import store
+
+    stored = _Stored(store.open_(place))
+    _verified(stored.manifest(), stored, place)
+
+
+def _made(
+    prepare: Callable[[Request], Manifest], source: Path, to: str, processes: int | None, work: Path | None, *, verify: bool
+) -> None:
+    """Prepare, upload, verify, and say so."""
+    from outlast.data import shards
+    from outlast.data.prepare import work as working
+
+    if "://" in to:
+        from outlast import store
+
+        stored = _Stored(store.open_(to))
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast" / "prepare"
+        directory = work or home / hashlib.sha256(stored.store.url.encode()).hexdigest()[:32]
+        there = None
+        with contextlib.suppress(Missing):
+            there = stored.manifest()
+    else:
+        stored, directory, there = None, Path(to), shards.read(Path(to)) if (Path(to) / shards.MANIFEST).exists() else None
+    began = time.monotonic()
+    with transfers.interruptible() as stop, _Stages().shown() as progress:
+        request = working.Request(source, directory, processes or working.cores(), progress, there if stored else None, stop)
+        made = prepare(request)
+    verb = "already there:" if there else "wrote"
+    if stored and not there:
+        stored.upload(directory, made)
+    damaged = made.source.get("damaged")
+    left_out = f", {damaged:,} damaged left out" if damaged else ""
+    print(f"{verb} {summary(made)} in {to}{left_out} ({units.human_seconds(time.monotonic() - began)})")
+    if verify:
+        _verified(made, stored or shards.Local(directory), to)
+
+
+class _Stages:
+    """Progress of one stage after the other."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._stage = ""
+        self._tell: transfers.Tell | None = None
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[Callable[[str, int, int], None]]:
+        with self._stack:
+            yield self._show
+
+    def _show(self, stage: str, done: int, total: int) -> None:
+        if stage != self._stage:
+            self._stack.close()
+            self._stage, self._tell = stage, self._stack.enter_context(transfers.shown(f"done ({stage})"))
+            if not total:
+                print(f"outlast | {stage}", file=sys.stderr, flush=True)
+        if self._tell and total:
+            self._tell(done, total, stage if sys.stderr.isatty() else "")
+
+
+def summary(made: Manifest) -> str:
+    """`train 2,975,840 tokens, val 494,212 tokens of 729 documents (vocabulary 4,096, uint16)`."""
+    if made.kind == "text":
+        parts = ", ".join(f"{name} {part.tokens or 0:,} tokens" for name, part in made.parts.items())
+        documents = sum(part.samples for part in made.parts.values())
+        return f"{parts} of {show.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
+    return ", ".join(f"{name} {part.samples:,} samples" for name, part in made.parts.items())
+
+
+def _verified(manifest: Manifest, place: Files, name: str) -> None:
+    from outlast.data import shards
+
+    problems = shards.verify(manifest, place)
+    if problems:
+        raise shards.BadDataset(f"{name}: {'; '.join(problems)}; get or prepare the dataset again")
+    files = sum(len(part.shards) for part in manifest.parts.values())
+    size = sum(shard.bytes for part in manifest.parts.values() for shard in part.shards)
+    print(f"verified {show.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
+
+
+class _Stored:
+    """A dataset in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def manifest(self) -> Manifest:
+        """Raises Missing."""
+        from outlast.data import shards
+
+        return shards.parse(self.store.get(shards.MANIFEST), self.store.url)
+
+    def size(self, name: str) -> int | None:
+        try:
+            return self.store.head(name).size
+        except Missing:
+            return None
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        from outlast.data import shards
+
+        size = self.store.head(name).size
+        for begin in range(0, size, shards.CHUNK):
+            yield bytes(self.store.range(name, begin, min(begin + shards.CHUNK, size)))
+
+    def upload(self, directory: Path, made: Manifest) -> None:
+        """Send the shards, then the manifest, and remove the work directory. What an earlier run has sent is not sent again."""
+        from outlast import files
+        from outlast.data import shards
+
+        noted = directory / ".uploaded.json"
+        sent: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
+        names = [shard.file for part in made.parts.values() for shard in part.shards]
+        names += [name for name in (shards.TOKENIZER, shards.META) if (directory / name).exists()]
+        size = sum((directory / name).stat().st_size for name in names)
+        with transfers.transfer("sent", size) as (progress, stop):
+            for name in names:
+                path = directory / name
+                if name in sent and self._etag(name) == sent[name]:
+                    progress(path.stat().st_size)
+                    continue
+                sent[name] = self.store.upload(path, name, journal=directory / f".{name}.upload", progress=progress, stop=stop)
+                files.replace(noted, json.dumps(sent))
+        self.store.put(shards.MANIFEST, (directory / shards.MANIFEST).read_bytes())
+        shutil.rmtree(directory)
+
+    def _etag(self, name: str) -> str | None:
+        with contextlib.suppress(Missing):
+            return self.store.head(name).etag
+        return None

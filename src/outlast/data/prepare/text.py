@@ -1,0 +1,371 @@
+"""Text to tokens: files of UTF-8, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
+
+Stages, done by all processes and resumable: `survey` (which characters, how many; only where that is needed), the tokenizer
+(trained on a sample), `encode` (tokens of each unit, in a file of its own), and the tokens are put together in the order of the
+files. A file, or a record, is a document; the separator follows it.
+
+The parts: documents are drawn into val by a hash of the file's name, or of the record's text. So a document is in one part as a
+whole, and stays in it when others come. One file alone is divided as nanoGPT does: the last characters are val.
+Memory: some 20 times a unit (`plan.UNIT`) per process, whatever the size of the source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from outlast.data import shards
+from outlast.data.prepare import plan, tokenizer, work
+from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
+from outlast.errors import OutlastError
+
+SAMPLE = 256 << 20
+"""Bytes of text that a tokenizer is trained on, at most. Arbitrary: more hardly changes the merges."""
+_WINDOW = 1 << 16
+"""How far a place to cut a document is looked for, in bytes."""
+_RECORDS = ".jsonl"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to make of a text."""
+
+    tokenizer: str = "bpe"
+    """`char`, `bpe`, `gpt2-like`, or the path of a tokenizer.json."""
+    vocab_size: int | None = None
+    """Tokens of a `bpe`; by default 4096, and those of GPT-2 for `gpt2-like`."""
+    val: float = 0.1
+    """Share of the documents in val."""
+    separator: str | None = None
+    """The token after each document; None is the tokenizer's, empty is none."""
+    patterns: tuple[str, ...] = ()
+    """Which files of a directory; all if empty."""
+    field: str = "text"
+    """The field of records."""
+    shard_size: int | None = None
+    """Bytes of a shard; None is one file per part."""
+    skip_damaged: bool = False
+    """Whether to leave out files and records that cannot be read, and count them."""
+
+    @property
+    def trained(self) -> int | None:
+        """The size of the BPE to train; None if none is trained."""
+        return {"bpe": self.vocab_size or 4096, "gpt2-like": self.vocab_size or tokenizer.GPT2_VOCABULARY}.get(self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How processes read documents."""
+
+    root: Path
+    field: str
+    val: float
+    skip_damaged: bool
+
+
+def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
+    """Make the dataset, or finish it; the manifest. The same bytes for any number of processes.
+
+    Raises BadSource, and OutlastError for settings that cannot be met, or a target that holds something else.
+    """
+    _check(settings)
+    found = plan.listed(request.source, settings.patterns)
+    about = _about(settings)
+    source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
+    if there := work.before(request, "text", about, source):
+        return there
+    reader = Reader(plan.root(request.source), settings.field, settings.val, settings.skip_damaged)
+    with work.opened(request, about, found) as place:
+        units, characters = _documents(place, reader, settings, found)
+        path = request.to / shards.TOKENIZER
+        if not path.exists():
+            _make_tokenizer(place, path, reader, settings, units, characters)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        separator = tokenizer.separator(tokenizer.load(path), settings.separator)
+        encode = functools.partial(_encode, reader=reader, path=path, digest=digest, separator=separator, into=place.private)
+        notes = place.results("encode", encode, units)
+        known = tokenizer.load(path)
+        size = tokenizer.vocab_size(known)
+        tokenizer.write_vocabulary(request.to / shards.META, known)
+        parts = _assembled(place, settings, notes, shards.dtype(size))
+        source["damaged"] = sum(note["damaged"] for note in notes)
+        return place.finish(
+            shards.Manifest("text", parts, about, source, shards.dtype(size), size, shards.TOKENIZER, str(request.to))
+        )
+
+
+def _check(settings: Settings) -> None:
+    if not 0 <= settings.val < 1:
+        raise OutlastError(f"--val {settings.val} is no share of the text; give one from 0 to below 1, such as 0.1")
+    if settings.trained is not None and settings.trained < 257:
+        raise OutlastError(
+            f"--vocab-size {settings.trained} is too small: 256 bytes and the separator need 257; give a larger one"
+        )
+    if settings.vocab_size is not None and settings.trained is None:
+        raise OutlastError(
+            f"--vocab-size is that of a tokenizer trained here, and --tokenizer is {settings.tokenizer}; leave it out"
+        )
+
+
+def _about(settings: Settings) -> dict[str, Any]:
+    """The settings for the manifest: the same on every machine."""
+    about = dataclasses.asdict(settings)
+    about["patterns"] = list(settings.patterns)
+    about["vocab_size"] = settings.trained
+    if settings.trained is None and settings.tokenizer != "char":
+        path = Path(settings.tokenizer)
+        tokenizer.load(path)
+        about["tokenizer"] = f"{path.name} sha256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+    return about
+
+
+# ---- documents
+
+
+def _documents(
+    place: work.Place, reader: Reader, settings: Settings, found: Sequence[File]
+) -> tuple[list[Unit], set[str] | None]:
+    """The units to encode, and the characters of all documents, if they are needed."""
+    plain = [file for file in found if not file.name.endswith(_RECORDS)]
+    part = plan.parts(found if len(plain) < len(found) and _named(found) else plain, settings.val)
+    documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in found]
+    tail = len(found) == len(plain) == 1 and settings.val > 0
+    characters = None
+    if tail or settings.tokenizer == "char":
+        units = plan.units(documents, place.request.unit)
+        if not units:
+            raise BadSource(f"{place.request.source} has no text: its files are empty; name another source")
+        notes = place.results("survey", functools.partial(_survey, reader=reader), units)
+        characters = {character for note in notes for character in note["characters"]}
+        if tail:
+            (document,) = documents
+            at = _tail(reader, units, [note["length"] for note in notes], settings.val)
+            documents = [dataclasses.replace(document, high=at, part=TRAIN), dataclasses.replace(document, low=at, part=VAL)]
+    return plan.units(documents, place.request.unit), characters
+
+
+def _named(found: Sequence[File]) -> bool:
+    return {TRAIN, VAL} <= {plan.named_part(file.name) for file in found}
+
+
+def _survey(unit: Unit, *, reader: Reader) -> work.Note:
+    """The characters of a unit, and how many it has."""
+    import numpy as np
+
+    seen, length = np.zeros(0x110000, bool), 0
+    for _, text, _ in texts(unit, reader, []):
+        points = tokenizer.code_points(text)
+        seen[points] = True
+        length += len(points)
+    return {"characters": "".join(map(chr, np.flatnonzero(seen))), "length": length}
+
+
+def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: float) -> int:
+    """The byte at which the last share of the characters of a file begins."""
+    left = int(sum(lengths) * (1 - val))
+    for unit, length in zip(units, lengths, strict=True):
+        if left < length:
+            (piece,) = unit.pieces
+            with _opened(reader, piece.document) as file:
+                begin = _cut(file, piece.document, piece.begin)
+                return begin + len(_text(_range(file, piece), piece.document, begin)[:left].encode())
+        left -= length
+    return units[-1].pieces[-1].end
+
+
+def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
+    """Part, text, and whether its document ends with it, for all that a unit has. What cannot be read raises BadSource, or is
+    appended to `damaged` if that is to be skipped."""
+    for piece in unit.pieces:
+        try:
+            with _opened(reader, piece.document) as file:
+                if piece.document.file.endswith(_RECORDS):
+                    yield from _records(file, piece, reader, damaged)
+                else:
+                    begin = _cut(file, piece.document, piece.begin)
+                    text = _text(_range(file, piece), piece.document, begin)
+                    yield piece.document.part, text, piece.end == piece.document.high
+        except BadSource as error:
+            if not reader.skip_damaged:
+                raise
+            damaged.append(str(error))
+
+
+def _opened(reader: Reader, document: Document) -> BinaryIO:
+    path = reader.root / document.file
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise BadSource(f"cannot read {path}: {error.strerror or error}") from error
+    if os.fstat(file.fileno()).st_size != document.size:
+        file.close()
+        raise OutlastError(f"{path} changed while it was read; run the same command again when nobody writes to it")
+    return file
+
+
+def _range(file: BinaryIO, piece: Piece) -> bytes:
+    begin, end = (_cut(file, piece.document, at) for at in (piece.begin, piece.end))
+    file.seek(begin)
+    return file.read(end - begin)
+
+
+def _cut(file: BinaryIO, document: Document, near: int) -> int:
+    """Where a document may be cut at or after the byte `near`: before a space or a newline that follows a letter, so that GPT-2's
+    words are those of the whole text; else between two characters."""
+    if near in (document.low, document.high):
+        return near
+    file.seek(near - 1)
+    window = file.read(min(_WINDOW, document.high - near) + 1)
+    for i in range(1, len(window)):
+        if window[i] in b" \n" and 0x21 <= window[i - 1] <= 0x7E:
+            return near - 1 + i
+    return near + next((i for i in range(min(4, len(window) - 1)) if window[1 + i] & 0xC0 != 0x80), 0)
+
+
+def _text(data: bytes, document: Document, begin: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise BadSource(
+            f"{document.file} is not UTF-8: byte {begin + error.start} is 0x{data[error.start]:02x}; name the files to "
+            f"read with --glob, convert it, or leave it out with --skip-damaged"
+        ) from error
+
+
+# ---- records
+
+
+def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a range of a file, each with the byte it begins at."""
+    at = piece.begin
+    if at:
+        file.seek(at - 1)
+        at += len(file.readline()) - 1
+    else:
+        file.seek(0)
+    while at < piece.end and (line := file.readline()):
+        if line.strip():
+            yield at, line
+        at += len(line)
+
+
+def record(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
+    """The JSON object in a line. Raises BadSource, with the file and the number of the line."""
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise BadSource(f"{where(file, at)} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise BadSource(f"{where(file, at)} is not a JSON object")
+    return content
+
+
+def where(file: BinaryIO, at: int) -> str:
+    """`train.jsonl, line 7`, for the line that begins at byte `at`. Counts lines, so only for messages."""
+    file.seek(0)
+    number = 1
+    while at > 0 and (some := file.read(min(at, 1 << 20))):
+        number += some.count(b"\n")
+        at -= len(some)
+    return f"{Path(file.name).name}, line {number}"
+
+
+def text_of(value: Any, name: str, file: BinaryIO, at: int) -> str:
+    """A text of a record. Raises BadSource if it is none, or has half a surrogate pair."""
+    if not isinstance(value, str):
+        found = "no" if value is None else f"{type(value).__name__} as"
+        raise BadSource(f"{where(file, at)} has {found} {name}; each record needs a text there")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadSource(f"{where(file, at)} has half a surrogate pair in {name}; correct it, or use --skip-damaged") from error
+    return value
+
+
+def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
+    for at, line in lines(file, piece):
+        try:
+            text = text_of(record(line, file, at).get(reader.field), reader.field, file, at)
+        except BadSource as error:
+            if not reader.skip_damaged:
+                raise
+            damaged.append(str(error))
+            file.seek(at + len(line))
+            continue
+        yield piece.document.part or (VAL if plan.drawn(text) < reader.val else TRAIN), text, True
+
+
+# ---- tokens
+
+
+def _make_tokenizer(
+    place: work.Place, path: Path, reader: Reader, settings: Settings, units: Sequence[Unit], characters: set[str] | None
+) -> None:
+    """Write `tokenizer.json`. A BPE is trained on units of the training part, evenly chosen if there are many."""
+    if settings.tokenizer == "char":
+        tokenizer.save(path, tokenizer.of_characters(characters or ()))
+    elif settings.trained is None:
+        tokenizer.save(path, Path(settings.tokenizer).read_text("utf-8"))
+    else:
+        tokenizer.library()
+        total = sum(unit.bytes for unit in units)
+        place.request.progress("train the tokenizer", 0, 0)
+        place.alone(_train, path, reader, settings.trained, units[:: -(-total // SAMPLE) or 1])
+
+
+def _train(path: Path, reader: Reader, size: int, units: Sequence[Unit]) -> None:
+    def sample() -> Iterator[str]:
+        for unit in units:
+            for part, text, _ in texts(unit, reader, []):
+                if part == TRAIN:
+                    yield from tokenizer.pieces(text)
+
+    tokenizer.save(path, tokenizer.train(sample(), size))
+
+
+def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, separator: int | None, into: Path) -> work.Note:
+    """Write the tokens of a unit, a file per part; documents and bytes of each."""
+    encoder = tokenizer.encoder(path, digest)
+    size = tokenizer.vocab_size(tokenizer.load(path)) if separator is not None else 0
+    end = b"" if separator is None else separator.to_bytes(2 if shards.dtype(size) == "uint16" else 4, "little")
+    tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
+    documents = {TRAIN: 0, VAL: 0}
+    damaged: list[str] = []
+    for part, text, ends in texts(unit, reader, damaged):
+        tokens[part] += [encoder(text), end if ends else b""]
+        documents[part] += ends
+    note: work.Note = {"damaged": len(damaged)}
+    for part, encoded in tokens.items():
+        name = f"encode-{unit.number:06d}.{part}"
+        with (into / name).open("wb") as file:
+            file.writelines(encoded)
+            file.flush()
+            os.fsync(file.fileno())
+            note[part] = {"file": name, "documents": documents[part], "bytes": file.tell()}
+    return note
+
+
+def _assembled(place: work.Place, settings: Settings, notes: Sequence[work.Note], dtype: str) -> dict[str, shards.Part]:
+    """The tokens of all units in the order of the documents, as shards."""
+    parts = {}
+    total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
+    done = 0
+    for part in (TRAIN, VAL) if settings.val or any(note[VAL]["documents"] for note in notes) else (TRAIN,):
+        with shards.Writer(place.request.to, part, 2 if dtype == "uint16" else 4, settings.shard_size) as writer:
+            for note in notes:
+                path = place.private / note[part]["file"]
+                data = path.read_bytes()
+                if len(data) != note[part]["bytes"]:
+                    raise OutlastError(f"{path} was changed; delete {place.request.to} and run the same command again")
+                writer.write(data, note[part]["documents"])
+                done += len(data)
+                place.request.progress("put together", done, total)
+            parts[part] = writer.close()
+    return parts

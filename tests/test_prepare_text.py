@@ -1,0 +1,403 @@
+"""Text to tokens: nanoGPT's files; the same bytes for any number of processes and after any kill; a sentence for bad input."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from outlast.data import shards
+from outlast.data.prepare import plan, text, tokenizer, work
+from outlast.data.prepare.text import Settings
+from outlast.errors import OutlastError, Stopped
+
+WORDS = [
+    "def", "return", "class", "self", "0", "42", "3.14", "naïve", "数据", "éa", "\u3000", "\x1c", "don't", "we'll", "", "\n\n\t(",
+    ")", "==", "!=", "<|endoftext|>", "x_y",
+]  # fmt: skip
+
+
+def some_text(seed: int, words: int = 300) -> str:
+    rng = random.Random(seed)
+    return " ".join(rng.choices(WORDS, k=words)) + "\n"
+
+
+def a_source(directory: Path, files: int = 12) -> Path:
+    for i in range(files):
+        path = directory / f"{'ab'[i % 2]}" / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(some_text(i), newline="")
+    (directory / ".hidden").write_bytes(b"\xff")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not survive the forks of other tests
+    try:
+        tokenizer.save(path, tokenizer.train([some_text(i) for i in range(50)], 320))
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+    return path
+
+
+def prepare(source: Path, to: Path, settings: Settings, **request: Any) -> shards.Manifest:
+    return text.prepare(work.Request(source, to, **{"unit": 1000, **request}), settings)
+
+
+def digests(directory: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+
+
+def tokens(directory: Path, part: str) -> np.ndarray:
+    manifest = shards.read(directory)
+    return np.concatenate([shards.tokens(directory / each.file, manifest.dtype) for each in manifest.parts[part].shards])
+
+
+def decoded(directory: Path, part: str) -> str:
+    lib = tokenizer.load(directory / shards.TOKENIZER)
+    return str(lib.decode(tokens(directory, part).tolist(), skip_special_tokens=False))
+
+
+def test_one_file_by_character_is_what_nanogpt_makes_of_it(tmp_path: Path) -> None:
+    whole = "".join(some_text(i) for i in range(20))
+    (tmp_path / "input.txt").write_text(whole, newline="")
+    made = prepare(tmp_path / "input.txt", tmp_path / "out", Settings("char"))
+    characters = sorted(set(whole))  # from here on as nanoGPT defines it
+    ids = np.array([characters.index(c) for c in whole], np.uint16)
+    n = int(len(whole) * 0.9)
+    assert (tmp_path / "out" / "train.bin").read_bytes() == ids[:n].tobytes()
+    assert (tmp_path / "out" / "val.bin").read_bytes() == ids[n:].tobytes()
+    about = shards.vocabulary(tmp_path / "out" / "meta.pkl")
+    assert about == shards.Vocabulary(len(characters), {c: i for i, c in enumerate(characters)}, dict(enumerate(characters)))
+    assert (made.dtype, made.vocab_size, made.tokenizer) == ("uint16", len(characters), "tokenizer.json")
+    assert decoded(tmp_path / "out", "val") == whole[n:]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "manifest.json", "meta.pkl", "tokenizer.json", "train.bin", "val.bin",
+    ]  # fmt: skip
+
+
+def test_each_document_is_in_one_part_and_is_followed_by_the_separator(tmp_path: Path, bpe: Path) -> None:
+    source = a_source(tmp_path / "source")
+    made = prepare(source, tmp_path / "out", Settings(str(bpe), val=0.3))
+    end = tokenizer.load(bpe).token_to_id("<|endoftext|>")
+    assert end == 319 == (made.vocab_size or 0) - 1
+    found = {}
+    for part in ("train", "val"):
+        ids = tokens(tmp_path / "out", part)
+        assert ids[-1] == end
+        documents = np.split(ids, np.flatnonzero(ids == end)[:-1] + 1)
+        found[part] = [tokenizer.load(bpe).decode(each[:-1].tolist()) for each in documents]
+        assert made.parts[part].samples == len(found[part]) > 0
+    expected = {path.read_bytes().decode() for path in source.glob("*/*.txt")}
+    assert sorted(found["train"] + found["val"]) == sorted(expected)
+    assert made.source["files"] == 12
+
+
+@pytest.mark.parametrize("which", ["char", "bpe"])
+def test_the_bytes_are_the_same_for_any_number_of_processes(tmp_path: Path, which: str) -> None:
+    source = a_source(tmp_path / "source")
+    (source / "records.jsonl").write_text("".join(json.dumps({"text": some_text(i)}) + "\n" for i in range(20)))
+    made = []
+    for processes in (1, 2, 3):
+        to = tmp_path / f"out{processes}"
+        prepare(source, to, Settings(which, vocab_size=300 if which == "bpe" else None), processes=processes, unit=20_000)
+        made.append(digests(to))
+    assert made[0] == made[1] == made[2]
+
+
+def test_shards_are_the_one_file_cut_in_pieces(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source")
+    prepare(source, tmp_path / "one", Settings("char"))
+    made = prepare(source, tmp_path / "many", Settings("char", shard_size=1001))
+    files = [shard.file for shard in made.parts["train"].shards]
+    assert files[:2] == ["train-00000.bin", "train-00001.bin"]
+    assert b"".join((tmp_path / "many" / file).read_bytes() for file in files) == (tmp_path / "one" / "train.bin").read_bytes()
+    assert {(tmp_path / "many" / file).stat().st_size for file in files[:-1]} == {1000}
+
+
+@given(st.text() | st.text("ab'  \n\n\t!é\u00a0\u2003\x1c\x85٣1"))
+@example("a\x1c b\u3000 \n it's 'S 'll\n\n  x")
+def test_the_fast_encoder_is_the_library(bpe: Path, whole: str) -> None:
+    fast = tokenizer.encoder(bpe, "")
+    assert isinstance(fast, tokenizer._Words)
+    expected = tokenizer.load(bpe).encode(whole, add_special_tokens=False).ids
+    assert np.frombuffer(fast(whole), "<u2").tolist() == expected
+
+
+@given(st.text("ab \n!'é\u2003", max_size=200), st.integers(1, 20))
+def test_a_text_cut_between_words_has_the_tokens_of_the_whole(bpe: Path, whole: str, size: int) -> None:
+    pieces = list(tokenizer.pieces(whole, size))
+    assert "".join(pieces) == whole
+    encoder = tokenizer.encoder(bpe, "")
+    assert b"".join(map(encoder, pieces)) == encoder(whole)
+
+
+def test_a_large_document_in_many_units_has_the_tokens_of_the_whole(tmp_path: Path, bpe: Path) -> None:
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / "source").mkdir(exist_ok=True)
+        (tmp_path / "source" / name).write_text(some_text(len(name), 3000), newline="")
+    for unit in (500, 1 << 20):
+        prepare(tmp_path / "source", tmp_path / str(unit), Settings(str(bpe)), unit=unit)
+    assert digests(tmp_path / "500") == digests(tmp_path / str(1 << 20))
+
+
+class Killed(Exception):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("after", range(0, 60, 7))
+def test_a_run_that_ends_anywhere_is_continued_and_the_bytes_are_the_same(tmp_path: Path, after: int) -> None:
+    source = a_source(tmp_path / "source")
+    prepare(source, tmp_path / "whole", Settings("char", shard_size=2000))
+    calls = 0
+
+    def progress(stage: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise Killed
+
+    with pytest.raises(Killed):
+        prepare(source, tmp_path / "out", Settings("char", shard_size=2000), progress=progress)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    first: list[tuple[str, int]] = []
+    prepare(
+        source, tmp_path / "out", Settings("char", shard_size=2000), progress=lambda stage, done, _: first.append((stage, done))
+    )
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    if after > 5:
+        assert first[0][1] > 0, "units that were done are not done again"
+
+
+def test_a_killed_command_continues_and_its_processes_end_with_it(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source", 40)
+    settings = Settings("char")
+    prepare(source, tmp_path / "whole", settings, unit=300, processes=2)
+    code = (
+        "import sys; from pathlib import Path; from outlast.data.prepare import text, work\n"
+        "if __name__ == '__main__':\n"
+        "    text.prepare(work.Request(Path(sys.argv[1]), Path(sys.argv[2]), 2, unit=300), text.Settings('char'))\n"
+    )
+    (tmp_path / "run.py").write_text(code)
+    process = subprocess.Popen([sys.executable, str(tmp_path / "run.py"), str(source), str(tmp_path / "out")])
+    private = tmp_path / "out" / work.PRIVATE
+    while not list(private.glob("*-000003.json")) and process.poll() is None:
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    prepare(source, tmp_path / "out", settings, unit=300)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_finished_dataset_is_not_made_again(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source")
+    first = prepare(source, tmp_path / "out", Settings("char"))
+    before = (tmp_path / "out" / "train.bin").stat()
+    assert prepare(source, tmp_path / "out", Settings("char")) == first
+    assert (tmp_path / "out" / "train.bin").stat() == before
+    with pytest.raises(OutlastError, match="holds another dataset, or one made with other settings; write to a new place"):
+        prepare(source, tmp_path / "out", Settings("char", val=0.2))
+
+
+def test_an_unfinished_dataset_of_other_settings_is_begun_again(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source")
+    stop = work.Request(source, tmp_path).stop
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "put together":
+            stop.set()
+            raise Stopped("stopped")
+
+    with pytest.raises(Stopped):
+        prepare(source, tmp_path / "out", Settings("char", shard_size=500), progress=progress, stop=stop)
+    prepare(source, tmp_path / "out", Settings("char"))
+    prepare(source, tmp_path / "fresh", Settings("char"))
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
+
+
+def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source")
+
+    def progress(stage: str, done: int, total: int) -> None:
+        with pytest.raises(OutlastError, match="another `outlast data prepare` writes to"):
+            prepare(source, tmp_path / "out", Settings("char"))
+        raise Killed
+
+    with pytest.raises(Killed):
+        prepare(source, tmp_path / "out", Settings("char"), progress=progress)
+
+
+def test_named_parts_are_obeyed(tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        (tmp_path / "source" / name / "a.txt").write_text(name)
+    prepare(tmp_path / "source", tmp_path / "out", Settings("char", val=0.5))
+    assert (decoded(tmp_path / "out", "train"), decoded(tmp_path / "out", "val")) == ("testtrain", "val")
+
+
+def test_a_document_stays_in_its_part_when_others_come() -> None:
+    files = [plan.File(f"{i}.txt", 10) for i in range(300)]
+    few, many = plan.parts(files[:200], 0.1), plan.parts(files, 0.1)
+    assert all(many[name] == part for name, part in few.items())
+    assert 15 < sum(part == "val" for part in many.values()) < 45
+    for n in range(2, 40):
+        for share in (0.001, 0.5, 0.99):
+            assert set(plan.parts(files[:n], share).values()) == {"train", "val"}
+    assert set(plan.parts(files, 0).values()) == {"train"}
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 30))
+def test_units_cover_every_byte_once_and_are_bounded(sizes: list[int], limit: int) -> None:
+    documents = [plan.Document(str(i), size, 0, size, "train") for i, size in enumerate(sizes)]
+    units = plan.units(documents, limit)
+    assert [unit.number for unit in units] == list(range(len(units)))
+    assert all(0 < unit.bytes <= limit for unit in units)
+    covered = [(piece.document.file, at) for unit in units for piece in unit.pieces for at in range(piece.begin, piece.end)]
+    assert covered == [(str(i), at) for i, size in enumerate(sizes) for at in range(size)]
+
+
+def bad(tmp_path: Path, settings: Settings, **request: Any) -> str:
+    with pytest.raises(OutlastError) as refused:
+        prepare(tmp_path / "source", tmp_path / "out", settings, **request)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    return str(refused.value).replace(str(tmp_path), "TMP")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (Settings("char", val=1.0), "--val 1.0 is no share of the text; give one from 0 to below 1, such as 0.1"),
+        (
+            Settings("bpe", vocab_size=256),
+            "--vocab-size 256 is too small: 256 bytes and the separator need 257; give a larger one",
+        ),
+        (
+            Settings("char", vocab_size=300),
+            "--vocab-size is that of a tokenizer trained here, and --tokenizer is char; leave it out",
+        ),
+        (Settings("nowhere.json"), "there is no tokenizer nowhere.json; name a tokenizer.json, char, bpe or gpt2-like"),
+        (Settings("char", separator="<end>"), "the tokenizer has no token <end> to separate documents; name one that it has, or"),
+        (Settings("char", patterns=("*.py",)), "TMP/source has no files that match *.py; name another source"),
+        (Settings("char", shard_size=1), "a shard of 1 bytes holds no token; give a larger --shard-size"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(tmp_path: Path, settings: Settings, reason: str) -> None:
+    a_source(tmp_path / "source")
+    assert bad(tmp_path, settings).startswith(reason)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_not_utf_8_is_named(tmp_path: Path, processes: int) -> None:
+    source = a_source(tmp_path / "source")
+    (source / "a" / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    reason = (
+        "a/latin.txt is not UTF-8: byte 3 is 0xe9; name the files to read with --glob, convert it, or leave it out with --skip"
+    )
+    assert bad(tmp_path, Settings("char"), processes=processes).startswith(reason)
+    assert prepare(source, tmp_path / "out", Settings("char", skip_damaged=True)).source["damaged"] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"text": "a"', "r.jsonl, line 31 is not JSON: Expecting ',' delimiter"),
+        ("[1]", "r.jsonl, line 31 is not a JSON object"),
+        ('{"txt": "a"}', "r.jsonl, line 31 has no text; each record needs a text there"),
+        ('{"text": 5}', "r.jsonl, line 31 has int as text; each record needs a text there"),
+        ('{"text": "\\ud800"}', "r.jsonl, line 31 has half a surrogate pair in text"),
+    ],
+)
+def test_a_bad_record_is_named_by_its_line(tmp_path: Path, line: str, reason: str) -> None:
+    (tmp_path / "source").mkdir()
+    good = [json.dumps({"text": some_text(i, 20)}) for i in range(60)]
+    lines = [*good[:30], line, *good[30:]]
+    (tmp_path / "source" / "r.jsonl").write_text("\n".join(lines))
+    assert bad(tmp_path, Settings("char")).startswith(reason)
+    made = prepare(tmp_path / "source", tmp_path / "out", Settings("char", skip_damaged=True))
+    assert made.source["damaged"] == 1
+    assert sum(part.samples for part in made.parts.values()) == 60
+
+
+def test_an_empty_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "r.jsonl").write_text('{"text": "some"}\n' * 5)
+    reason = bad(tmp_path, Settings("char", val=0.5))
+    assert reason.startswith(
+        ("val would be empty: give more data or a larger --val, or --val 0 for none", "train would be empty")
+    )
+    (tmp_path / "source" / "r.jsonl").write_text("")
+    assert bad(tmp_path, Settings("char")) == "TMP/source has no text: its files are empty; name another source"
+
+
+def test_a_source_that_is_missing_or_unfinished_is_refused(tmp_path: Path) -> None:
+    assert bad(tmp_path, Settings("char")) == "TMP/source does not exist; name a file or a directory"
+    a_source(tmp_path / "source")
+    (tmp_path / "source" / ".outlast-get").mkdir()
+    assert bad(tmp_path, Settings("char")).startswith("TMP/source is not complete: `outlast data get` has not finished there")
+
+
+def test_other_files_are_never_replaced(tmp_path: Path) -> None:
+    a_source(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    assert bad(tmp_path, Settings("char")) == "TMP/out holds other files; write to a new or an empty directory"
+    assert os.listdir(tmp_path / "out") == ["thesis.tex"]
+
+
+def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    many = [chr(i) for i in range(0x21, 0x12000) if not 0xD800 <= i < 0xE000]
+    for i in range(2):
+        (tmp_path / "source" / f"{i}.txt").write_text("".join(many), newline="")
+    made = prepare(tmp_path / "source", tmp_path / "out", Settings("char"), unit=1 << 20)
+    assert (made.dtype, made.vocab_size) == ("uint32", len(many))
+    assert tokens(tmp_path / "out", "val").tolist() == list(range(len(many)))
+    assert shards.verify(made, shards.Local(tmp_path / "out")) == []
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_any_moment_change_no_byte(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source", 400)
+    command = [
+        str(Path(sys.executable).with_name("outlast")),
+        "data",
+        "prepare",
+        "text",
+        str(source),
+        "--processes",
+        "2",
+        "--vocab-size",
+        "400",
+    ]
+    subprocess.run([*command, "--to", str(tmp_path / "whole")], check=True)
+    rng = random.Random(0)
+    kills = 0
+    while kills < 20:
+        process = subprocess.Popen([*command, "--to", str(tmp_path / "out")])
+        try:
+            assert process.wait(rng.uniform(0.2, 2.0)) == 0
+            assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+            shutil.rmtree(tmp_path / "out")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            kills += 1
+    subprocess.run([*command, "--to", str(tmp_path / "out"), "--verify"], check=True)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
