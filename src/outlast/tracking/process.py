@@ -1,0 +1,110 @@
+"""The follower as other processes see it: rank 0's session starts one, hears of its problems and waits for its end.
+
+Starting costs a fork; the rest is a file that is looked at every few seconds. The follower ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from outlast import contract
+from outlast.tracking.sinks import Status
+from outlast.tracking.wanted import wanted
+
+FLUSH_S = 10.0
+"""How long the end of a run waits for trackers."""
+LEAVE_S = 2.0
+"""The same where the run goes on elsewhere: that follower sends the rest."""
+LOOK_S = 5.0
+"""Interval of looking for problems."""
+EXIT_S = 3.0
+"""Added for the start of a follower and its exit: imports take a while on a busy machine."""
+PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
+"""Files in `.tracking/`: what does not work now, how the run ended there, and the lock of the follower."""
+
+
+class Follower:
+    """A running follower."""
+
+    def __init__(self, output: Path, process: subprocess.Popen[bytes]) -> None:
+        self._directory, self._process = output / contract.TRACKING, process
+        self._looked, self._problem = time.monotonic(), ""
+
+    def news(self) -> str | None:
+        """The problem of the trackers if that has changed, "" when they work again; None in most calls, which cost nothing."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return None
+        self._looked = now
+        before, self._problem = self._problem, problem(self._directory)
+        if self._process.poll() is not None and not self._problem:
+            self._problem = f"metrics are no longer forwarded: the follower ended with exit code {self._process.returncode}"
+        return self._problem if self._problem != before else None
+
+    def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
+        """Have it send what is left, and wait for that for a bounded time. Returns what has not arrived, or an empty text."""
+        within = LEAVE_S if goes_on else FLUSH_S
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died
+            self._process.stdin.write(json.dumps({"status": status, "within": within}).encode() + b"\n")
+            self._process.stdin.close()
+        return _waited(self._process, self._directory, within)
+
+
+def _waited(process: subprocess.Popen[bytes], directory: Path, within: float) -> str:
+    try:
+        code = process.wait(within + EXIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return "metrics may not have arrived at the trackers: there was no time; they are in metrics.jsonl"
+    return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
+
+
+def problem(directory: Path) -> str:
+    """What does not work now, according to the follower."""
+    try:
+        return (directory / PROBLEM).read_text()
+    except OSError:
+        return ""
+
+
+def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
+    """Start the follower of the run in `output` if this process's environment asks for trackers; else None. Raises OSError."""
+    environ = os.environ if environ is None else environ
+    if not wanted(environ):
+        return None
+    process = _process(output, environ, stdin=subprocess.PIPE)
+    return Follower(output, process)
+
+
+def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "outlast.tracking", str(output), *words]
+    return subprocess.Popen(command, stdin=stdin, env=dict(environ), start_new_session=True)
+
+
+def end(output: Path, environ: Mapping[str, str], status: Status | str) -> str:
+    """Tell the trackers how the run has ended, after its training processes are gone; returns what failed, or an empty text.
+
+    Does nothing where no follower ran, or the last one has said the same. Waits for a bounded time.
+    """
+    directory = output / contract.TRACKING
+    if not wanted(environ) or not directory.is_dir():
+        return ""
+    try:
+        if (directory / ENDED).read_text() == status:
+            return ""
+    except OSError:
+        pass
+    try:
+        process = _process(output, environ, "--end", str(status), stdin=subprocess.DEVNULL)
+    except OSError as error:
+        return f"the trackers do not know that the run has ended: {error.strerror}"
+    return _waited(process, directory, FLUSH_S)
