@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from outlast.errors import OutlastError
+from outlast.tracking.parameters import read
 from outlast.training import parameters
 
 
@@ -25,10 +26,10 @@ def test_settings_are_written_as_json_and_a_change_is_said(tmp_path: Path):
     assert parameters.write(path, plain) == "", "the same on resume"
     assert path.stat().st_ino == before.st_ino, "not written again"
     assert parameters.write(path, plain | {"lr": 0.2, "new": 1}) == "lr 0.1 → 0.2"
-    assert parameters.read(path)["lr"] == 0.2
+    assert read(path)["lr"] == 0.2
     path.write_text("{half")
     assert parameters.write(path, plain) == ""
-    assert parameters.read(path) == plain
+    assert read(path) == plain
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_session_writes_them_and_logs_a_change(
         with caplog.at_level(logging.WARNING), session.open(quiet=True) as run:
             run.parameters({"lr": lr})
             run.parameters({"batch": 8})
-    assert parameters.read(tmp_path / "parameters.json") == {"lr": 0.2, "batch": 8}
+    assert read(tmp_path / "parameters.json") == {"lr": 0.2, "batch": 8}
     assert [record.message for record in caplog.records] == [
         "outlast: the run goes on with other parameters than before: lr 0.1 → 0.2"
     ]

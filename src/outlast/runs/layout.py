@@ -8,7 +8,7 @@ from outlast.sync import growing
 
 OWN = ".push"
 """Directory in the output for the upload process: lock, index, journals of uploads."""
-_PROTOCOL = {OWN, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
+_PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, alive.ALIVE}
 """Entries with a protocol of their own, or that are in the store already."""
 
 

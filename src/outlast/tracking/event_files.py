@@ -41,7 +41,12 @@ class EventFile:
             from tensorboard.summary.writer import record_writer
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
-        self._event, self._proto, self._tensor, self._record = event_pb2.Event, summary_pb2, tensor_pb2, record_writer.RecordWriter
+        self._event, self._proto, self._tensor, self._record = (
+            event_pb2.Event,
+            summary_pb2,
+            tensor_pb2,
+            record_writer.RecordWriter,
+        )
         self._directory.mkdir(parents=True, exist_ok=True)
         for other in self._directory.glob(f"{PREFIX}-*"):  # a run that has begun again: two in one directory would be mixed
             if other != self.path:
@@ -50,15 +55,16 @@ class EventFile:
         self._settings = ""
         if self.path.exists():
             with self.path.open("r+b") as file:
-                end = 0
+                whole = 0
                 for content, end in records(file.read()):
+                    whole = end
                     event = self._event.FromString(content)
                     for value in event.summary.value:
                         if value.tag == "parameters":
                             self._settings = value.tensor.string_val[0].decode()
                         else:
                             position[value.tag] = max(position.get(value.tag, -1), event.step)
-                file.truncate(end)
+                file.truncate(whole)
         if not self.path.exists() or not self.path.stat().st_size:
             self._write([self._event(wall_time=0.0, file_version="brain.Event:2")])
         self._step = max(position.values(), default=0)

@@ -13,9 +13,8 @@ from typing import Any
 
 from outlast import backoff, contract
 from outlast.errors import OutlastError
-from outlast.tracking import lines
+from outlast.tracking import lines, parameters
 from outlast.tracking.sinks import Run, Sink, Status
-
 
 RETRY_S = (1.0, 60.0)
 """First and longest pause after a failure."""
@@ -125,5 +124,9 @@ def sentence(error: BaseException) -> str:
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"
     if "Max retries exceeded" in text or "timed out" in text:
-        return "no answer in time" if "timed out" in text else f"cannot be reached ({text.rpartition('Caused by ')[2][:200].rstrip(')')})"
+        return (
+            "no answer in time"
+            if "timed out" in text
+            else f"cannot be reached ({text.rpartition('Caused by ')[2][:200].rstrip(')')})"
+        )
     return text[:300]

@@ -24,8 +24,8 @@ LEAVE_S = 2.0
 """The same where the run goes on elsewhere: that follower sends the rest."""
 LOOK_S = 5.0
 """Interval of looking for problems."""
-EXIT_S = 3.0
-"""Added for the start of a follower and its exit: imports take a while on a busy machine."""
+IMPORTS_S = 20.0
+"""Added to the first for a follower that has just been started, on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
 """Files in `.tracking/`: what does not work now, how the run ended there, and the lock of the follower."""
 
@@ -51,21 +51,34 @@ class Follower:
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
         """Have it send what is left, and wait for that for a bounded time. Returns what has not arrived, or an empty text."""
         within = LEAVE_S if goes_on else FLUSH_S
+        at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has died
             self._process.stdin.write(json.dumps({"status": status, "within": within}).encode() + b"\n")
             self._process.stdin.close()
-        return _waited(self._process, self._directory, within)
+        return _waited(self._process, self._directory, at_most)
 
 
-def _waited(process: subprocess.Popen[bytes], directory: Path, within: float) -> str:
+def _waited(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -> str:
     try:
-        code = process.wait(within + EXIT_S)
+        code = process.wait(at_most_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
         return "metrics may not have arrived at the trackers: there was no time; they are in metrics.jsonl"
     return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
+
+
+def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
+    """How a run has ended, for its trackers, and whether it goes on; `error` has ended its session, None if nothing has.
+
+    `restarted`: somebody else decides whether a failed run has ended.
+    """
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return (None, True) if leaving else (Status.FINISHED, False)
+    if leaving or restarted:
+        return None, True
+    return (Status.KILLED if isinstance(error, KeyboardInterrupt) else Status.FAILED), False
 
 
 def problem(directory: Path) -> str:
@@ -107,4 +120,4 @@ def end(output: Path, environ: Mapping[str, str], status: Status | str) -> str:
         process = _process(output, environ, "--end", str(status), stdin=subprocess.DEVNULL)
     except OSError as error:
         return f"the trackers do not know that the run has ended: {error.strerror}"
-    return _waited(process, directory, FLUSH_S)
+    return _waited(process, directory, FLUSH_S + IMPORTS_S)

@@ -15,6 +15,7 @@ import numpy as np
 
 from outlast import files
 from outlast.errors import OutlastError
+from outlast.tracking.parameters import read
 from outlast.training.calls import place
 
 Scalar = str | int | float | bool | None
@@ -72,12 +73,3 @@ def write(path: Path, values: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name} {json.dumps(old[name])} → {json.dumps(new)}" for name, new in values.items() if name in old and old[name] != new
     )
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The parameters in a file; none if there is none, or it is damaged."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast import checkpoints, contract
+from outlast import checkpoints, contract, tracking
 from outlast.contract import Env, Exit
 from outlast.errors import OutlastError, Superseded
 from outlast.hangs import stall
@@ -113,6 +113,9 @@ class Session:
         self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
         self._parameters: dict[str, Any] = {}
+        self._follower: tracking.Follower | None = None
+        self._followed, self._untracked = self.rank > 0, ""
+        """Whether a follower was started, if one is wanted; what trackers lack."""
         self._last_save = time.monotonic()
         self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
@@ -192,11 +195,13 @@ class Session:
             self._calls.leave()
             self._settle(self._saver.wait())
             self._say_saved()
+            self._end_tracking(None)
             self._report(phase="done")
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
                 error.add_note(hint)
             self._saver.wait(_LAST_SAVE_S)  # the others' threads go on saving although their steps wait for ours
+            self._end_tracking(error)
         if kind is None or self._leaving:
             # A group without references joins its threads. Otherwise one of them could release a tensor while the interpreter
             # shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is why nothing
@@ -285,6 +290,7 @@ class Session:
             metrics.forget_after(self._copy.path, step)
         elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
+        self._follow()
         self._step = self._committed = self._last_saved_step = self._resumed = step
         self._moved, self._saved_position = None, self._position()
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
@@ -296,6 +302,23 @@ class Session:
             self._screen.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
         self._report(phase="first step", step=step, committed=step, steps=self._steps())
         return step
+
+    def _follow(self) -> None:
+        """Start the process that forwards metrics, once `metrics.jsonl` has this run's steps only."""
+        if self._followed:
+            return
+        self._followed = True
+        try:
+            self._follower = tracking.start(self.output)
+        except OSError as error:  # too many processes
+            log.warning("outlast: metrics are not forwarded: %s", error.strerror)
+
+    def _end_tracking(self, error: BaseException | None) -> None:
+        """Have the rest of the metrics sent; what cannot be is a warning."""
+        if self._follower:
+            status, goes_on = tracking.outcome(error, leaving=self._leaving, restarted=Env.JOB in os.environ)
+            if (lacking := self._follower.finish(status, goes_on=goes_on)) and not goes_on:
+                self._report(warning=lacking)
 
     def _steps(self) -> int | None:
         """Steps of the whole run, when something in the state knows."""
@@ -346,6 +369,9 @@ class Session:
         problem = {}
         waited_s = self._waited()
         if self.rank == 0:
+            self._follow()
+            if self._follower and (news := self._follower.news()) is not None:
+                problem["warning"] = self._untracked = news
             self._ledger.step(self.generation, step, waited_s)
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
@@ -368,6 +394,7 @@ class Session:
         self._parameters |= parameters.plain(values)
         if self.rank > 0:
             return
+        self._follow()
         try:
             changed = parameters.write(self.output / contract.PARAMETERS, self._parameters)
         except OSError as error:  # a full disk is no reason to stop
@@ -546,6 +573,8 @@ class Session:
 
     def _report(self, **changes: Any) -> None:
         """Rewrite this process's progress record; two threads do."""
+        if "warning" in changes:
+            changes["warning"] = changes["warning"] or self._untracked
         with self._lock:
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
