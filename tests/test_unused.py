@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from pydantic.alias_generators import to_camel
 
 import fake
 import outlast
-from outlast import cli, spec
+from outlast import cli, manifests, spec
 from outlast.spec import unused
+from outlast.spec.validation import Checked
 
 JOB = """\
 apiVersion: outlast.dev/v1alpha1
@@ -20,18 +26,175 @@ spec:
   module: outlast.recipes.smoke
   image: i
 """
-SAID = "tracking has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
+
+READ = {
+    "api_version": ("spec/model.py: api_version: Literal", "manifests/topologies/elasticjob.py: API_VERSION"),
+    "kind": ("spec/model.py: kind: Literal", "manifests/topologies/elasticjob.py: KIND"),
+    "metadata.name": ("local/backend.py: metadata.name", "manifests/variables.py: metadata.name"),
+    "metadata.namespace": (None, "manifests/topologies/__init__.py: namespace"),
+    "metadata.labels": (None, "manifests/labels.py: metadata.labels"),
+    "metadata.annotations": (None, "manifests/labels.py: metadata.annotations"),
+    "image": (None, "manifests/pods.py: .image"),
+    "module": ("prepare/prepare.py: .module", "prepare/prepare.py: .module"),
+    "script": ("prepare/prepare.py: .script", "prepare/prepare.py: .script"),
+    "args": ("prepare/prepare.py: .args", "prepare/prepare.py: .args"),
+    "code": ("prepare/prepare.py: spec.code", "manifests/objects.py: spec.code"),
+    "data.from_": ("prepare/prepare.py: .from_", "manifests/volumes.py: .from_"),
+    "data.to": ("prepare/prepare.py: .to", "manifests/volumes.py: data.to"),
+    "models.from_": ("prepare/prepare.py: .from_", "manifests/volumes.py: .from_"),
+    "models.name": ("prepare/prepare.py: .name", "manifests/volumes.py: model.name"),
+    "output": ("local/output_dir.py: spec.output", "manifests/volumes.py: .output"),
+    "workers.replicas": ("local/workers.py: workers.replicas", "manifests/topologies/indexed_job.py: replicas"),
+    "workers.step": ("spec/model.py: self.step", "spec/model.py: self.step"),
+    "workers.sizes": ("spec/model.py: self.sizes", "spec/model.py: self.sizes"),
+    "workers.min": ("spec/model.py: self.min", "spec/model.py: self.min"),
+    "workers.max": ("spec/model.py: self.max", "spec/model.py: self.max"),
+    "processes_per_worker": ("local/workers.py: .processes()", "manifests/resources.py: .processes()"),
+    "resources.cpu": ("local/workers.py: resources.cpu", "manifests/resources.py: .cpu"),
+    "resources.cpu_limit": (None, "manifests/resources.py: .cpu_limit"),
+    "resources.memory": (None, "manifests/resources.py: .memory"),
+    "resources.gpu": ("local/workers.py: resources.gpu", "manifests/resources.py: .gpu"),
+    "resources.accelerator": (None, "manifests/resources.py: .accelerator"),
+    "resources.shared_memory": (None, "manifests/volumes.py: .shared_memory"),
+    "rendezvous.backend": (None, "manifests/rendezvous.py: .backend"),
+    "rendezvous.endpoint": (None, "manifests/rendezvous.py: .endpoint"),
+    "checkpoint.every": ("local/workers.py: checkpoint.every", "manifests/variables.py: checkpoint.every"),
+    "checkpoint.keep": ("spec/model.py: self.keep", "spec/model.py: self.keep"),
+    "sync.every": ("agent/upload.py: sync.every", "agent/upload.py: sync.every"),
+    "restarts.limit": ("rendezvous/coordinator.py: restarts.limit", "operator/reconcile.py: restarts.limit"),
+    "restarts.window": ("rendezvous/coordinator.py: restarts.window", "operator/reconcile.py: restarts.window"),
+    "interruption.grace": ("agent/agent.py: interruption.grace", "manifests/pods.py: interruption.grace"),
+    "hang.limit": ("agent/agent.py: hang.limit", "agent/agent.py: hang.limit"),
+    "scheduling.queue": (None, "manifests/labels.py: .queue"),
+    "scheduling.gang": (None, "manifests/gang.py: .gang"),
+    "scheduling.priority_class_name": (None, "manifests/scheduling.py: .priority_class_name"),
+    "scheduling.spot": (None, "manifests/scheduling.py: .spot"),
+    "environment.requirements": ("prepare/prepare.py: .requirements", "prepare/prepare.py: .requirements"),
+    "environment.conda": ("prepare/prepare.py: .conda", "prepare/prepare.py: .conda"),
+    "env": ("local/workers.py: fields.env", "manifests/variables.py: spec.env"),
+    "suspend": ("local/backend.py: spec.suspend", "manifests/pods.py: .suspend"),
+    "active_deadline_seconds": ("local/launcher.py: .active_deadline_seconds", "operator/rules/end.py: .active_deadline_seconds"),
+    "startup_deadline_seconds": (
+        "local/launcher.py: .startup_deadline_seconds",
+        "operator/rules/end.py: .startup_deadline_seconds",
+    ),
+    "ttl_seconds_after_finished": (None, "operator/rules/end.py: .ttl_seconds_after_finished"),
+    "clean_pod_policy": (None, "operator/rules/end.py: .clean_pod_policy"),
+    "managed_by": (None, 'operator/decide.py: "managedBy"'),
+    "volumes.claim": (None, "manifests/volumes.py: .claim"),
+    "volumes.to": (None, "manifests/volumes.py: volume.to"),
+    "volumes.size": (None, "manifests/volumes.py: .size"),
+    "volumes.storage_class": (None, "manifests/volumes.py: .storage_class"),
+    "volumes.access_mode": (None, "manifests/volumes.py: .access_mode"),
+    "volumes.sub_path": (None, "manifests/volumes.py: .sub_path"),
+    "volumes.read_only": (None, "manifests/volumes.py: .read_only"),
+    "node_selector": (None, "manifests/scheduling.py: .node_selector"),
+    "tolerations": (None, "manifests/scheduling.py: fields.tolerations"),
+    "secrets.name": (None, "manifests/variables.py: secret.name"),
+    "secrets.to": (None, "manifests/variables.py: secret.to"),
+    "tracking.tensorboard": ("spec/model.py: self.tensorboard", "spec/model.py: self.tensorboard"),
+    "tracking.mlflow": ("spec/model.py: self.mlflow", "spec/model.py: self.mlflow"),
+    "tracking.experiment": ("spec/model.py: self.experiment", "spec/model.py: self.experiment"),
+    "template": (None, "manifests/pods.py: .template"),
+}
+"""For each field of a job file the file of ours, and the text in it, that reads the field on this machine and for pods. None:
+nothing does on this machine, so `validate` says that. A new field needs a row here, and with it a reader."""
+THROUGH = {
+    "self.step": "workers.allowed()",
+    "self.sizes": "workers.allowed()",
+    "self.min": "workers.min",
+    "self.max": "workers.max",
+    "self.keep": "checkpoint.retention",
+    "self.tensorboard": "tracking.variables()",
+    "self.mlflow": "tracking.variables()",
+    "self.experiment": "tracking.variables()",
+}
+"""What callers ask instead, where the model itself makes something of a field: on both sides."""
+SAMPLES: dict[str, object] = {
+    "metadata.namespace": "team",
+    "metadata.labels": {"a": "b"},
+    "metadata.annotations": {"a": "b"},
+    "image": "i:1",
+    "resources.cpu_limit": 2,
+    "resources.memory": "1Gi",
+    "resources.accelerator": "amd",
+    "resources.shared_memory": "1Gi",
+    "rendezvous": {"backend": "c10d"},
+    "scheduling": {"queue": "q"},
+    "ttl_seconds_after_finished": 60,
+    "clean_pod_policy": "All",
+    "managed_by": "kueue.x-k8s.io/multikueue",
+    "node_selector": {"a": "b"},
+    "tolerations": [{"operator": "Exists"}],
+    "template": {"spec": {"hostNetwork": True}},
+    "volumes": [{"claim": "c", "to": "/big"}],
+    "secrets": [{"name": "keys"}],
+}
+"""Values for the fields that `validate` has to mention."""
+SOURCE = Path(outlast.__file__).parent
 
 
-def test_every_field_is_read_by_something_or_said_to_be_in_vain() -> None:
-    source = Path(outlast.__file__).parent
-    describe = ("cel.py", "crd.py")  # they translate the model
-    others = [path.read_text() for path in source.rglob("*.py") if path.parent.name != "spec" and path.name not in describe]
-    text = "\n".join(others)
-    names = {field: info.alias or field for field, info in spec.Spec.model_fields.items()}
-    asked = {"processes_per_worker": "processes"}  # by a method of the model
-    mute = [field for field, alias in names.items() if not re.search(rf"\.{asked.get(field, field)}\b|\"{alias}\"", text)]
-    assert mute == [*unused.FIELDS]
+def leaves(model: type[Checked] = spec.Job, above: str = "") -> Iterator[str]:
+    """The paths of all fields without parts of their own; those of `spec` without `spec.`."""
+    for name, field in model.model_fields.items():
+        if part := part_of(field.annotation):
+            yield from leaves(part, f"{above}{name}." if name != "spec" else "")
+        else:
+            yield above + name
+
+
+def part_of(annotation: object) -> type[Checked] | None:
+    """The model in an annotation such as `tuple[Data, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, Checked):
+        return annotation
+    return next((part for each in typing.get_args(annotation) if (part := part_of(each))), None)
+
+
+def test_every_field_has_readers_or_validate_says_that_it_has_none() -> None:
+    assert set(leaves()) - {f"tolerations.{name}" for name in spec.model.Toleration.model_fields} == set(READ) - {"tolerations"}
+    text = {
+        path: (SOURCE / path).read_text()
+        for path in {str(each).partition(":")[0] for row in READ.values() for each in row if each}
+    }
+    for field, row in READ.items():
+        for reader in filter(None, row):
+            file, _, words = reader.partition(": ")
+            assert words in text[file], f"{field} is not read by {words} in {file}"
+            if words in THROUGH:
+                assert re.search(
+                    re.escape(THROUGH[words]), "".join(p.read_text() for p in SOURCE.rglob("*.py") if p.parent.name != "spec")
+                )
+    said = {*unused.PODS, "volumes", "secrets"}
+    unread = {field for field, (here, _) in READ.items() if here is None}
+    assert {field for field in unread if not any(field == each or field.startswith(f"{each}.") for each in said)} == set()
+    assert {each for each in said if not any(field == each or field.startswith(f"{each}.") for field in unread)} == set()
+
+
+@pytest.mark.parametrize("path", SAMPLES)
+def test_validate_names_every_field_without_effect_on_this_machine(path: str) -> None:
+    document: dict[str, Any] = yaml.safe_load(JOB)
+    del document["spec"]["image"]
+    assert [*unused.here(spec.Job.model_validate(document)), *unused.pods(spec.Job.model_validate(document))] == []
+    part = document if path.startswith("metadata.") else document["spec"]
+    *above, last = map(to_camel, path.split("."))
+    for name in above:
+        part = part.setdefault(name, {})
+    part[last] = SAMPLES[path]
+    [sentence] = [*unused.here(job := spec.Job.model_validate(document)), *unused.pods(job)]
+    assert sentence.startswith(".".join([*above, last]))
+    assert set(SAMPLES) == {*unused.PODS, "volumes", "secrets"}
+
+
+@pytest.mark.parametrize("topology", ["elasticjob", "job", "indexed-job", "statefulset", "volcano"])
+def test_what_only_the_operator_reads_is_said_of_other_topologies(topology: str) -> None:
+    job = spec.parse(
+        f"{JOB}  output: s3://b/runs\n  cleanPodPolicy: All\n"
+        "  startupDeadlineSeconds: 60\n  managedBy: kueue.x-k8s.io/multikueue\n"
+    )
+    fields = () if topology == "elasticjob" else ("startupDeadlineSeconds", "cleanPodPolicy", "managedBy")
+    assert sorted(manifests.warnings(job, topology)) == sorted(
+        f"{field} has no meaning in the topology {topology}" for field in fields
+    )
 
 
 def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend, *words: object) -> tuple[int, str]:
@@ -48,16 +211,15 @@ def test_a_variable_that_refers_to_itself_is_said() -> None:
 def test_fields_without_effect_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     backend = fake.FakeBackend(tmp_path, steps=1)
     path = tmp_path / "job.yaml"
-    path.write_text(JOB)
+    path.write_text(JOB.replace("  image: i\n", ""))
     assert printed(capsys, backend, "validate", path) == (0, "")
-    path.write_text(
-        f"{JOB}  tracking: {{mlflow: http://flow}}\n  secrets: [{{name: keys}}]\n  volumes: [{{claim: c, to: /big}}]\n"
-    )
+    path.write_text(f"{JOB}  env: {{A: $(A)}}\n  secrets: [{{name: keys}}]\n  volumes: [{{claim: c, to: /big}}]\n")
     secrets = "secrets (keys) are for pods; on this machine set their variables in the shell, or keep their values in files"
     volumes = "volumes (/big) are for pods; on this machine these are ordinary directories"
-    local = f"{path}: with outlast run: {secrets}\n{path}: with outlast run: {volumes}\n"
-    assert printed(capsys, backend, "validate", path) == (0, f"{path}: warning: {SAID}\n{local}")
-    assert f"outlast | job: {SAID}\n" in printed(capsys, backend, "render", path, "--as", "job")[1]
+    circular = "env.A ($(A)) refers to itself and stays as it is; write the whole value"
+    pods = "image is for pods and has no effect here"
+    local = "".join(f"{path}: with outlast run: {sentence}\n" for sentence in (secrets, volumes, pods))
+    assert printed(capsys, backend, "validate", path) == (0, f"{path}: warning: {circular}\n{local}")
+    assert f"outlast | job: {circular}\n" in printed(capsys, backend, "render", path, "--as", "job")[1]
     said = printed(capsys, backend, "run", path)[1]
-    assert f"outlast | job: {SAID}\n" in said
-    assert f"outlast | job: {secrets}\noutlast | job: {volumes}\n" in said
+    assert f"outlast | job: {circular}\noutlast | job: {secrets}\noutlast | job: {volumes}\n" in said

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract
+from outlast import contract, tracking
 from outlast.contract import Env
 from outlast.errors import OutlastError
 from outlast.ledger import Ledger
@@ -52,6 +52,7 @@ class Coordination:
         self._coordinator: Host | etcd.Running | None = None
         self._heart: alive.Heart | None = None
         self._recording: threading.Thread | None = None
+        self._telling: threading.Thread | None = None
 
     def claim(self, log: Output) -> run_ownership.Ended | None:
         """Find out which run this worker trains, and continue its `log`. Returns how the run ended, if it has."""
@@ -153,6 +154,12 @@ class Coordination:
             except OutlastError as problem:
                 _say(f"how the run has ended could not be recorded: {problem}")
 
+        def tell() -> None:
+            if problem := tracking.end(self.output, self._environ, state):
+                _say(problem)
+
+        self._telling = threading.Thread(target=tell, daemon=True)
+        self._telling.start()
         self._recording = threading.Thread(target=end, daemon=True)
         self._recording.start()
 
@@ -177,8 +184,8 @@ class Coordination:
         """Wait until the end is known to the other workers and recorded."""
         if self._coordinator:
             self._coordinator.wait()
-        if self._recording:
-            self._recording.join(RECORD_TIMEOUT_S)
+        for thread in filter(None, (self._recording, self._telling)):
+            thread.join(RECORD_TIMEOUT_S)
         if self._heart:
             self._heart.leave()
 

@@ -49,7 +49,7 @@ def validate(
             print(f"{job.metadata.name}: ok ({_size(job.spec.workers)})")
             for sentence in unused.anywhere(job):
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
-            for sentence in unused.here(job):
+            for sentence in (*unused.here(job), *unused.pods(job)):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
 

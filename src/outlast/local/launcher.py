@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outlast import contract, file_locks, files, spec
+from outlast import contract, file_locks, files, spec, tracking
 from outlast import ledger as ledgers
 from outlast.agent import upload_handle
 from outlast.agent.lifecycle import Phase
@@ -370,6 +370,7 @@ class Launcher(Coordinator):
             self.live.read(self.known.world)
             reason = f"{reason}; {self.live.what_is_saved()}"
         self.status.world, self.status.rate = [], None
+        self.live.warning = tracking.end(self.output, self.pool.tracker_environ(), state) or self.live.warning
         self.ledger.write("finished", state=str(state), reason=reason, step=self.status.step, code=code)
         if self.store and self.request.end != "kill":
             state, reason, code = self._upload_rest(state, reason, code)

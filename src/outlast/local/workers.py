@@ -204,6 +204,14 @@ class WorkerPool:
         }
         return {**environ, **substitution.values(self._job.spec.env, environ)}
 
+    def tracker_environ(self) -> dict[str, str]:
+        """The environment of a follower of the metrics that belongs to no worker."""
+        return {
+            **self.uploader_environ(),
+            contract.Env.JOB: self._job.metadata.name,
+            **self._job.spec.tracking.variables(),
+        }
+
     def _environ(self, index: int) -> dict[str, str]:
         """The environment of a worker, the same as a pod's."""
         state = self._state_dir.worker(index)
@@ -227,6 +235,7 @@ class WorkerPool:
             contract.Env.RENDEZVOUS: f"{sockets.SCHEME}{self._state_dir.socket}",
             contract.Env.CHECKPOINT_EVERY: str(fields.checkpoint.every),
             contract.Env.CHECKPOINT_KEEP: fields.checkpoint.retention,
+            **fields.tracking.variables(),
             contract.Env.JOB_FILE: str(self._state_dir.job),
             contract.Env.CODE: str(self._code),
             contract.Env.SHARED: str(self._state_dir.path),

@@ -21,6 +21,9 @@ from outlast.spec.validation import Checked
 OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
 """Directories of a pod that nothing may be mounted over, since programs there need their files. Valid RE2."""
 
+MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
+"""What `tracking.mlflow` may be: a URI, the name of a profile of Databricks, an absolute path. Valid RE2."""
+
 
 class Metadata(Checked):
     """Names of the job."""
@@ -277,14 +280,26 @@ class Secret(Checked):
 
 
 class Tracking(Checked):
-    """Where metrics go, besides `metrics.jsonl`."""
+    """Where metrics, parameters and places of checkpoints go, besides the output; for scripts that use `run.log`. Weights and
+    Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: fields.Flag = False
-    """Whether to write TensorBoard files into the output."""
-    mlflow: fields.Text | None = None
-    """Address of an MLflow server."""
+    """Whether to write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` needs none: it makes
+    them of any job's metrics."""
+    mlflow: Annotated[str, fields.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None = None
+    """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers see. Default: the variable
+    `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials are MLflow's own variables."""
     experiment: fields.Text | None = None
-    """Experiment there. Default: the name of the job."""
+    """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
+    `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
+
+    def variables(self) -> dict[str, str]:
+        """The same as environment variables of the workers, see `tracking.wanted`."""
+        return {
+            **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
+            **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
+            **({contract.Env.EXPERIMENT: self.experiment} if self.experiment else {}),
+        }
 
 
 class Spec(Checked):
@@ -366,7 +381,7 @@ class Spec(Checked):
     secrets: tuple[Secret, ...] = ()
     """Secrets for the workers."""
     tracking: Tracking = Tracking()
-    """Where metrics go. Has no effect yet: they go to `metrics.jsonl`."""
+    """Where metrics go, besides `metrics.jsonl`."""
     template: dict[str, Any] = Field({})
     """Merged over the generated pods: any field of a PodTemplateSpec. Kubernetes only."""
 

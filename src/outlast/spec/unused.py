@@ -1,6 +1,7 @@
-"""Fields of a job file without effect: nothing reads them yet, or they mean nothing where the job runs.
+"""Fields of a job file without effect where the job runs, or anywhere.
 
-`validate`, `run`, `submit` and `render` print these sentences. Pure.
+`run`, `submit` and `render` print what may surprise; `validate` prints everything. `manifests.warnings` adds what a topology
+ignores. Pure.
 """
 
 from __future__ import annotations
@@ -8,20 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
+
 from outlast.spec import substitution
 
 if TYPE_CHECKING:
     from outlast.spec import Job
 
-FIELDS = ("tracking",)
-"""Fields of `spec` that nothing reads yet."""
+PODS = (
+    "metadata.namespace",
+    "metadata.labels",
+    "metadata.annotations",
+    "image",
+    "resources.cpu_limit",
+    "resources.memory",
+    "resources.accelerator",
+    "resources.shared_memory",
+    "rendezvous",
+    "scheduling",
+    "ttl_seconds_after_finished",
+    "clean_pod_policy",
+    "managed_by",
+    "node_selector",
+    "tolerations",
+    "template",
+)
+"""Fields that nothing reads on this machine, where their absence changes nothing that the training sees."""
 
 
 def anywhere(job: Job) -> Iterator[str]:
     """Fields that have no effect anywhere."""
-    for field in FIELDS:
-        if getattr(job.spec, field) != type(job.spec).model_fields[field].default:
-            yield f"{field} has no effect yet: metrics go to metrics.jsonl in the output, and nowhere else"
     for name in sorted(substitution.circular(job.spec.env)):
         yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
 
@@ -34,3 +52,20 @@ def here(job: Job) -> Iterator[str]:
     if job.spec.volumes:
         places = ", ".join(volume.to for volume in job.spec.volumes)
         yield f"volumes ({places}) are for pods; on this machine these are ordinary directories"
+
+
+def pods(job: Job) -> Iterator[str]:
+    """Fields for pods that have no effect on this machine and that training does not notice there."""
+    given = [path for path in PODS if _given(job if path.startswith("metadata.") else job.spec, path)]
+    if given:
+        named = ", ".join(".".join(map(to_camel, path.split("."))) for path in given)
+        yield f"{named} {'is' if len(given) == 1 else 'are'} for pods and {'has' if len(given) == 1 else 'have'} no effect here"
+
+
+def _given(part: BaseModel, path: str) -> bool:
+    """Whether the field at `path` has another value than its default."""
+    first, _, rest = path.partition(".")
+    value = getattr(part, first)
+    if rest:
+        return _given(value, rest)
+    return bool(value != type(part).model_fields[first].default)

@@ -139,7 +139,7 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
     if asked.mlflow:
         made.append(MLflow(asked.mlflow, asked.experiment, run))
     if asked.wandb:
-        made.append(WandB(asked.experiment, run))
+        made.append(WandB(asked.project, run))
     return made
 
 

@@ -45,7 +45,8 @@ class MLflow:
     pause_s = 3.0
 
     def __init__(self, uri: str, experiment: str, run: Run) -> None:
-        self.title = f"MLflow ({re.sub(r'//[^/@]*@', '//', uri)})"
+        self._shown = re.sub(r"//[^/@]*@", "//", uri)
+        self.title = f"MLflow ({self._shown})"
         self._uri = Path(uri).as_uri() if uri.startswith("/") else uri
         self._experiment, self._run = experiment or run.name, run
         self._id = self._parent = ""
@@ -56,11 +57,15 @@ class MLflow:
             os.environ.setdefault(name, value)
         try:
             from mlflow.entities import Metric, Param, RunTag
+            from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
 
             self._client = MlflowClient(tracking_uri=self._uri)
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
+        except MlflowException as error:  # it has not connected yet
+            known = f"MLflow knows no such URI: {self._shown}" if self._uri in str(error) else str(error).partition(". ")[0]
+            raise OutlastError(f"{known}; set tracking.mlflow, e.g. to http://mlflow:5000") from error
         self._metric, self._param, self._tag = Metric, Param, RunTag
         experiment = self._experiment_id()
         self._parent = self._found(experiment, JOB, self._run.job, {}) if self._run.job else ""

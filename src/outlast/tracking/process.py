@@ -103,13 +103,18 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
     return subprocess.Popen(command, stdin=stdin, env=dict(environ), start_new_session=True)
 
 
-def end(output: Path, environ: Mapping[str, str], status: Status | str) -> str:
-    """Tell the trackers how the run has ended, after its training processes are gone; returns what failed, or an empty text.
+_STATUS = {"Succeeded": Status.FINISHED, "Failed": Status.FAILED, "Cancelled": Status.KILLED}
+"""By the job's final state (`status.State`)."""
 
-    Does nothing where no follower ran, or the last one has said the same. Waits for a bounded time.
+
+def end(output: Path, environ: Mapping[str, str], state: str) -> str:
+    """Tell the trackers in which state the job has ended, after its training processes are gone; returns what failed, or an empty
+    text.
+
+    Does nothing if the job goes on, where no follower ran, and if the last one has said the same. Waits for a bounded time.
     """
-    directory = output / contract.TRACKING
-    if not wanted(environ) or not directory.is_dir():
+    directory, status = output / contract.TRACKING, _STATUS.get(state)
+    if status is None or not wanted(environ) or not directory.is_dir():
         return ""
     try:
         if (directory / ENDED).read_text() == status:
@@ -117,7 +122,7 @@ def end(output: Path, environ: Mapping[str, str], status: Status | str) -> str:
     except OSError:
         pass
     try:
-        process = _process(output, environ, "--end", str(status), stdin=subprocess.DEVNULL)
+        process = _process(output, environ, "--end", status, stdin=subprocess.DEVNULL)
     except OSError as error:
         return f"the trackers do not know that the run has ended: {error.strerror}"
     return _waited(process, directory, FLUSH_S + IMPORTS_S)

@@ -24,8 +24,8 @@ class WandB:
     title = "Weights & Biases"
     pause_s = 2.0
 
-    def __init__(self, experiment: str, run: Run) -> None:
-        self._experiment, self._run = experiment or run.name, run
+    def __init__(self, project: str, run: Run) -> None:
+        self._project, self._run = project or run.name, run
         self._path = run.output / contract.TRACKING / "wandb.json"
         self._there: Any = None
         self._position: Position = {}
@@ -40,7 +40,7 @@ class WandB:
             self._there = wandb.init(
                 id=environ.get("WANDB_RUN_ID") or self._run.id,
                 resume="allow",
-                project=environ.get("WANDB_PROJECT") or self._experiment,
+                project=self._project,
                 name=environ.get("WANDB_NAME") or self._run.name,
                 dir=environ.get("WANDB_DIR") or str(self._run.output),
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True),

@@ -23,8 +23,10 @@ class Wanted:
     mlflow: str = ""
     """URI of a server or database, or an absolute path; empty: not wanted."""
     experiment: str = ""
-    """Name of the experiment; empty: that of the job."""
+    """Name of the experiment there; empty: that of the job."""
     wandb: bool = False
+    project: str = ""
+    """Its project; empty: the name of the job."""
 
     def __bool__(self) -> bool:
         return bool(self.tensorboard or self.mlflow or self.wandb)
@@ -40,4 +42,5 @@ def wanted(environ: Mapping[str, str]) -> Wanted:
         mlflow="" if uri.lower() == NONE else uri,
         experiment=environ.get(Env.EXPERIMENT) or environ.get("MLFLOW_EXPERIMENT_NAME", ""),
         wandb=bool(mode or environ.get("WANDB_API_KEY")) and not off,
+        project=environ.get(Env.EXPERIMENT) or environ.get("WANDB_PROJECT", ""),
     )

@@ -30,13 +30,14 @@ TOPOLOGIES: Mapping[str, Callable[[Request], list[Document]]] = {
     "statefulset": statefulset.documents,
     "volcano": volcano.documents,
 }
+_OPERATORS = ("startup_deadline_seconds", "clean_pod_policy", "managed_by")
 _IGNORED = {
-    "job": ("startup_deadline_seconds",),
-    "indexed-job": ("startup_deadline_seconds",),
-    "statefulset": ("startup_deadline_seconds", "active_deadline_seconds", "ttl_seconds_after_finished"),
-    "volcano": ("startup_deadline_seconds", "active_deadline_seconds"),
+    "job": _OPERATORS,
+    "indexed-job": _OPERATORS,
+    "statefulset": (*_OPERATORS, "active_deadline_seconds", "ttl_seconds_after_finished"),
+    "volcano": (*_OPERATORS, "active_deadline_seconds"),
 }
-"""Fields that a topology ignores."""
+"""Fields that a topology ignores; only the operator reads the first ones."""
 
 
 def render(
@@ -77,7 +78,7 @@ def warnings(wanted: spec.Job, topology: str) -> list[str]:
             f"s3://bucket/runs, or volumes: [{{claim: NAME, to: {Pod.OUTPUT}}}]"
         )
     for name, field in spec.Spec.model_fields.items():
-        if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) is not None:
+        if name in _IGNORED.get(topology, ()) and getattr(wanted.spec, name) != field.default:
             found.append(f"{field.alias} has no meaning in the topology {topology}")
     return found
 

@@ -1,0 +1,388 @@
+"""Metrics on their way to trackers: what is new, what comes again, what a tracker sees of a run with a hard life."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.contract import Env
+from outlast.errors import OutlastError
+from outlast.tracking import event_files, follower, forwarding, lines, process
+from outlast.tracking.event_files import EventFile
+from outlast.tracking.forwarding import Forwarder
+from outlast.tracking.lines import Point
+from outlast.tracking.mlflow_runs import MLflow
+from outlast.tracking.sinks import Run, Status
+from outlast.tracking.wanted import Wanted, wanted
+from outlast.training import metrics
+
+
+def line(step: int, **values: float) -> bytes:
+    return json.dumps({"step": step, "time": 1000.0 + step, "generation": 1, **values}).encode() + b"\n"
+
+
+def append(output: Path, *steps: int, **values: float) -> None:
+    with (output / "metrics.jsonl").open("ab") as file:
+        file.writelines(line(step, **(values or {"loss": 1 / step})) for step in steps)
+
+
+# What is new
+
+
+def test_a_value_is_new_once_per_step_and_name():
+    text = (
+        line(1, loss=3.0) + line(2, loss=2.0) + line(2, val=5.0) + line(2, loss=9.0) + b"no json\n" + b"[]\n" + line(1, val=1.0)
+    )
+    assert lines.points(text, {}) == [Point(1, 1001.0, "loss", 3.0), Point(2, 1002.0, "loss", 2.0), Point(2, 1002.0, "val", 5.0)]
+    assert lines.points(text, {"loss": 1}) == [Point(2, 1002.0, "loss", 2.0), Point(2, 1002.0, "val", 5.0)]
+    assert (
+        lines.points(b'{"step": 3, "a/b:c": NaN, "text": "x", "flag": true}\n', {}, lambda name: name.replace(":", "_"))[0][2]
+        == "a/b_c"
+    )
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11), st.integers(0, 200)), max_size=8))
+def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path_factory, history):
+    """Each life goes on for some steps, the next one from an earlier step; its follower reads at any point of the file."""
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    sent: list[int] = []
+    position: lines.Position = {}
+    reader, step = lines.Reader(path), 0
+
+    def look() -> None:
+        nonlocal position
+        while found := reader.read():
+            new = lines.points(found, position)
+            position = lines.advanced(position, new)
+            sent.extend(point.step for point in new)
+            reader.commit()
+
+    for life, (steps, back, torn) in enumerate(history):
+        for _ in range(steps):
+            step += 1
+            metrics.append(path, {"step": step, "time": life, "generation": life, "loss": step / 7})
+            if (step + back) % 3 == 0:
+                look()
+        with path.open("ab") as file:
+            file.write(line(step + 1, loss=0.5)[: torn % 20])  # what a killed process has left
+        if torn % 2:
+            look()
+        step = max(0, step - back)
+        metrics.forget_after(path, step)
+        if torn % 5 == 0:  # another follower, or another disk
+            reader = lines.Reader(path)
+    look()
+    reached = max(sent, default=0)
+    assert sent == list(range(1, reached + 1)), "strictly increasing, none missing"
+    assert reached >= step
+
+
+def test_a_file_that_was_cut_back_and_has_grown_beyond_is_read_again(tmp_path: Path):
+    path, reader = tmp_path / "metrics.jsonl", lines.Reader(tmp_path / "metrics.jsonl")
+    assert reader.read() == b""
+    path.write_bytes(line(1, loss=1.0) + line(2, loss=1.0) + b'{"st')
+    assert reader.read() == reader.read() == line(1, loss=1.0) + line(2, loss=1.0), "until it is committed"
+    reader.commit()
+    assert reader.read() == b"", "not the torn line"
+    path.write_bytes(line(1, loss=1.0) + line(2, loss=7.0) + line(3, loss=1.0))
+    assert reader.read() == path.read_bytes(), "line 2 is another one"
+    reader.commit()
+    path.write_bytes(line(1, loss=1.0))
+    assert reader.read() == line(1, loss=1.0)
+    with path.open("ab") as file:
+        file.writelines(line(step, loss=0.123456789) for step in range(2, 40_000))
+    reader.commit()
+    found = []
+    while block := reader.read():
+        found += block.splitlines(keepends=True)
+        reader.commit()
+    assert b"".join(found) == path.read_bytes()[len(line(1, loss=1.0)) :]
+
+
+# What is wanted
+
+
+@pytest.mark.parametrize(
+    ("environ", "asked"),
+    [
+        ({}, Wanted()),
+        ({Env.TENSORBOARD: "1"}, Wanted(tensorboard=True)),
+        (
+            {"MLFLOW_TRACKING_URI": "/shared/mlruns", "MLFLOW_EXPERIMENT_NAME": "e"},
+            Wanted(mlflow="/shared/mlruns", experiment="e"),
+        ),
+        ({"MLFLOW_TRACKING_URI": "http://b", Env.MLFLOW: "http://a"}, Wanted(mlflow="http://a")),
+        ({"MLFLOW_TRACKING_URI": "http://b", Env.MLFLOW: "none"}, Wanted()),
+        ({"WANDB_API_KEY": "k", "WANDB_PROJECT": "p"}, Wanted(wandb=True, project="p")),
+        ({"WANDB_MODE": "offline", Env.EXPERIMENT: "e"}, Wanted(wandb=True, experiment="e", project="e")),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, Wanted()),
+        ({"WANDB_API_KEY": "k", "WANDB_DISABLED": "true"}, Wanted()),
+    ],
+)
+def test_the_job_file_wins_over_the_trackers_own_variables(environ: Mapping[str, str], asked: Wanted):
+    found = wanted(environ)
+    assert (found, bool(found)) == (asked, bool(asked.tensorboard or asked.mlflow or asked.wandb))
+
+
+@pytest.mark.parametrize(
+    ("error", "leaving", "restarted", "said"),
+    [
+        (None, False, True, (Status.FINISHED, False)),
+        (SystemExit(0), False, False, (Status.FINISHED, False)),
+        (SystemExit(75), True, True, (None, True)),
+        (None, True, False, (None, True)),
+        (ValueError(), False, True, (None, True)),
+        (ValueError(), False, False, (Status.FAILED, False)),
+        (KeyboardInterrupt(), False, False, (Status.KILLED, False)),
+    ],
+)
+def test_how_a_run_has_ended_is_said_only_where_it_is_known(error, leaving, restarted, said):
+    assert process.outcome(error, leaving=leaving, restarted=restarted) == said
+
+
+# A tracker that is away
+
+
+class Tracker:
+    """A sink that does what a test tells it to."""
+
+    title, pause_s = "Tracker (test)", 0.01
+
+    def __init__(self) -> None:
+        self.there: list[Point] = []
+        self.faults: list[Exception] = []
+        self.told: list[object] = []
+        self.partly = False
+
+    def open(self) -> lines.Position:
+        return lines.advanced({}, self.there)
+
+    def rename(self, name: str) -> str:
+        return name
+
+    def send(self, points: Sequence[Point]) -> None:
+        if self.faults:
+            if self.partly:
+                self.there += points[: len(points) // 2]  # it arrived, but not its answer
+            raise self.faults.pop(0)
+        self.there += points
+
+    def parameters(self, values: Mapping[str, Any]) -> None:
+        self.told.append(dict(values))
+
+    def checkpoints(self, places: Mapping[str, str]) -> None:
+        self.told.append(sorted(places))
+
+    def end(self, status: Status | None) -> None:
+        self.told.append(status)
+
+
+def a_run(output: Path, **environ: str) -> Run:
+    return Run.of(output, "0123456789abcdef", environ)
+
+
+def until(true: Callable[[], bool]) -> None:
+    while not true():
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_a_tracker_that_is_away_is_said_once_and_gets_everything_when_it_is_back(tmp_path: Path, monkeypatch, partly: bool):
+    monkeypatch.setattr(forwarding, "RETRY_S", (0.01, 0.02))
+    tracker, said, problems = Tracker(), [], []
+    tracker.partly = partly
+    append(tmp_path, 1, 2, 3)
+    forwarder = Forwarder(tracker, a_run(tmp_path), said.append, lambda: problems.append(forwarder.problem))
+    tracker.faults = [ConnectionError("[Errno 111] Connection refused"), TimeoutError("timed out"), ConnectionError("x\ny")]
+    forwarder.start()
+    until(lambda: len(said) == 2)
+    append(tmp_path, 4, 5)
+    forwarder.finish(Status.FINISHED)
+    forwarder.join()
+    assert said == [
+        "Tracker (test): connection refused; training goes on, what is logged waits in metrics.jsonl",
+        "Tracker (test): works again; everything up to step 3 is there",
+    ]
+    assert problems[-1] == ""
+    assert [point.step for point in tracker.there] == [1, 2, 3, 4, 5]
+    assert tracker.told[-1] == "FINISHED"
+    assert (forwarder.complete, forwarder.lacking()) == (True, "")
+
+
+def test_what_has_not_arrived_is_said_in_the_end(tmp_path: Path):
+    tracker, said = Tracker(), []
+    tracker.faults = [OSError("no route to host")] * 1000
+    append(tmp_path, 1, 2, 3)
+    forwarder = Forwarder(tracker, a_run(tmp_path), said.append)
+    forwarder.start()
+    until(lambda: bool(said))
+    assert follower.lost(forwarder) == (
+        "Tracker (test): steps 1 to 3 of the metrics are not there (no route to host); "
+        "metrics.jsonl has all, and the next start sends it"
+    )
+    tracker.faults = []
+    forwarder.finish(None)
+    forwarder.join()
+
+
+def test_what_no_retry_mends_ends_the_tracker_with_one_sentence(tmp_path: Path):
+    tracker, said = Tracker(), []
+    tracker.faults = [OutlastError("No module named 'mlflow'; pip install 'outlast[tracking]'")]
+    append(tmp_path, 1)
+    forwarder = Forwarder(tracker, a_run(tmp_path), said.append)
+    forwarder.run()
+    assert said == [
+        "Tracker (test): No module named 'mlflow'; pip install 'outlast[tracking]'; training goes on, nothing goes there"
+    ]
+    assert follower.lost(forwarder).startswith("Tracker (test): step 1 of the metrics are not there (No module")
+
+
+# TensorBoard
+
+
+def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard reads."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_event_files_go_on_after_any_kill(tmp_path: Path):
+    append(tmp_path, 1, 2)
+    append(tmp_path, 2, val=5.0)
+
+    def forwarded() -> bytes:
+        sink = EventFile(tmp_path / "tb", "one")
+        Forwarder(sink, a_run(tmp_path), print).forward()
+        return sink.path.read_bytes()
+
+    (tmp_path / "parameters.json").write_text('{"lr": 0.1}')
+    first = forwarded()
+    assert shown(tmp_path / "tb") == {"loss": [(1, 1.0), (2, 0.5)], "val": [(2, 5.0)]}
+    assert forwarded() == first, "nothing is new"
+    append(tmp_path, 3, 4)
+    whole = forwarded()
+    path = tmp_path / "tb" / f"{event_files.PREFIX}-one"
+    ends = [end for _, end in event_files.records(whole)]
+    assert ends[-1] == len(whole)
+    for size in (*range(len(first), len(whole)), 5, 0):  # killed at any byte
+        path.write_bytes(whole[:size])
+        assert forwarded() == whole
+    EventFile(tmp_path / "tb", "two").open()
+    assert [file.name for file in (tmp_path / "tb").iterdir()] == [f"{event_files.PREFIX}-two"], (
+        "a run that begins again is another one"
+    )
+
+
+def test_event_files_need_neither_torch_nor_tensorflow(tmp_path: Path):
+    code = (
+        "import sys; from pathlib import Path; from outlast.tracking.event_files import EventFile; "
+        f"EventFile(Path({str(tmp_path)!r}), 'a').open(); sys.exit(bool({{'torch', 'tensorflow'}} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# MLflow
+
+
+@pytest.fixture
+def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow = pytest.importorskip("mlflow")
+    return mlflow.tracking.MlflowClient((tmp_path / "mlruns").as_uri())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_has_one_run_below_one_for_the_job(tmp_path: Path, mlflow_client: Any):
+    output = tmp_path / "out"
+    run = a_run(output, OUTLAST_JOB="digits", OUTLAST_STORE="s3://bucket/runs/digits/")
+
+    def forwarded(status: Status | None) -> None:
+        sink = MLflow(str(tmp_path / "mlruns"), "", run)
+        forwarder = Forwarder(sink, run, print)
+        forwarder.finish(status)
+        forwarder.run()
+
+    for name in ("step-00000002", "step-00000004"):
+        (output / "checkpoints" / name).mkdir(parents=True)
+    (output / "checkpoints" / "step-00000002" / "COMMIT").touch()
+    (output / "parameters.json").write_text('{"lr": 0.1, "sizes": [1, 2], "a:b": null}')
+    append(output, *range(1, 1501))
+    append(output, 1500, **{"val:loss": float("nan")})
+    forwarded(None)
+    [experiment] = [each for each in mlflow_client.search_experiments() if each.name == "digits"]
+
+    def runs() -> list[Any]:
+        return mlflow_client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
+
+    def steps(name: str) -> list[int]:
+        [child] = [each for each in runs() if "mlflow.parentRunId" in each.data.tags]
+        return [metric.step for metric in mlflow_client.get_metric_history(child.info.run_id, name)]
+
+    assert {each.info.status for each in runs()} == {"RUNNING"}
+    assert steps("loss") == list(range(1, 1501))
+    assert steps("val_loss") == [1500]
+    (output / "checkpoints" / "step-00000002" / "COMMIT").unlink()
+    (output / "checkpoints" / "step-00000004" / "COMMIT").touch()
+    (output / "parameters.json").write_text('{"lr": 0.2, "sizes": [1, 2], "a:b": null}')
+    append(output, 1499, 1500, 1501)  # the first two come again
+    forwarded(Status.FAILED)
+    child, parent = sorted(runs(), key=lambda each: "outlast.job" in each.data.tags)
+    assert (child.info.status, parent.info.status) == ("FAILED", "FAILED")
+    assert steps("loss") == list(range(1, 1502))
+    assert child.data.params == {"lr": "0.1", "sizes": "[1, 2]", "a_b": "null"}
+    assert {name: value for name, value in child.data.tags.items() if not name.startswith("mlflow.user")} == {
+        "mlflow.runName": "digits",
+        "mlflow.parentRunId": parent.info.run_id,
+        "outlast.run": run.id,
+        "changed.lr": "0.2",
+        "checkpoint.step-00000004": "s3://bucket/runs/digits/checkpoints/step-00000004",
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_uri_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path):
+    said: list[str] = []
+    run = a_run(tmp_path)
+    Forwarder(MLflow("strange://user:secret@nowhere", "", run), run, said.append).run()
+    assert said == [
+        "MLflow (strange://nowhere): MLflow knows no such URI: strange://nowhere; set tracking.mlflow, e.g. to "
+        "http://mlflow:5000; training goes on, nothing goes there"
+    ]
+
+
+# The process
+
+
+def test_two_followers_of_one_output_are_impossible(tmp_path: Path):
+    (tmp_path / "checkpoints").mkdir()
+    append(tmp_path, 1)
+    one = process.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
+    assert one is not None
+    until(lambda: bool(list(tmp_path.glob("tensorboard/metrics/*"))))
+    done = threading.Event()
+    two = process.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
+    assert two is not None
+    waiting = threading.Thread(target=lambda: (two.finish(Status.FINISHED), done.set()))
+    waiting.start()
+    assert not done.wait(0.3)
+    assert one.finish(None, goes_on=True) == ""
+    waiting.join()
+    assert (tmp_path / ".tracking/ended").read_text() == "FINISHED"
+    assert process.end(tmp_path, {Env.TENSORBOARD: "1"}, "Succeeded") == "", "it is known"
+    assert process.end(tmp_path, {**os.environ, Env.TENSORBOARD: "1"}, "Cancelled") == ""
+    assert (tmp_path / ".tracking/ended").read_text() == "KILLED"
+    assert process.start(tmp_path, {}) is None
