@@ -114,8 +114,8 @@ class Session:
         self._screen = metrics.Screen(quiet or self.rank > 0)
         self._parameters: dict[str, Any] = {}
         self._follower: tracking.Follower | None = None
-        self._followed, self._untracked = self.rank > 0, ""
-        """Whether a follower was started, if one is wanted; what trackers lack."""
+        self._followed = self.rank > 0  # whether a follower was started, if one is wanted
+        self._untracked = ""
         self._last_save = time.monotonic()
         self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
