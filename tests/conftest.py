@@ -23,6 +23,7 @@ from outlast import cli, spec
 from outlast.local.backend import LocalBackend
 from outlast.status import JobStatus
 from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
+from web import web  # noqa: F401 (a fixture)
 from worlds import calm  # noqa: F401 (fixture)
 
 # No deadline: an example that is slow, on a busy machine, is not wrong.

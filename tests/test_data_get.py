@@ -2,21 +2,237 @@
 
 from __future__ import annotations
 
+import bz2
+import dataclasses
+import errno
+import gzip
 import hashlib
+import io
+import lzma
+import shutil
 import subprocess
 import sys
-import threading
+import tarfile
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from outlast.data import get, place, registry
+from outlast.data import get, place, registry, stdlib
+from outlast.data.download import Options
 from outlast.errors import OutlastError
+from web import Web
 
 
-def got(name: str, directory: Path) -> bool:
+def got(name: str, directory: Path, archive: Path | None = None, **remote: object) -> bool:
     """Get a dataset; whether anything was written."""
-    return get.get(registry.named(name), directory, say=print, stop=threading.Event())[1]
+    dataset = registry.of_url(name) if registry.is_url(name) else registry.named(name)
+    if remote:
+        dataset = dataclasses.replace(dataset, remotes=(dataclasses.replace(dataset.remotes[0], **remote),))  # type: ignore[arg-type]
+    options = Options(piece=10_000, patience_s=0.5, absent_s=0.2, timeout_s=5)
+    return get.get(dataset, directory, get.How(print, options=options, archive=archive))[1]
+
+
+def refusal(name: str, directory: Path, archive: Path | None = None) -> str:
+    """Get a dataset that cannot be had; the sentence. Nothing is left, here or beside the directory."""
+    beside = set(directory.parent.iterdir())
+    with pytest.raises(OutlastError) as caught:
+        got(name, directory, archive)
+    assert not directory.exists()
+    assert set(directory.parent.iterdir()) == beside
+    return str(caught.value)
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """The files of a dataset by name."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != place.MARKER)
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+FILES = {"set/a.txt": b"a" * 10_000, "set/deep/b.bin": bytes(range(256)) * 300, "set/empty": b""}
+
+
+def packed(kind: str, files: dict[str, bytes] = FILES) -> bytes:
+    """An archive."""
+    out = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in files.items():
+                archive.writestr(name, content)
+        return out.getvalue()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return compressed(kind.removeprefix("tar").removeprefix("."), out.getvalue())
+
+
+def compressed(kind: str, content: bytes) -> bytes:
+    if kind == "zst":
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+        return zstd.compress(content)
+    return {"": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[kind](content)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar.gz", "tar.bz2", "tar.xz", "tar.zst", "zip"])
+def test_an_archive_is_downloaded_checked_unpacked_and_marked(web: Web, tmp_path: Path, kind: str) -> None:
+    content = packed(kind)
+    url, checksum = web.put(f"set.{kind}", content), hashlib.sha256(content).hexdigest()
+    assert got(f"{url}#sha256={checksum}", tmp_path / "to")
+    assert tree(tmp_path / "to") == FILES
+    found = place.marker(tmp_path / "to")
+    assert found == place.Marker(url, url, checksum, True, 3, sum(map(len, FILES.values())), ("set",))
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [place.MARKER, "set"]
+    before = len(web.requests)
+    assert not got(f"{url}#sha256={checksum}", tmp_path / "to")
+    assert len(web.requests) == before, "what is complete costs no request"
+
+
+@pytest.mark.parametrize("kind", ["", "gz", "bz2", "xz", "zst"])
+def test_a_single_file_is_taken_as_it_is_or_decompressed(web: Web, tmp_path: Path, kind: str) -> None:
+    url = web.put("corpus.txt" + f".{kind}" * bool(kind), compressed(kind, b"text\n" * 999))
+    assert got(url, tmp_path / "to")
+    assert tree(tmp_path / "to") == {"corpus.txt": b"text\n" * 999}
+    found = place.marker(tmp_path / "to")
+    assert found is not None
+    assert (found.checked, len(found.sha256)) == (False, 64)
+
+
+def test_a_file_that_is_here_already_needs_no_server_and_is_checked_as_well(tmp_path: Path) -> None:
+    archive = tmp_path / "downloaded (1)"
+    archive.write_bytes(packed("tar.gz"))
+    url, checksum = "https://example.org/set.tar.gz", hashlib.sha256(archive.read_bytes()).hexdigest()
+    assert got(f"{url}#sha256={checksum}", tmp_path / "to", archive)
+    assert tree(tmp_path / "to") == FILES
+    assert archive.is_file()
+    said = refusal(f"{url}#sha256={'0' * 64}", tmp_path / "other", archive)
+    assert said.startswith(f"{archive} has the SHA-256 {checksum}, and must have 0000")
+    assert refusal("cifar10", tmp_path / "other", archive).startswith(
+        f"{archive} has {archive.stat().st_size:,} bytes and must have 170,498,071; it is not the file that is wanted"
+    )
+    assert "needs no download; leave out --from" in refusal("python-stdlib", tmp_path / "other", archive)
+
+
+def test_several_files_make_one_dataset(tmp_path: Path) -> None:
+    names = [remote.file for remote in registry.named("kinetics700-2020").remotes]
+    assert len(set(names)) == 6
+    (tmp_path / "lists").mkdir()
+    for name in names[:-1]:
+        (tmp_path / "lists" / name).write_text(name)
+    assert refusal("kinetics700-2020", tmp_path / "to", tmp_path / "lists").startswith(
+        f"{tmp_path}/lists/k700_2020_test_path.txt does not exist; download https://s3.amazonaws.com/kinetics/700_2020/test/"
+    )
+    (tmp_path / "lists" / names[-1]).write_text(names[-1])
+    assert got("kinetics700-2020", tmp_path / "to", tmp_path / "lists")
+    assert tree(tmp_path / "to") == {name: name.encode() for name in names}
+
+
+def entry(name: str, kind: bytes, to: str = "") -> bytes:
+    """A tar archive of one entry that is no file."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, to
+        archive.addfile(info)
+    return out.getvalue()
+
+
+MAY = "; an archive of data may hold only files, directories and links inside it"
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "sentence"),
+    [
+        ("tar", packed("tar", {"../up": b"x"}), "holds '../up', a path that leads outside of it" + MAY),
+        ("zip", packed("zip", {"/etc/up": b"x"}), "holds '/etc/up', an absolute path" + MAY),
+        ("tar", entry("l", tarfile.SYMTYPE, "/etc"), "holds 'l', a link to /etc, outside of it" + MAY),
+        ("tar", entry("l", tarfile.LNKTYPE, "/etc/passwd"), "holds '/etc/passwd', an absolute path" + MAY),
+        ("tar", entry("null", tarfile.CHRTYPE), "holds 'null', a device or pipe" + MAY),
+        ("tar.gz", b"<html>not found</html>", "is no tar archive, or is damaged: "),
+        ("tar.xz", packed("tar.xz")[:-20], "is no tar archive, or is damaged: "),
+        ("tar.zst", packed("tar.zst")[:-20], "is no tar archive, or is damaged: "),
+        ("tar.bz2", packed("tar.bz2")[:-20], "is no tar archive, or is damaged: "),
+        ("tar.bz2", b"BZh9" + bytes(99), "is no tar archive, or is damaged: "),
+        ("zip", packed("zip")[:-30], "is no zip archive, or is damaged: "),
+        ("gz", b"text", "is not compressed as its name says, or is damaged: "),
+    ],
+)
+def test_an_archive_that_may_not_be_unpacked_leaves_nothing(
+    web: Web, tmp_path: Path, kind: str, content: bytes, sentence: str
+) -> None:
+    url = web.put(f"set.{kind}", content)
+    found = refusal(url, tmp_path / "to")
+    assert found.startswith(f"{url} {sentence}"), found
+    web.put(f"set.{kind}", packed(kind) if kind != "gz" else gzip.compress(b"right"), etag='"2"')
+    assert got(url, tmp_path / "to"), "once the server has a right one, the same command gets it"
+
+
+@pytest.mark.parametrize("kind", ["tar.gz", "tar.bz2", "tar.xz", "tar.zst", "zip", "gz", "zst"])
+def test_a_bomb_is_refused_by_what_it_unpacks_to(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(get, "LIMITS", dataclasses.replace(get.LIMITS, size=1 << 20))
+    zeros = bytes(3 << 20)
+    url = web.put(
+        f"bomb.{kind}", compressed(kind, zeros) if "." not in kind and kind != "zip" else packed(kind, {"zeros": zeros})
+    )
+    found = refusal(url, tmp_path / "to")
+    assert found.startswith(f"{url} unpacks to more than 1.0 MiB, the limit for data; unpack it by hand if it is what you want")
+
+
+def test_an_archive_with_too_many_entries_is_refused(web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get, "LIMITS", dataclasses.replace(get.LIMITS, entries=20))
+    url = web.put("many.zip", packed("zip", {f"{i}": b"" for i in range(21)}))
+    assert refusal(url, tmp_path / "to").startswith(f"{url} holds more than 20 entries, the limit for data; ")
+
+
+def test_what_was_downloaded_before_the_disk_was_full_is_used_again(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("set.tar", packed("tar"))
+    with monkeypatch.context() as full:
+        full.setattr(get.unpack, "extract", raises(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OutlastError, match=r"^the disk of .*/to is full; make room there and run the same command again"):
+            got(url, tmp_path / "to")
+    assert place.incomplete(tmp_path / "to")
+    before = len(web.requests)
+    assert got(url, tmp_path / "to")
+    assert len(web.requests) == before
+    assert tree(tmp_path / "to") == FILES
+
+
+def raises(error: Exception) -> Callable[..., None]:
+    def function(*_: object, **__: object) -> None:
+        raise error
+
+    return function
+
+
+def test_another_version_of_a_dataset_is_not_taken_for_it(web: Web, tmp_path: Path) -> None:
+    url = web.put("set.tar", packed("tar"))
+    assert got(url, tmp_path / "to")
+    with pytest.raises(OutlastError, match=rf"holds another version of {url}, with the SHA-256 [0-9a-f]{{64}}; choose another"):
+        got(f"{url}#sha256={'0' * 64}", tmp_path / "to")
+    with pytest.raises(OutlastError, match=rf"holds {url}; choose another place for {url}x"):
+        got(f"{url}x", tmp_path / "to")
+
+
+@pytest.mark.parametrize("pin", ["sha256=12", "md5=c58f30108f718f92721af3b95e74349a", "x"])
+def test_a_checksum_that_is_none_is_refused(pin: str) -> None:
+    with pytest.raises(OutlastError, match=rf"^#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints"):
+        registry.of_url(f"https://example.org/x#{pin}")
+
+
+def test_the_registry_is_sorted_and_every_url_is_one() -> None:
+    assert list(registry.NAMES) == sorted(registry.NAMES)
+    for name in registry.NAMES:
+        dataset = registry.named(name)
+        assert dataset.made or dataset.remotes
+        assert all(remote.file and remote.shown == remote.url for remote in dataset.remotes)
+    assert registry.of_url("https://h/a/corpus.tar.zst?x=1").directory == "corpus"
 
 
 def digest(directory: Path) -> str:
@@ -29,7 +245,7 @@ def digest(directory: Path) -> str:
 
 def test_the_standard_library_is_the_same_text_each_time_without_tests_and_packages(tmp_path: Path) -> None:
     assert got("python-stdlib", tmp_path / "a")
-    assert got("python-stdlib", tmp_path / "b")
+    stdlib.write(tmp_path / "b")
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
     names = {path.relative_to(tmp_path / "a").as_posix() for path in (tmp_path / "a").rglob("*.*")}
     assert {"argparse.py", "json/decoder.py"} < names
@@ -40,18 +256,18 @@ def test_the_standard_library_is_the_same_text_each_time_without_tests_and_packa
     assert (found.name, found.files, found.source) == ("python-stdlib", len(names) - 1, f"Python {sys.version.split()[0]}")
 
 
-def test_a_complete_dataset_stays_as_it_is_and_one_without_its_marker_or_a_file_is_completed(tmp_path: Path) -> None:
-    assert got("python-stdlib", tmp_path)
-    whole = digest(tmp_path)
-    assert not got("python-stdlib", tmp_path)
-    (tmp_path / "argparse.py").unlink()
-    assert got("python-stdlib", tmp_path)
-    assert digest(tmp_path) == whole
+def test_a_dataset_without_its_marker_or_one_of_its_files_is_completed(web: Web, tmp_path: Path) -> None:
+    url = web.put("set.tar", packed("tar"))
+    assert got(url, tmp_path)
+    shutil.rmtree(tmp_path / "set")
+    assert got(url, tmp_path)
+    assert tree(tmp_path) == FILES
     (tmp_path / place.MARKER).unlink()
+    (tmp_path / "set" / "a.txt").unlink()
     (tmp_path / place.COMING).mkdir()
     assert place.incomplete(tmp_path)
-    assert got("python-stdlib", tmp_path)
-    assert digest(tmp_path) == whole
+    assert got(url, tmp_path)
+    assert tree(tmp_path) == FILES
     assert not place.incomplete(tmp_path)
 
 
@@ -62,7 +278,7 @@ def test_a_directory_with_other_files_or_another_dataset_is_refused(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / place.MARKER).write_text(place.Marker("cifar10", "https://x").text())
-    with pytest.raises(OutlastError, match=r"there holds cifar10; choose another directory for python-stdlib"):
+    with pytest.raises(OutlastError, match=r"there holds cifar10; choose another place for python-stdlib"):
         got("python-stdlib", tmp_path / "there")
     (tmp_path / "begun" / place.COMING).mkdir(parents=True)
     (tmp_path / "begun" / place.COMING / "name").write_text("cifar10")

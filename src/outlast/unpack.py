@@ -88,12 +88,13 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
-def extract(archive: Path, into: Path, *, name: str, limits: Limits) -> None:
-    """Unpack an archive into an empty directory. `name` is what it is called in sentences.
+def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "") -> None:
+    """Unpack an archive into an empty directory. `name` is what it is called in sentences; `kind` is `zip` or `tar`, by default
+    as the file's name says.
 
     Raises OutlastError for one that is damaged, too large, or holds what may not be unpacked; OSError when the disk is at fault.
     """
-    kind = "zip" if archive.name.lower().endswith(".zip") else "tar"
+    kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:
         tree = _Tree(into, name, limits, limits.bytes(os.fstat(file.fileno()).st_size))
         if kind == "zip":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,9 +14,12 @@ import typer
 from outlast import units
 from outlast.cli import show, transfers
 from outlast.cli.show import Output, OutputOption
+from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
+    from outlast.data.get import How
     from outlast.data.place import Marker
+    from outlast.data.registry import Dataset
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets.")
 
@@ -34,33 +40,65 @@ def get(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="A dataset of `outlast data list`: digits.", show_default=False, autocompletion=_names
+            metavar="NAME|URL",
+            help="A dataset of `outlast data list`, or the URL of a file, with #sha256=... behind it.",
+            show_default=False,
+            autocompletion=_names,
         ),
     ],
     to: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory to write to. Default: data/NAME.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="DIR|URL", help="Directory or place in a store to write to. Default: data/NAME.", show_default=False
+        ),
     ] = None,
+    given: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="The file, downloaded before, or a directory with several.", show_default=False
+        ),
+    ] = None,
+    connections: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Parts that are fetched at once.")] = 4,
 ) -> None:
-    """Bring a dataset to a directory. A dataset that is complete there stays as it is.
+    """Bring a dataset to a directory or a store: download, check, unpack.
+
+    A dataset that is complete there stays as it is. What was interrupted, also by a kill,
+    goes on with the same command; until its marker, .outlast-data.json, is written, a
+    dataset is not complete. Archives (.tar, .tar.gz, .tar.bz2, .tar.xz, .tar.zst, .zip) and
+    compressed files are unpacked, other files taken as they are.
 
     \b
     Examples:
       outlast data get digits
-      outlast data get python-stdlib --to /data/python
+      outlast data get cifar10 --to /data/cifar10
+      outlast data get cifar10 --from Downloads/cifar-10-python.tar.gz
+      outlast data get https://example.org/corpus.tar.zst#sha256=9f86d0... --to s3://bucket/corpus
     """
+    from outlast.data import download, registry
     from outlast.data import get as getting
-    from outlast.data import registry
 
-    show.one_of("dataset", name, registry.NAMES, none="")
-    directory = to or Path("data") / name
-    if name == "digits":
-        from outlast.data import digits
+    dataset = _dataset(name)
+    with transfers.interruptible() as stop, transfers.shown("received") as tell:
+        how = getting.How(
+            say=_say,
+            progress=lambda done, total: tell(done, total or done),
+            stop=stop,
+            options=download.Options(connections=connections),
+            archive=given,
+        )
+        if to and "://" in to and not to.startswith("file://"):
+            found, written = _to_store(dataset, to, how)
+        elif name == "digits":
+            from outlast.data import digits
 
-        print(digits.write(directory))
-        return
-    with transfers.interruptible() as stop:
-        found, written = getting.get(registry.named(name), directory, say=_say, stop=stop)
-    print(_sentence(found, directory, written=written))
+            print(digits.write(_directory(dataset, to)))
+            return
+        else:
+            found, written = getting.get(dataset, _directory(dataset, to), how)
+    verb, size = "got" if written else "already there:", f"{show.count(found.files, 'file')}, {units.human_bytes(found.size)}"
+    print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
+    if written and dataset.remotes and not found.checked:
+        _say(_unchecked(dataset, found, registry.is_url(name)))
 
 
 @app.command("list")
@@ -76,16 +114,81 @@ def list_(output: OutputOption = Output.TABLE) -> None:
 
     known = [registry.named(name) for name in registry.NAMES]
     if output is Output.TABLE:
-        print(show.table(("NAME", "WHAT"), [(each.name, each.about) for each in known]))
-    else:
-        show.data([{"name": each.name, "about": each.about} for each in known], output)
+        rows = [(each.name, units.human_bytes(each.size) if each.size else None, each.about) for each in known]
+        print(show.table(("NAME", "DOWNLOAD", "WHAT"), rows))
+        return
+    fields = ("url", "size", "sha256", "md5")
+    show.data(
+        [
+            {
+                "name": each.name,
+                "about": each.about,
+                "files": [{field: getattr(remote, field) or None for field in fields} for remote in each.remotes],
+            }
+            for each in known
+        ],
+        output,
+    )
+
+
+def _dataset(name: str) -> Dataset:
+    """The dataset that a name or URL means. Raises OutlastError."""
+    from outlast.data import registry
+
+    if registry.is_url(name):
+        return registry.of_url(name)
+    show.one_of("dataset", name, registry.NAMES, none="")
+    return registry.named(name)
+
+
+def _directory(dataset: Dataset, to: str | None) -> Path:
+    return Path(to.removeprefix("file://")) if to else Path("data") / dataset.directory
+
+
+def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
+    """Bring a dataset to a place in a store, by way of this machine's cache; its marker is written last there, too."""
+    from outlast import store
+    from outlast.data import get as getting
+    from outlast.data import place
+    from outlast.data.place import Marker
+    from outlast.prepare import cache
+    from outlast.sync import sync
+
+    there = store.open_(url)
+    try:
+        found = getting.there(dataset, Marker.parse(there.get(place.MARKER)), url)
+    except store.Missing:
+        found = None
+    if found:
+        return found, False
+    home = cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
+    found, _ = getting.get(dataset, home / "tree", how)
+    _say(f"sending {show.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
+    with transfers.shown("sent") as tell:
+        report = sync.push(
+            home / "tree",
+            there,
+            home / "state",
+            sync.Options(
+                skip=lambda path: path == place.MARKER,
+                progress=lambda now: tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files"),
+                stop=how.stop,
+            ),
+        )
+    for path, reason in report.failed[:1]:
+        raise OutlastError(f"{len(report.failed):,} files could not be sent to {url}, the first of them {path}: {reason}")
+    there.put(place.MARKER, found.text().encode())
+    shutil.rmtree(home, ignore_errors=True)
+    return found, True
 
 
 def _say(sentence: str) -> None:
     print(f"outlast | {sentence}", file=sys.stderr, flush=True)
 
 
-def _sentence(found: Marker, directory: Path, *, written: bool) -> str:
-    verb = "got" if written else "already there:"
-    size = f"{show.count(found.files, 'file')}, {units.human_bytes(found.size)}"
-    return f"{verb} {found.name} ({found.source}): {size} in {directory}"
+def _unchecked(dataset: Dataset, found: Marker, url: bool) -> str:
+    if not url:
+        return f"no checksum of {dataset.name} is published; its length was checked" + (
+            f", its SHA-256 is {found.sha256}" if found.sha256 else ""
+        )
+    return f"what came was not compared with any checksum; to have that done, append #sha256={found.sha256} to the URL"

@@ -1,35 +1,141 @@
-"""Getting a dataset: brought to a directory, checked, unpacked, marked."""
+"""Getting a dataset: downloaded or made, checked, unpacked, put in place, marked. Called by `outlast data get` and by the cache
+of a machine.
+
+    marker, written = get(registry.named("cifar10"), Path("data/cifar10"), How(say=print))
+
+A call that was killed at any point is completed by the next one. Nothing is unpacked before its checksum is right, nothing
+appears in the directory before all of it is unpacked, and the marker comes last.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import shutil
 import threading
 from pathlib import Path
 
-from outlast.data import place
-from outlast.data.place import Marker, Say
+from outlast import unpack
+from outlast.data import download, place
+from outlast.data.download import Download, Options, Progress, Remote
+from outlast.data.place import Marker, Place, Say
 from outlast.data.registry import Dataset
 from outlast.errors import OutlastError
 
+LIMITS = unpack.Limits(
+    "data",
+    entries=1_000_000,
+    size=1 << 30,
+    ratio=100,
+    instead="unpack it by hand if it is what you want, and use the directory",
+    again="the URL is not that of an archive, or the file is damaged where it comes from",
+)
+"""A bomb unpacks to thousands of times its size; images, text and numbers do not reach a hundred."""
 
-def get(dataset: Dataset, directory: Path, *, say: Say, stop: threading.Event) -> tuple[Marker, bool]:
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """How to get a dataset."""
+
+    say: Say
+    progress: Progress = lambda done, total: None
+    stop: threading.Event = dataclasses.field(default_factory=threading.Event)
+    options: Options = dataclasses.field(default_factory=Options)
+    archive: Path | None = None
+    """A file that has been downloaded already, or a directory with several."""
+
+
+def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
     """Bring a dataset to a directory, unless it is complete there; returns its marker, and whether anything was written.
 
-    A call that was interrupted at any point is completed by the next one. Raises OutlastError.
+    Raises OutlastError.
     """
-    if found := _there(dataset, directory):
+    if found := there(dataset, place.marker(directory), str(directory)):
         return found, False
-    with place.opened(directory, dataset.name, say=say, stop=stop) as there:
-        if found := _there(dataset, directory):  # another process was faster
+    given = _given(dataset, how.archive) if how.archive else {}
+    with place.opened(directory, dataset.name, say=how.say, stop=how.stop) as opened:
+        if found := there(dataset, place.marker(directory), str(directory)):  # another process was faster
             return found, False
-        made = dataset.made
-        assert made is not None
-        made.write(there.tree())
-        return there.finish(Marker(dataset.name, made.source())), True
+        try:
+            if dataset.made:
+                dataset.made.write(opened.tree())
+                return opened.finish(Marker(dataset.name, dataset.made.source())), True
+            return _downloaded(dataset, opened, given, how), True
+        except (OutlastError, OSError):
+            opened.discard_tree()
+            raise
 
 
-def _there(dataset: Dataset, directory: Path) -> Marker | None:
-    """The marker of a directory in which the dataset is complete. Raises OutlastError when there is another dataset."""
-    found = place.marker(directory)
-    if found and found.name != dataset.name:
-        raise OutlastError(f"{directory} holds {found.name}; choose another directory for {dataset.name}")
+def there(dataset: Dataset, found: Marker | None, where: str) -> Marker | None:
+    """The marker of a place, if it is of this dataset. Raises OutlastError when it is of another one."""
+    if found is None:
+        return None
+    wanted = [remote.sha256 for remote in dataset.remotes]
+    if found.name != dataset.name:
+        raise OutlastError(f"{where} holds {found.name}; choose another place for {dataset.name}")
+    if len(wanted) == 1 and wanted[0] and found.sha256 and wanted[0] != found.sha256:
+        raise OutlastError(
+            f"{where} holds another version of {dataset.name}, with the SHA-256 {found.sha256}; choose another place"
+        )
     return found
+
+
+def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how: How) -> Marker:
+    paths: dict[Remote, Path] = {}
+    for number, remote in enumerate(dataset.remotes):
+        if remote in given:
+            if problem := download.mismatch(given[remote], remote, str(given[remote])):
+                raise OutlastError(problem)
+            paths[remote] = given[remote]
+        else:
+            into = opened.coming / f"{number}"
+            bringing = Download(remote, into, say=how.say, progress=how.progress, stop=how.stop, options=how.options)
+            paths[remote] = bringing.fetch()
+    tree = opened.tree()
+    for remote, path in paths.items():
+        try:
+            if unpack.kind(remote.file):
+                how.say(f"unpacking {path.name}")
+            _unpacked(remote, path, tree, given=bool(given))
+        except OutlastError:
+            if not given:
+                shutil.rmtree(path.parent)  # what is damaged there, too, is not to be tried again and again
+            raise
+    return opened.finish(
+        Marker(
+            dataset.name,
+            dataset.remotes[0].shown,
+            sha256=unpack.checksum(paths[dataset.remotes[0]]) if len(paths) == 1 else "",
+            checked=all(remote.checked for remote in paths),
+        )
+    )
+
+
+def _unpacked(remote: Remote, path: Path, tree: Path, *, given: bool) -> None:
+    """Put what a download holds into the tree."""
+    kind, name = unpack.kind(remote.file), str(path) if given else remote.shown
+    if kind in ("tar", "zip"):
+        unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind)
+    elif kind:
+        unpack.decompress(path, tree / Path(remote.file).stem, name=name, limits=LIMITS)
+    elif given:
+        shutil.copyfile(path, tree / remote.file)
+    else:
+        try:
+            os.link(path, tree / remote.file)  # the download stays until the marker is written
+        except OSError:
+            path.rename(tree / remote.file)
+
+
+def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
+    """The files that need no download. Raises OutlastError when one is missing."""
+    if dataset.made:
+        raise OutlastError(f"{dataset.name} needs no download; leave out --from")
+    if len(dataset.remotes) == 1 and not archive.is_dir():
+        paths = {dataset.remotes[0]: archive}
+    else:
+        paths = {remote: archive / remote.file for remote in dataset.remotes}
+    for remote, path in paths.items():
+        if not path.is_file():
+            raise OutlastError(f"{path} does not exist; download {remote.shown} where there is internet, and copy it to there")
+    return paths

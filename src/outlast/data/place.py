@@ -84,14 +84,30 @@ class Place:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.coming = directory / COMING
+        self._new = not directory.exists()
 
     def tree(self) -> Path:
         """A new, empty directory for the files of the dataset."""
+        self.discard_tree()
         tree = self.coming / "tree"
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(tree)
         tree.mkdir()
         return tree
+
+    def discard_tree(self) -> None:
+        """Remove what has been unpacked."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.coming / "tree")
+
+    def leave(self) -> None:
+        """Remove what is not needed to go on: the directory as a whole, when nothing has been downloaded."""
+        for directory in self.coming.glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        if {entry.name for entry in self.coming.iterdir()} <= {"lock", "name"}:
+            shutil.rmtree(self.coming, ignore_errors=True)
+            if self._new:
+                with contextlib.suppress(OSError):
+                    self.directory.rmdir()
 
     def finish(self, found: Marker) -> Marker:
         """Move what is in the tree to its place, and mark it complete; returns the marker with what was counted."""
@@ -117,14 +133,31 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
     place = Place(directory)
     try:
         _refuse_others(directory)
-        place.coming.mkdir(parents=True, exist_ok=True)
-        lock = place.coming / "lock"
-        with file_locks.exclusive(lock, waiting=lambda: say(f"waiting for another process that gets {what}"), stop=stop):
-            place.coming.mkdir(exist_ok=True)  # who had the lock has completed it, and removed that
+        with _locked(place, lambda: say(f"waiting for another process that gets {what}"), stop):
             _begun(place, what)
-            yield place
+            try:
+                yield place
+            except BaseException:
+                place.leave()
+                raise
     except OSError as problem:
         raise unwritable(problem, directory, what) from problem
+
+
+@contextlib.contextmanager
+def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
+    """Hold the lock of a place."""
+    lock = place.coming / "lock"
+    while True:
+        place.coming.mkdir(parents=True, exist_ok=True)
+        with file_locks.exclusive(lock, waiting=waiting, stop=stop) as fd:
+            try:
+                ours = os.path.samestat(os.fstat(fd), os.stat(lock))
+            except FileNotFoundError:
+                ours = False
+            if ours:  # if not, who had it has ended, and removed it
+                yield
+                return
 
 
 def unwritable(problem: OSError, directory: Path, what: str) -> OutlastError:

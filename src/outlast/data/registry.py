@@ -1,14 +1,21 @@
 """The datasets that `outlast data get` knows by name, and those that are named by a URL.
 
-Sizes and checksums are those that the dataset's authors publish. Where they publish none, there is none here: such a download is
-checked for its length and, being an archive, for damage, and its own SHA-256 is noted in the marker.
+Sizes and checksums are those that are published: by the authors of a dataset, or by libraries that load it. Where none is
+published there is none here: such a download is checked for its length and, being an archive, for damage, and the SHA-256 that
+it has is noted in the marker.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
+
+from outlast import unpack
+from outlast.data.download import Remote
+from outlast.data.http import Address
+from outlast.errors import OutlastError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +30,31 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A dataset that can be got."""
+    """A dataset that can be got: made here, or downloaded."""
 
     name: str
-    """In the registry, or the URL without its checksum."""
+    """In the registry, or the URL."""
     about: str = ""
     """One line for `outlast data list`."""
     made: Made | None = None
+    remotes: tuple[Remote, ...] = ()
+    """Archives are unpacked, other files are taken as they are."""
+
+    @property
+    def directory(self) -> str:
+        """Name of the directory that it is written to by default."""
+        if not self.remotes or "://" not in self.name:
+            return self.name
+        lower = self.remotes[0].file
+        for suffix in (*unpack.TARS, ".zip", *unpack.COMPRESSED):
+            lower = lower.removesuffix(suffix)
+        return lower or "data"
+
+    @property
+    def size(self) -> int | None:
+        """Bytes to download; None when unknown."""
+        sizes = [remote.size for remote in self.remotes]
+        return sum(sizes) if all(sizes) else None
 
 
 def _stdlib() -> Made:
@@ -44,16 +69,77 @@ def _digits() -> Made:
     return Made(digits.fill, lambda: "scikit-learn")
 
 
-_ABOUT = {
-    "digits": "1,797 handwritten digits of scikit-learn, in CIFAR-10's format",
-    "python-stdlib": "the sources of Python's standard library: text for a first language model",
-}
+def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
+    """The lists of one Kinetics: which clip shows what, and which archives of the mirror hold the clips."""
+    above = f"https://s3.amazonaws.com/kinetics/{place}"
+    paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
+    return (
+        *(Remote(f"{above}/annotations/{name}") for name in annotations),
+        *(Remote(f"{above}/{part}/{name}") for part, name in zip(("train", "val", "test"), paths, strict=True)),
+    )
+
+
+_CSV = ("train.csv", "val.csv", "test.csv")
+_KINETICS = "URLs and labels of the video clips of Kinetics-{}, and where their archives are; no checksums are published"
+_KNOWN = (
+    Dataset(
+        "cifar10",
+        "60,000 images of 10 classes, 32×32, in Python batches (A. Krizhevsky)",
+        remotes=(
+            Remote(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+                size=170_498_071,
+                md5="c58f30108f718f92721af3b95e74349a",  # of https://www.cs.toronto.edu/~kriz/cifar.html
+                sha256="6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",  # of Keras
+            ),
+        ),
+    ),
+    Dataset("digits", "1,797 handwritten digits of scikit-learn, in CIFAR-10's format; no download"),
+    Dataset("kinetics400", _KINETICS.format("400"), remotes=_kinetics("400", "k400", _CSV)),
+    Dataset("kinetics600", _KINETICS.format("600"), remotes=_kinetics("600", "k600", ("train.txt", "val.txt", "test.csv"))),
+    Dataset("kinetics700-2020", _KINETICS.format("700-2020"), remotes=_kinetics("700_2020", "k700_2020", _CSV)),
+    Dataset("python-stdlib", "the sources of Python's standard library: text for a first language model; no download"),
+    Dataset(
+        "tiny-imagenet-200",
+        "120,000 images of 200 classes, 64×64 (Stanford, CS231n)",
+        remotes=(
+            Remote(
+                "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
+                size=248_100_043,
+                md5="90528d7ca1a48142e341f4ef8d21d0de",  # none by its authors; this one is of several libraries that load it
+            ),
+        ),
+    ),
+)
 _MADE: dict[str, Callable[[], Made]] = {"digits": _digits, "python-stdlib": _stdlib}
 
-NAMES = tuple(sorted(_ABOUT))
-"""All names."""
+NAMES = tuple(each.name for each in _KNOWN)
+"""All names, sorted."""
 
 
 def named(name: str) -> Dataset:
     """The dataset of this name, one of `NAMES`."""
-    return Dataset(name, _ABOUT[name], made=_MADE[name]() if name in _MADE else None)
+    found = next(each for each in _KNOWN if each.name == name)
+    return dataclasses.replace(found, made=_MADE[name]()) if name in _MADE else found
+
+
+def of_url(text: str) -> Dataset:
+    """The dataset that is a file at a URL, with `#sha256=` and 64 hexadecimal digits behind it, or without.
+
+    Raises OutlastError.
+    """
+    url, mark, pin = text.partition("#")
+    checksum = ""
+    if mark:
+        found = re.fullmatch(r"sha256=([0-9a-f]{64})", pin.lower())
+        if not found:
+            raise OutlastError(f"#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints, or nothing")
+        checksum = found[1]
+    address = Address.parse(url)
+    # with a checksum the query does not matter: it is a signature that differs each time
+    return Dataset(address.shown if checksum else address.url, remotes=(Remote(url, sha256=checksum),))
+
+
+def is_url(name: str) -> bool:
+    """Whether a dataset is named by a URL."""
+    return "://" in name

@@ -1,0 +1,241 @@
+"""One HTTP request for a file or a part of it; the only module here that knows Python's HTTP client.
+
+    with request(Address.parse(url), first=0, last=99, version=None, timeout_s=60) as answer:
+        answer.total, answer.version, answer.first, answer.read(1 << 18)
+
+urllib follows redirects and uses the proxies of the environment (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and
+needs no package. What can be wrong is one of two: `Away`, where a retry may help, and OutlastError, where it cannot.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import email.utils
+import http.client
+import re
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from outlast import __version__
+from outlast.errors import OutlastError
+
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+"""Status codes after which a retry may help."""
+_REMEDY = {
+    401: "the server wants a login; write it into the URL (https://USER:PASSWORD@...)",
+    403: "the server does not allow it; check the URL, or download the file with a browser and give it with --from FILE",
+    404: "there is no such file; correct the URL",
+    410: "the file has been removed; look for a new URL",
+    416: "the server does not send this part; run the same command again",
+}
+
+
+class Away(Exception):
+    """The server cannot be reached, or does not answer as it should; a retry may help."""
+
+    def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
+        super().__init__(reason)
+        self.after_s = after_s
+        """How long the server asks to wait."""
+        self.answered = answered
+        """Whether a server was there at all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where a file is."""
+
+    url: str
+    """Without login and fragment."""
+    login: str = ""
+    """`Basic ...`, if the URL has a login; it is not sent to where the server redirects."""
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Raises OutlastError for what is no http or https URL."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise OutlastError(f"{url} is not a URL: {error}; correct it") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise OutlastError(f"{url} is not the URL of a file; write https://HOST/PATH")
+        login = ""
+        if parts.username is not None:
+            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            login = f"Basic {base64.b64encode(pair.encode()).decode()}"
+        place = f"[{host}]" if ":" in host else host
+        place += f":{port}" if port else ""
+        path = urllib.parse.quote(parts.path, safe="/%:@!$&'()*+,;=~-._")
+        query = urllib.parse.quote(parts.query, safe="/%:@!$&'()*+,;=~-._?")
+        return cls(urllib.parse.urlunsplit((parts.scheme, place, path or "/", query, "")), login)
+
+    @property
+    def shown(self) -> str:
+        """For sentences: without the query, which may hold a signature."""
+        return self.url.partition("?")[0]
+
+    @property
+    def name(self) -> str:
+        """The file's name; empty when the URL has none."""
+        name = urllib.parse.unquote(urllib.parse.urlsplit(self.url).path.rpartition("/")[2])
+        return re.sub(r"[/\0]", "_", name) if name not in ("", ".", "..") else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """Which version of the file an answer is of."""
+
+    etag: str = ""
+    modified: str = ""
+
+    @property
+    def strong(self) -> bool:
+        """Whether equal versions are equal byte for byte, by RFC 9110, section 8.8.3."""
+        return bool(self.etag) and not self.etag.startswith("W/")
+
+    @property
+    def known(self) -> bool:
+        """Whether the server names versions at all."""
+        return bool(self.etag or self.modified)
+
+    @property
+    def condition(self) -> str:
+        """For `If-Range`, which takes a strong tag or a date."""
+        return self.etag if self.strong else "" if self.etag else self.modified
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a server sends: the whole file, or a part of it."""
+
+    part: bool
+    """Whether it is the part that was asked for; if not, it is the whole file."""
+    first: int
+    """The first byte of the part; 0 of the whole file."""
+    total: int | None
+    """Bytes of the whole file; None when the server does not say."""
+    bounded: bool
+    """Whether the end of the body can be told from a broken connection."""
+    version: Version
+    _body: Any
+
+    def read(self, most: int) -> bytes:
+        """The next bytes, as soon as there are any; empty at the end of the body, or where the connection broke. Raises Away."""
+        with _mapped():
+            return bytes(self._body.read1(most))
+
+
+@contextlib.contextmanager
+def request(address: Address, *, first: int, last: int | None, version: Version | None, timeout_s: float) -> Iterator[Answer]:
+    """Ask for the bytes `first` to `last` of a file, if it is still of this version, else for all of it.
+
+    With `last` None for the whole file. Raises Away, OutlastError.
+    """
+    asked = urllib.request.Request(address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"})
+    if address.login:
+        asked.add_unredirected_header("Authorization", address.login)
+    if last is not None:
+        asked.add_header("Range", f"bytes={first}-{last}")
+        if version and version.condition:
+            asked.add_header("If-Range", version.condition)
+    with _mapped(address):
+        body = _opener().open(asked, timeout=timeout_s)
+    with contextlib.closing(body):
+        yield _answer(body, address)
+
+
+def _answer(body: Any, address: Address) -> Answer:
+    headers = body.headers
+    version = Version(headers.get("ETag", "").strip(), headers.get("Last-Modified", "").strip())
+    chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"
+    if body.status == 206:
+        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", "").strip())
+        if not found:
+            raise OutlastError(
+                f"{address.shown}: the server sends a part without saying which; download it by hand (--from FILE)"
+            )
+        total = None if found[3] == "*" else int(found[3])
+        return Answer(True, int(found[1]), total, True, version, body)
+    if body.status != 200:
+        raise OutlastError(f"{address.shown}: the server answers {body.status}, which is no file; correct the URL")
+    length = headers.get("Content-Length", "").strip()
+    total = int(length) if length.isdecimal() and not chunked else None
+    return Answer(False, 0, total, total is not None or chunked, version, body)
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """For http and https only: no redirect leads to a file of this machine."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+        urllib.request.UnknownHandler,
+    ):
+        opener.add_handler(handler())
+    return opener
+
+
+@contextlib.contextmanager
+def _mapped(address: Address | None = None) -> Iterator[None]:
+    """The client's exceptions as ours."""
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _refusal(error, address) from error
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ssl.SSLCertVerificationError):
+            host = urllib.parse.urlsplit(address.url).hostname if address else "the server"
+            raise OutlastError(
+                f"the certificate of {host} is not valid: {error.reason.verify_message}; "
+                "let SSL_CERT_FILE name your certificates, or download the file by hand (--from FILE)"
+            ) from error
+        raise Away(f"{getattr(error.reason, 'strerror', None) or error.reason}", answered=False) from error
+    except http.client.IncompleteRead as error:
+        raise Away("the connection ended too early") from error
+    except http.client.HTTPException as error:
+        raise Away(f"its answer is no HTTP ({type(error).__name__})", answered=False) from error
+    except TimeoutError as error:
+        raise Away("it sends nothing any more") from error
+    except OSError as error:
+        raise Away(error.strerror or str(error), answered=False) from error
+
+
+def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exception:
+    if error.code == 416 and (found := re.fullmatch(r"bytes \*/(\d+)", (error.headers.get("Content-Range") or "").strip())):
+        return OutOfRange(int(found[1]))
+    if error.code in _AGAIN:
+        return Away(f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or ""))
+    where = address.shown if address else "the server"
+    remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (--from FILE)")
+    return OutlastError(f"{where}: {error.code} {error.reason}".rstrip() + f"; {remedy}")
+
+
+class OutOfRange(Exception):
+    """There is no such part: the file is only this long."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__(total)
+        self.total = total
+
+
+def _seconds(after: str) -> float:
+    """What `Retry-After` says, seconds or a date, in seconds from now."""
+    if after.strip().isdecimal():
+        return float(after)
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0

@@ -1,0 +1,260 @@
+"""Downloads from a real HTTP server that misbehaves: the bytes are right, or one sentence says what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outlast.data import intervals
+from outlast.data.download import Download, Options, Remote
+from outlast.data.http import Address
+from outlast.errors import OutlastError, Stopped
+from web import Fault, Request, Web
+
+PIECE = 10_000
+CONTENT = random.Random(7).randbytes(95_123)
+OTHER = random.Random(8).randbytes(95_123)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Said(list[str]):
+    """What a download says, and one to call."""
+
+    patience_s = 30.0
+
+    def fetch(self, url: str, into: Path, **known: object) -> bytes:
+        options = Options(piece=PIECE, patience_s=self.patience_s, absent_s=0.3, timeout_s=0.5)
+        remote = Remote(url, **known)  # type: ignore[arg-type]
+        return Download(remote, into, say=self.append, stop=threading.Event(), options=options).fetch().read_bytes()
+
+    def refusal(self, url: str, into: Path, **known: object) -> str:
+        self.patience_s = 0.4
+        with pytest.raises(OutlastError) as caught:
+            self.fetch(url, into, **known)
+        self.patience_s = 30.0
+        assert "\n" not in str(caught.value)
+        assert [path.name for path in into.iterdir() if path.stat().st_size == len(CONTENT) and path.name == "state.json"] == []
+        return str(caught.value)
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)).map(sorted).map(tuple)))
+def test_intervals_hold_each_byte_once_and_what_is_missing_is_the_rest(given: list[tuple[int, int]]) -> None:
+    def bytes_of(those: list[tuple[int, int]]) -> list[int]:
+        return [byte for first, end in those for byte in range(first, end)]
+
+    done = intervals.merged(given)
+    assert bytes_of(done) == sorted(set(bytes_of(given)))
+    assert sorted([*bytes_of(done), *bytes_of(intervals.missing(done, 99))]) == list(range(99))
+    assert intervals.count(done) == len(bytes_of(done))
+    assert bytes_of(list(intervals.pieces(done, 7))) == bytes_of(done)
+    assert all(end - first <= 7 for first, end in intervals.pieces(done, 7))
+
+
+def test_a_file_comes_in_parts_over_several_connections(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("a b.bin", CONTENT)
+    assert said.fetch(url.replace(" ", "%20"), tmp_path, sha256=SHA256, size=len(CONTENT)) == CONTENT
+    assert sorted(request.range[0] for request in web.requests if request.range) == list(range(0, len(CONTENT), PIECE))
+    assert all(request.headers.get("if-range") == '"1"' for request in web.requests[1:])
+    assert (tmp_path / "a b.bin").is_file()
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1])
+def test_files_of_any_size_arrive(web: Web, said: Said, tmp_path: Path, size: int) -> None:
+    assert said.fetch(web.put("a", CONTENT[:size]), tmp_path) == CONTENT[:size]
+
+
+FAULTS: dict[str, Callable[[Request], Fault | None]] = {
+    "cut at byte 3333 of each answer": lambda request: Fault(cut=3333),
+    "cut before the first byte, sometimes": lambda request: Fault(cut=0) if request.number % 3 == 1 else None,
+    "503 at first": lambda request: Fault(503) if request.number < 2 else None,
+    "503 that asks for a moment": lambda request: Fault(503, {"Retry-After": "0"}) if request.number % 4 == 1 else None,
+    "429 with a date": lambda request: (
+        Fault(429, {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}) if request.number == 2 else None
+    ),
+    "no parts": lambda request: Fault(ranges=False),
+    "no parts, cut once": lambda request: Fault(ranges=False, cut=50_000 if not request.number else None),
+    "no parts, no length": lambda request: Fault(ranges=False, chunked=True),
+    "no parts, no length, cut once": lambda request: Fault(
+        ranges=False, chunked=True, cut=50_000 if not request.number else None
+    ),
+    "parts end after the first": lambda request: Fault(ranges=request.number == 0),
+    "no version": lambda request: Fault(headers={"ETag": ""}),
+    "a weak version": lambda request: Fault(headers={"ETag": 'W/"1"'}),
+    "other parts than asked for": lambda request: (
+        Fault(headers={"Content-Range": f"bytes 5-9/{len(CONTENT)}"}) if request.number == 2 else None
+    ),
+    "length of a part that is too long": lambda request: (
+        Fault(headers={"Content-Length": "10100"}) if request.number == 2 else None
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_with_a_fault_costs_time_but_no_byte(web: Web, said: Said, tmp_path: Path, fault: str) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = FAULTS[fault]
+    assert said.fetch(url, tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("fault", "known", "sentence"),
+    [
+        # ruff: noqa: E501
+        (lambda r: Fault(404), {}, "{url}: 404 Not Found; there is no such file; correct the URL"),
+        (lambda r: Fault(403), {}, "{url}: 403 Forbidden; the server does not allow it; check the URL, or download the file with"),
+        (lambda r: Fault(503), {}, "{url}: it answers 503 Service Unavailable, again and again; run the same command later, which"),
+        (lambda r: Fault(503, {"Retry-After": "7200"}), {}, "{url}: it answers 503 Service Unavailable, and asks to come back in 2h00m"),
+        (lambda r: Fault(cut=0), {}, "{url}: the connection ended at byte "),
+        (lambda r: Fault(ranges=False, cut=999), {}, "{url}: the connection ended at byte 999 of 95,123, again and again"),
+        (lambda r: Fault(ranges=False, headers={"Content-Length": "99999"}), {}, "{url}: the connection ended at byte 95,123 of 99,999"),
+        (lambda r: Fault(ranges=False, headers={"Content-Length": "900"}), {"sha256": SHA256}, "{url} has the SHA-256 "),
+        (lambda r: Fault(ranges=False, headers={"Content-Length": ""}), {}, "{url}: the server does not say how long the file is, so"),
+        (lambda r: None, {"size": 95_124}, "{url} has 95,123 bytes and must have 95,124; it is not the file that is wanted"),
+        (lambda r: None, {"sha256": "0" * 64}, f"{{url}} has the SHA-256 {SHA256}, and must have {'0' * 64}; it is not the file"),
+        (lambda r: None, {"md5": "0" * 32}, f"{{url}} has the MD5 {hashlib.md5(CONTENT).hexdigest()}, and must have {'0' * 32}"),
+        (lambda r: Fault(content=OTHER), {"sha256": SHA256}, "{url} has the SHA-256 "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_right_is_one_sentence_and_no_file(
+    web: Web, said: Said, tmp_path: Path, fault: Callable[[Request], Fault | None], known: dict[str, object], sentence: str
+) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = fault
+    found = said.refusal(url, tmp_path, **known)
+    assert found.startswith(sentence.format(url=url)), found
+    if known:
+        assert list(tmp_path.iterdir()) == [], "a file that is not the right one is removed"
+
+
+def test_a_server_that_cannot_be_reached_is_named(said: Said, tmp_path: Path) -> None:
+    gone = Web()
+    gone.close()
+    found = said.refusal(f"{gone.url}/x", tmp_path)
+    host = gone.url.removeprefix("http://")
+    assert found == f"cannot reach {host}: Connection refused; check the network, or download the file elsewhere and give it with --from FILE"  # fmt: skip
+    assert said == [f"{host}: Connection refused; trying again"]
+
+
+def test_a_silent_server_is_asked_again(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = lambda request: Fault(rate=PIECE) if request.number == 2 else None  # first step after the first 200 bytes
+    assert said.fetch(url, tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize("etags", ['"1" "2"', "- -", 'W/"1" W/"2"'])
+def test_a_file_that_changes_between_requests_is_fetched_from_its_beginning(
+    web: Web, said: Said, tmp_path: Path, etags: str
+) -> None:
+    first, second = (None if etag == "-" else etag for etag in etags.split())
+    url = web.put("data.bin", CONTENT, etag=first)
+
+    def replaced(request: Request) -> None:
+        if request.number == 4:
+            web.put("data.bin", OTHER, etag=second)
+
+    web.fault = replaced
+    content = said.fetch(url, tmp_path)
+    assert content in (CONTENT, OTHER), "never parts of both"
+    if first:
+        assert content == OTHER
+        assert said == [f"{url} has changed on the server; beginning anew"]
+
+
+def test_a_file_that_changes_all_the_time_is_fetched_as_a_whole(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = lambda request: Fault(headers={"ETag": f'"{request.number}"'}, ranges=True)
+    assert said.fetch(url, tmp_path) == CONTENT
+    assert len(said) == 3
+
+
+def test_parts_without_a_strong_version_that_do_not_fit_are_fetched_once_more(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT, etag=None)
+    web.fault = lambda request: Fault(content=OTHER) if request.number in (3, 4) else None
+    assert said.fetch(url, tmp_path, sha256=SHA256) == CONTENT
+    assert len(said) == 1
+    assert said[0].endswith("fetching it once more, as a whole")
+
+
+def test_a_download_that_was_stopped_goes_on_with_what_is_missing(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT)
+    stop = threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 2:
+            stop.set()
+
+    web.fault = lambda request: Fault(rate=100_000)
+    options = Options(piece=PIECE, connections=2)
+    with pytest.raises(Stopped):
+        Download(Remote(url), tmp_path, say=said.append, progress=progress, stop=stop, options=options).fetch()
+    web.fault, before = lambda request: None, len(web.requests)
+    assert said.fetch(url, tmp_path) == CONTENT
+    again = sum(request.range[1] - request.range[0] + 1 for request in web.requests[before:] if request.range)
+    assert again < 0.6 * len(CONTENT)
+    assert said[0].startswith(f"going on with {url}: ")
+
+    state = json.loads((tmp_path / "state.json").read_text())
+    (tmp_path / "state.json").write_text(json.dumps({**state, "done": [[0, 90_000]]}))
+    web.put("data.bin", OTHER, etag='"2"')
+    assert said.fetch(url, tmp_path) == OTHER, "the server has another version by now"
+
+
+def test_a_damaged_state_is_none(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT)
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"size": 95123}',
+        '{"of": "x", "size": 95123, "etag": "", "modified": "", "done": [[0, 95123]]}',
+    ):
+        (tmp_path / "state.json").write_text(text)
+        (tmp_path / "data.bin").write_bytes(bytes(len(CONTENT)))
+        assert said.fetch(url, tmp_path) == CONTENT
+
+
+def test_a_login_in_the_url_is_sent_and_never_said(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = lambda r: None if r.headers.get("authorization") == "Basic bWU6cEBzcw==" else Fault(401)
+    assert said.refusal(f"{url}?signature=secret", tmp_path) == (
+        f"{url}: 401 Unauthorized; the server wants a login; write it into the URL (https://USER:PASSWORD@...)"
+    )
+    assert said.fetch(url.replace("://", "://me:p%40ss@"), tmp_path) == CONTENT
+    assert "secret" not in str(said)
+
+
+def test_redirects_are_followed_but_not_to_files_of_this_machine(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT)
+    web.fault = lambda r: Fault(302, {"Location": "/data.bin"}) if r.path == "/other" else None
+    assert said.fetch(f"{web.url}/other", tmp_path / "a") == CONTENT
+    web.fault = lambda r: Fault(302, {"Location": "file:///etc/passwd"})
+    assert said.refusal(url, tmp_path / "b").startswith(f"{url}: 302 ")
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "https:///x", "https://[::1", "http://host:port/x"])
+def test_what_is_no_url_is_said(url: str) -> None:
+    with pytest.raises(OutlastError, match=r"is not (a|the) URL"):
+        Address.parse(url)
+
+
+def test_a_slow_server_is_waited_for(web: Web, said: Said, tmp_path: Path) -> None:
+    url = web.put("data.bin", CONTENT[:3000])
+    web.fault = lambda request: Fault(rate=5000)
+    began = time.monotonic()
+    assert said.fetch(url, tmp_path) == CONTENT[:3000]
+    assert time.monotonic() - began > 0.5
+    assert said == []

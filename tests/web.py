@@ -1,0 +1,158 @@
+"""A real HTTP server of files, which can do what servers and networks do on a bad day.
+
+    def test_x(web):
+        url = web.put("data.bin", b"...")
+        web.fault = lambda request: web.cut(100)          each body ends after 100 bytes
+        ...
+        assert len(web.requests) == 3
+
+`fault` gets each request and returns None, to answer it well, or one of the faults below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+
+@dataclasses.dataclass
+class Request:
+    """What came."""
+
+    path: str
+    headers: dict[str, str]
+    """Names in lower case."""
+    number: int
+    """From 0, over all requests."""
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+        return (int(found[1]), int(found[2])) if found else None
+
+
+@dataclasses.dataclass
+class Fault:
+    """How an answer differs from a good one."""
+
+    status: int = 0
+    headers: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Added; an empty value removes one."""
+    cut: int | None = None
+    """The connection ends after so many bytes of the body."""
+    rate: float = 0.0
+    """Bytes per second."""
+    ranges: bool = True
+    """Whether `Range` is understood."""
+    chunked: bool = False
+    content: bytes | None = None
+    """Other bytes."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+    disable_nagle_algorithm = True
+    server: Any
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        web: Web = self.server.web
+        with contextlib.suppress(ConnectionError):
+            web.answer(self)
+
+
+class Web:
+    """The server."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.headers: dict[str, dict[str, str]] = {}
+        self.requests: list[Request] = []
+        self.fault: Callable[[Request], Fault | None] = lambda request: None
+        self.slowed = threading.Event()
+        """Set by a slow answer that has begun."""
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server.daemon_threads = True
+        self._server.web = self  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def put(self, name: str, content: bytes, *, etag: str | None = '"1"', modified: str | None = None) -> str:
+        """Serve this; its URL."""
+        self.files[f"/{name}"] = content
+        self.headers[f"/{name}"] = {k: v for k, v in (("ETag", etag), ("Last-Modified", modified)) if v}
+        return f"{self.url}/{name}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def answer(self, handler: _Handler) -> None:
+        path = unquote(urlsplit(handler.path).path)
+        with self._lock:
+            request = Request(path, {k.lower(): v for k, v in handler.headers.items()}, len(self.requests))
+            self.requests.append(request)
+        fault = self.fault(request) or Fault()
+        if fault.status or path not in self.files:
+            return self._send(handler, fault.status or 404, {"Content-Length": "0", **fault.headers}, b"", fault)
+        content, headers = self.files[path] if fault.content is None else fault.content, dict(self.headers[path])
+        headers |= {k: v for k, v in fault.headers.items() if k in ("ETag", "Last-Modified")}
+        status, body = 200, content
+        condition = request.headers.get("if-range")
+        if fault.ranges and request.range and condition in (None, headers.get("ETag"), headers.get("Last-Modified")):
+            first, last = request.range
+            if first >= len(content):
+                return self._send(handler, 416, {"Content-Range": f"bytes */{len(content)}", "Content-Length": "0"}, b"", fault)
+            status, body = 206, content[first : last + 1]
+            headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{len(content)}"
+        if fault.chunked:
+            headers["Transfer-Encoding"] = "chunked"
+        else:
+            headers["Content-Length"] = str(len(body))
+        return self._send(handler, status, headers | fault.headers, body, fault)
+
+    def _send(self, handler: _Handler, status: int, headers: dict[str, str], body: bytes, fault: Fault) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            if value:
+                handler.send_header(name, value)
+        if "Content-Length" in headers and not headers["Content-Length"]:
+            handler.close_connection = True
+        handler.end_headers()
+        sent = body if fault.cut is None else body[: fault.cut]
+        step = max(1, int(fault.rate / 50)) if fault.rate else 1 << 20
+        for start in range(0, len(sent), step):
+            piece = sent[start : start + step]
+            handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if fault.chunked else piece)
+            if fault.rate:
+                self.slowed.set()
+                time.sleep(len(piece) / fault.rate)
+        if fault.cut is not None and fault.cut < len(body):
+            handler.close_connection = True
+        elif fault.chunked:
+            handler.wfile.write(b"0\r\n\r\n")
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    server = Web()
+    yield server
+    server.close()
