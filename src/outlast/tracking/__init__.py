@@ -8,7 +8,6 @@ may be killed at any moment and started anywhere. A tracker that is away or slow
 imported in the module that is named after them, when a job asks for them. Docs: docs/decisions/0028-tracking.md.
 """
 
-from outlast.tracking.process import Follower, end, outcome, start
-from outlast.tracking.wanted import Wanted, wanted
+from outlast.tracking.process import Trackers, end
 
-__all__ = ["Follower", "Wanted", "end", "outcome", "start", "wanted"]
+__all__ = ["Trackers", "end"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from outlast import contract
+from outlast.contract import Env
 from outlast.tracking.sinks import Status
 from outlast.tracking.wanted import wanted
+
+log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
 """How long the end of a run waits for trackers."""
@@ -67,6 +71,42 @@ def _waited(process: subprocess.Popen[bytes], directory: Path, at_most_s: float)
         process.wait()
         return "metrics may not have arrived at the trackers: there was no time; they are in metrics.jsonl"
     return problem(directory) or (f"the follower of the metrics ended with exit code {code}" if code else "")
+
+
+class Trackers:
+    """The trackers of a session: a follower is started once rank 0 has something to track, if the environment asks for any."""
+
+    def __init__(self, output: Path, rank: int) -> None:
+        self._output, self._done = output, rank > 0
+        self._follower: Follower | None = None
+        self.problem = ""
+
+    def follow(self) -> None:
+        """Start the follower, once `metrics.jsonl` has this run's steps only."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._follower = start(self._output)
+        except OSError as error:  # too many processes
+            self.problem = f"metrics are not forwarded: {error.strerror}"
+            log.warning("outlast: %s", self.problem)
+
+    def news(self) -> dict[str, str]:
+        """A new warning for the progress record; in most calls nothing, which costs nothing."""
+        self.follow()
+        if self._follower is None or (problem := self._follower.news()) is None:
+            return {}
+        self.problem = problem
+        return {"warning": problem}
+
+    def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
+        """Have the rest sent, for a bounded time; returns a warning about what could not be."""
+        if self._follower is None:
+            return {}
+        status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
+        lacking = self._follower.finish(status, goes_on=goes_on)
+        return {"warning": lacking} if lacking and not goes_on else {}
 
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:

@@ -113,9 +113,7 @@ class Session:
         self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
         self._parameters: dict[str, Any] = {}
-        self._follower: tracking.Follower | None = None
-        self._followed = self.rank > 0  # whether a follower was started, if one is wanted
-        self._untracked = ""
+        self._trackers = tracking.Trackers(self.output, self.rank)
         self._last_save = time.monotonic()
         self._leaving = self._closed = False
         self._votes: tuple[bool, bool] | None = None
@@ -195,13 +193,12 @@ class Session:
             self._calls.leave()
             self._settle(self._saver.wait())
             self._say_saved()
-            self._end_tracking(None)
-            self._report(phase="done")
+            self._report(phase="done", **self._trackers.end(None, leaving=self._leaving))
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
                 error.add_note(hint)
             self._saver.wait(_LAST_SAVE_S)  # the others' threads go on saving although their steps wait for ours
-            self._end_tracking(error)
+            self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
             # A group without references joins its threads. Otherwise one of them could release a tensor while the interpreter
             # shuts down, for which it needs the interpreter's lock, and the process would end in SIGABRT. That is why nothing
@@ -290,7 +287,7 @@ class Session:
             metrics.forget_after(self._copy.path, step)
         elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
-        self._follow()
+        self._trackers.follow()
         self._step = self._committed = self._last_saved_step = self._resumed = step
         self._moved, self._saved_position = None, self._position()
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
@@ -302,23 +299,6 @@ class Session:
             self._screen.say(f"goes on from step {step}{of} ({chosen.path}); without {self._directory} it begins anew")
         self._report(phase="first step", step=step, committed=step, steps=self._steps())
         return step
-
-    def _follow(self) -> None:
-        """Start the process that forwards metrics, once `metrics.jsonl` has this run's steps only."""
-        if self._followed:
-            return
-        self._followed = True
-        try:
-            self._follower = tracking.start(self.output)
-        except OSError as error:  # too many processes
-            log.warning("outlast: metrics are not forwarded: %s", error.strerror)
-
-    def _end_tracking(self, error: BaseException | None) -> None:
-        """Have the rest of the metrics sent; what cannot be is a warning."""
-        if self._follower:
-            status, goes_on = tracking.outcome(error, leaving=self._leaving, restarted=Env.JOB in os.environ)
-            if (lacking := self._follower.finish(status, goes_on=goes_on)) and not goes_on:
-                self._report(warning=lacking)
 
     def _steps(self) -> int | None:
         """Steps of the whole run, when something in the state knows."""
@@ -366,12 +346,10 @@ class Session:
         if reduce and numbers:
             total = self._meet(f"run.log({step}, reduce=True, {', '.join(numbers)})", *numbers.values())
             numbers = {name: each / self.world_size for name, each in zip(numbers, total, strict=True)}
-        problem = {}
+        problem: dict[str, str] = {}
         waited_s = self._waited()
         if self.rank == 0:
-            self._follow()
-            if self._follower and (news := self._follower.news()) is not None:
-                problem["warning"] = self._untracked = news
+            problem |= self._trackers.news()
             self._ledger.step(self.generation, step, waited_s)
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
@@ -394,7 +372,7 @@ class Session:
         self._parameters |= parameters.plain(values)
         if self.rank > 0:
             return
-        self._follow()
+        self._trackers.follow()
         try:
             changed = parameters.write(self.output / contract.PARAMETERS, self._parameters)
         except OSError as error:  # a full disk is no reason to stop
@@ -574,7 +552,7 @@ class Session:
     def _report(self, **changes: Any) -> None:
         """Rewrite this process's progress record; two threads do."""
         if "warning" in changes:
-            changes["warning"] = changes["warning"] or self._untracked
+            changes["warning"] = changes["warning"] or self._trackers.problem
         with self._lock:
             self._record = dataclasses.replace(self._record, **changes)
             if self._progress:
