@@ -1,0 +1,335 @@
+"""The model of `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
+
+Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that weights go to nanoGPT and come from it by a prefix. The mixture
+has no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an
+expert without tokens has a gradient of zeros, not none, so that no rank waits for it.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outlast.errors import OutlastError
+
+BALANCES = ("entropy_regularization", "variance_penalty", "diversity_regularization")
+SIZES = {
+    "tiny": (4, 4, 128),
+    "124M": (12, 12, 768),
+    "350M": (24, 16, 1024),
+    "774M": (36, 20, 1280),
+    "1.5B": (48, 25, 1600),
+}
+"""Layers, heads, width. All but tiny are GPT-2's."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model. Raises OutlastError for a shape that cannot be."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    block_size: int = 1024
+    """Most tokens that the model looks at."""
+    vocab_size: int = 50304
+    bias: bool = False
+    """Whether linear layers and norms have biases; experts have none."""
+    dropout: float = 0.0
+    num_experts: int = 0
+    """Experts of a block, static ones included; 0: a dense model."""
+    num_experts_per_tok: int = 2
+    static_experts: int = 0
+    """Experts that every token passes."""
+    expert_hidden: int = 0
+    """Hidden units of one expert; 0: 4 n_embd, as the MLP of a dense block."""
+    moe_loss_type: str = BALANCES[0]
+
+    def __post_init__(self) -> None:
+        if self.n_embd % self.n_head:
+            raise OutlastError(f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}); every head has the same width")
+        if self.num_experts and self.static_experts >= self.num_experts:
+            raise OutlastError(
+                f"static_experts ({self.static_experts}) leaves none of num_experts ({self.num_experts}) to choose from; "
+                "num_experts counts the static ones too"
+            )
+        if self.num_experts and not 1 <= self.num_experts_per_tok <= self.routed:
+            raise OutlastError(
+                f"num_experts_per_tok ({self.num_experts_per_tok}) must be 1 to {self.routed}: num_experts ({self.num_experts}) "
+                f"without static_experts ({self.static_experts})"
+            )
+        if self.moe_loss_type not in BALANCES:
+            raise OutlastError(f"moe_loss_type ({self.moe_loss_type}) must be one of {', '.join(BALANCES)}")
+
+    @property
+    def routed(self) -> int:
+        """Experts that a token may choose."""
+        return self.num_experts - self.static_experts
+
+    @property
+    def hidden(self) -> int:
+        """Hidden units of one expert, or of a dense block's MLP."""
+        return (self.expert_hidden if self.num_experts else 0) or 4 * self.n_embd
+
+
+class Losses(NamedTuple):
+    """What the model returns for tokens with targets."""
+
+    main: Tensor
+    """Mean cross-entropy in nats, a scalar."""
+    aux: Tensor
+    """How unevenly the experts are used, averaged over blocks; 0 of a dense model."""
+    usage: Tensor
+    """Share of the assignments that each routed expert got, (layers, experts), without gradient."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.n_head, self.p = c.n_head, c.dropout
+        self.c_attn = nn.Linear(c.n_embd, 3 * c.n_embd, bias=c.bias)
+        self.c_proj = nn.Linear(c.n_embd, c.n_embd, bias=c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # (b, t, c)
+        b, t, c = x.shape
+        q, k, v = self.c_attn(x).view(b, t, 3, self.n_head, c // self.n_head).permute(2, 0, 3, 1, 4)  # (b, heads, t, c/heads)
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return F.dropout(self.c_proj(y.transpose(1, 2).reshape(b, t, c)), p)
+
+
+class MLP(nn.Module):
+    """Two layers with GELU between."""
+
+    def __init__(self, c: Config, hidden: int) -> None:
+        super().__init__()
+        self.p = c.dropout
+        self.c_fc = nn.Linear(c.n_embd, hidden, bias=c.bias)
+        self.c_proj = nn.Linear(hidden, c.n_embd, bias=c.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x))), self.p if self.training else 0.0)
+
+
+class Experts(nn.Module):
+    """MLPs of one shape, each for its own rows."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.c_fc = nn.Parameter(torch.empty(c.routed, c.n_embd, c.hidden))
+        self.c_proj = nn.Parameter(torch.empty(c.routed, c.hidden, c.n_embd))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """`x`: (m, c), the rows of expert 0 first, `counts[0]` of them, then those of expert 1, and so on."""
+        on = x.device.type
+        kind = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
+        x, fc, proj = x.to(kind), self.c_fc.to(kind), self.c_proj.to(kind)
+        if _grouped(x, fc):
+            if on == "cuda":  # its kernel leaves the gradient of an expert without rows unwritten
+                some = (counts > 0)[:, None, None]
+                fc, proj = torch.where(some, fc, 0), torch.where(some, proj, 0)
+            ends = counts.cumsum(0).to(torch.int32)
+            return F.grouped_mm(F.gelu(F.grouped_mm(x, fc, offs=ends)), proj, offs=ends)
+        most = int(counts.max())  # every expert padded to the largest
+        expert = torch.repeat_interleave(counts, output_size=len(x))  # (m,)
+        slot = expert * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[expert]
+        padded = x.new_zeros(len(counts) * most, x.shape[1]).index_copy(0, slot, x).view(len(counts), most, -1)
+        return torch.bmm(F.gelu(torch.bmm(padded, fc)), proj).flatten(0, 1).index_select(0, slot)
+
+
+def _grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies groups of these in one call: it wants rows of whole 16 bytes."""
+    kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
+    whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
+    return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order. Its backward pass is the other order, not a sum into places, so its bits are always the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse), None, None
+
+
+class MoE(nn.Module):
+    """A mixture of experts: every token passes the static ones and the `num_experts_per_tok` that its router scores highest."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.k, self.kind, self.p = c.num_experts_per_tok, c.moe_loss_type, c.dropout
+        self.gate = nn.Linear(c.n_embd, c.routed, bias=False)
+        self.experts = Experts(c)
+        self.static = MLP(c, c.static_experts * c.hidden) if c.static_experts else None  # their sum is one wide MLP
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output (b, t, c), the loss of `balance`, and the share of assignments of each expert (e,)."""
+        tokens = x.flatten(0, 1)  # (n, c)
+        with torch.autocast(x.device.type, enabled=False):  # choices are made in full precision
+            exact = torch.promote_types(x.dtype, torch.float32)
+            scores = F.linear(tokens.to(exact), self.gate.weight.to(exact))  # (n, e)
+            best, chosen = scores.topk(self.k)  # (n, k)
+            share = best.softmax(-1)  # (n, k)
+            one = torch.arange(scores.shape[1], device=x.device)
+            counts = (chosen.flatten()[:, None] == one).sum(0)  # (e,)
+            aux = balance(scores.softmax(-1), counts, self.kind)
+        order = chosen.flatten().argsort(stable=True)  # assignment (token k + choice) at each place: those of expert 0 first
+        inverse = order.argsort()
+        rows = tokens[:, None].expand(-1, self.k, -1).flatten(0, 1)  # (n k, c)
+        made = self.experts(_Permuted.apply(rows, order, inverse), counts)
+        mixed = (_Permuted.apply(made, inverse, order).view(len(tokens), self.k, -1) * share[..., None]).sum(1)  # (n, c)
+        y = F.dropout(mixed.view_as(x), self.p if self.training else 0.0)
+        return (y if self.static is None else y + self.static(x)), aux, counts / counts.sum()
+
+
+def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
+    """How unevenly experts are used, a scalar that is 0 when all are used alike.
+
+    `probabilities`: (n, e), of the router for each token, over all experts; `counts`: (e,), the assignments each got. The value is
+    that of u, the real usage with one assignment more for each expert, so that none is 0. The gradient is that of the mean
+    probability, which an expert without tokens has too.
+
+    entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation
+    (Shazeer et al., 2017). diversity_regularization: KL(uniform || u).
+    """
+    e = len(counts)
+    mean = probabilities.mean(0)  # (e,)
+    u = (counts + 1) / (counts.sum() + e) + (mean - mean.detach())
+    if e == 1:
+        return u.sum() * 0
+    if kind == "entropy_regularization":
+        return 1 + (u * u.log()).sum() / math.log(e)
+    return (e * u - 1).square().mean() if kind == "variance_penalty" else -(e * u).log().mean()
+
+
+class Block(nn.Module):
+    """Attention, then an MLP or a mixture of experts, each added to what came in."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.attn = Attention(c)
+        self.ln_2 = nn.LayerNorm(c.n_embd, bias=c.bias)
+        self.mlp = MoE(c) if c.num_experts else MLP(c, c.hidden)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x = x + self.attn(self.ln_1(x))
+        y = self.mlp(self.ln_2(x))
+        return (x + y[0], y[1], y[2]) if isinstance(y, tuple) else (x + y, None, None)
+
+
+class GPT(nn.Module):
+    """Tokens to the loss of their successors, or to the logits of the next one. The embedding is the output layer as well."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = c = config
+        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
+        self.wpe = nn.Embedding(c.block_size, c.n_embd)
+        self.h = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        self.ln_f = nn.LayerNorm(c.n_embd, bias=c.bias)
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() > 1:  # what is added to the residual stream starts smaller the deeper the model (GPT-2)
+                residual = name.removesuffix(".weight").endswith("c_proj")
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * c.n_layer) if residual else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Losses | Tensor:
+        """`tokens`, `targets`: (b, t) int64. With targets their losses; without, logits (b, vocabulary) after the last token."""
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]  # (b, t, c)
+        x = F.dropout(x, self.config.dropout if self.training else 0.0)
+        aux, usage = [], []
+        for block in self.h:
+            x, loss, used = block(x)
+            if loss is not None:
+                aux.append(loss)
+                usage.append(used)
+        x = self.ln_f(x)
+        if targets is None:
+            return F.linear(x[:, -1], self.wte.weight)  # (b, v)
+        main = F.cross_entropy(F.linear(x, self.wte.weight).flatten(0, 1), targets.flatten())
+        if not aux:
+            return Losses(main, main.new_zeros(()), main.new_zeros(0, 0))
+        return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
+
+    def optimizer(self, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+        """AdamW in one kernel. Matrices decay, norms and biases do not."""
+        parameters = list(self.parameters())
+        decayed, others = ([p for p in parameters if (p.dim() > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+    def flops_per_token(self, length: int) -> float:
+        """Forward and backward, at `length` tokens: 6 for every weight that a token meets, and attention (PaLM, appendix B)."""
+        c = self.config
+        met = sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
+        if c.num_experts:
+            met -= c.n_layer * (c.routed - c.num_experts_per_tok) * 2 * c.n_embd * c.hidden
+        return 6 * met + 12 * c.n_layer * c.n_embd * length
+
+
+@torch.inference_mode()
+def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: int, seed: int) -> Tensor:
+    """`new` tokens after `tokens` (b, t): (b, t + new). The same seed gives the same. Temperature 0 takes the likeliest."""
+    model.eval()
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    for _ in range(new):
+        logits = model(tokens[:, -model.config.block_size :]).float()  # (b, v)
+        if temperature == 0:
+            following = logits.argmax(-1, keepdim=True)
+        else:
+            if 0 < top_k < logits.shape[-1]:
+                least = logits.topk(top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < least, -math.inf)
+            following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, following), 1)
+    return tokens
+
+
+# Weights under the names of nanoGPT and of Hugging Face's GPT-2
+
+
+def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights under nanoGPT's names."""
+    return {f"transformer.{name}": tensor for name, tensor in weights.items()} | {"lm_head.weight": weights["wte.weight"]}
+
+
+def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Weights of nanoGPT or Hugging Face's GPT-2 under our names, positions cut to `config.block_size`.
+
+    Raises OutlastError for weights of another model.
+    """
+    ours = {name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    masks = (".attn.bias", ".attn.masked_bias")
+    ours = {name: tensor for name, tensor in ours.items() if name != "lm_head.weight" and not name.endswith(masks)}
+    first = ours.get("h.0.attn.c_attn.weight")
+    if first is not None and first.shape == (config.n_embd, 3 * config.n_embd):  # GPT-2's own layers are transposed
+        turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+        ours = {name: tensor.t() if name.endswith(turned) else tensor for name, tensor in ours.items()}
+    if "wpe.weight" in ours:
+        ours["wpe.weight"] = ours["wpe.weight"][: config.block_size]
+    with torch.device("meta"):
+        wanted = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
+    for name, shape in wanted.items():
+        if name not in ours or ours[name].shape != shape:
+            found = f"has shape {tuple(ours[name].shape)}" if name in ours else "is missing"
+            raise OutlastError(f"the weights are not of this model: {name} {found}, and {tuple(shape)} is needed")
+    if surplus := sorted(ours.keys() - wanted.keys()):
+        raise OutlastError(f"the weights are not of this model: it has no {surplus[0]}")
+    return {name: ours[name].contiguous() for name in wanted}
