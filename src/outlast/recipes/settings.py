@@ -45,12 +45,13 @@ _NONE = ("none", "null", "~")
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def flag(default: Any, reason: str, *, least: float | None = None, group: str = "") -> Any:
+def flag(default: Any, reason: str, *, least: float | None = None, group: str = "", also: tuple[str, ...] = ()) -> Any:
     """A field with its default, what it is for (unit and reason), and the smallest value that makes sense.
 
-    The default `...` makes it required, and keyword-only. `group` is the heading of the help that begins with this field.
+    The default `...` makes it required, and keyword-only. `group` is the heading of the help that begins with this field. `also`
+    are other names for it in flags and files.
     """
-    metadata = {"help": reason, "least": least, "group": group}
+    metadata = {"help": reason, "least": least, "group": group, "also": also}
     if default is ...:
         return dataclasses.field(metadata=metadata, kw_only=True)
     return dataclasses.field(default=default, metadata=metadata)
@@ -106,6 +107,8 @@ class _Kind:
     """Whether it may be None."""
     least: float | None = None
     required: bool = False
+    also: tuple[str, ...] = ()
+    """Other names of the field."""
 
     @classmethod
     def of(cls, field: dataclasses.Field[Any], hint: Any) -> _Kind:
@@ -123,7 +126,8 @@ class _Kind:
             raise TypeError(
                 f"{field.name} is of type {hint}; a setting is an int, float, str, bool, Literal, or a tuple of one of those"
             )
-        return cls(item, choices, count, optional, field.metadata["least"], field.default is dataclasses.MISSING)
+        required = field.default is dataclasses.MISSING
+        return cls(item, choices, count, optional, field.metadata["least"], required, field.metadata["also"])
 
     @property
     def metavar(self) -> str:
@@ -193,7 +197,7 @@ def _flag(name: str) -> str:
 
 def _dashed(argv: Sequence[str], kinds: dict[str, _Kind]) -> Iterator[str]:
     """The arguments, with dashes in the names of flags; values stay as they are."""
-    known = {_flag(name) for name in kinds} | {_flag(f"no_{name}") for name in kinds}
+    known = {_flag(prefix + each) for name, kind in kinds.items() for each in (name, *kind.also) for prefix in ("", "no_")}
     for argument in argv:
         name, equals, value = argument.partition("=")
         dashed = _flag(name[2:])
@@ -216,8 +220,10 @@ def _read(file: str, kinds: dict[str, _Kind]) -> dict[str, Any]:
     if not isinstance(root, yaml.MappingNode):
         raise OutlastError(f"{file} is not a mapping of settings to values, such as `{next(iter(kinds))}: ...`")
     found: dict[str, Any] = {}
+    meant = {also: name for name, kind in kinds.items() for also in kind.also}
     for key, node in root.value:
         name, where = str(key.value).replace("-", "_"), f"{file}, line {key.start_mark.line + 1}"
+        name = meant.get(name, name)
         if name not in kinds:
             raise OutlastError(f"{where}: there is no setting {key.value!r}; {_meant(name, kinds)}")
         if name in found:
@@ -246,20 +252,21 @@ def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> argpa
     )  # fmt: skip
     section: Any = parser
     for field, _ in _fields(settings):
-        kind, name = kinds[field.name], _flag(field.name)
+        kind = kinds[field.name]
+        names, dest = [_flag(name) for name in (field.name, *kind.also)], field.name
         if field.metadata["group"]:
             section = parser.add_argument_group(field.metadata["group"])
         reason = (field.metadata["help"] + _default(field, kind)).replace("%", "%%")
         if kind.count is not None:
-            section.add_argument(name, nargs="*", action=_List, const=kind, metavar=kind.metavar, help=reason)
+            section.add_argument(*names, dest=dest, nargs="*", action=_List, const=kind, metavar=kind.metavar, help=reason)
             continue
         section.add_argument(
-            name, type=_converted(kind), nargs="?" if kind.item is bool else None, metavar=kind.metavar, help=reason,
+            *names, dest=dest, type=_converted(kind), nargs="?" if kind.item is bool else None, metavar=kind.metavar, help=reason,
             const=True if kind.item is bool else None,
         )  # fmt: skip
         if kind.item is bool:
-            no = _flag(f"no_{field.name}")
-            section.add_argument(no, dest=field.name, action="store_const", const=False, help=argparse.SUPPRESS)
+            no = [_flag(f"no_{name}") for name in (field.name, *kind.also)]
+            section.add_argument(*no, dest=dest, action="store_const", const=False, help=argparse.SUPPRESS)
     return parser
 
 
