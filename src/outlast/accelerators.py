@@ -101,3 +101,16 @@ def taints(resource: str) -> list[str]:
     domain = f"{resource.partition('/')[0]}/"
     wholes = (row.resource for row in NAMED if row.resource.startswith(domain))
     return list(dict.fromkeys([resource, *wholes]))
+
+
+PEAKS = (
+    ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("H800", 989), ("A100", 312),
+    ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A40", 150), ("A30", 165), ("A10G", 70), ("A10", 125), ("V100", 125),
+    ("T4", 65), ("RTX 4090", 165), ("MI300X", 1307), ("MI250X", 383),
+)  # fmt: skip
+"""Peak of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s by a part of the name (makers' data sheets)."""
+
+
+def peak_flops(name: str) -> float | None:
+    """The peak of a GPU, in FLOP/s; None if it is not known. The first row that fits counts."""
+    return next((peak * 1e12 for part, peak in PEAKS if part in name), None)

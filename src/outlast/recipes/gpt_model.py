@@ -1,8 +1,8 @@
 """The model of `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
 
-Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that weights go to nanoGPT and come from it by a prefix. The mixture
-has no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an
-expert without tokens has a gradient of zeros, not none, so that no rank waits for it.
+Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that weights go to nanoGPT and come from it by a prefix. The
+mixture has no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped,
+and an expert without tokens has a gradient of zeros, not none, so that no rank waits for it.
 """
 
 # mypy: allow-untyped-calls
@@ -54,7 +54,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
-            raise OutlastError(f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}); every head has the same width")
+            raise OutlastError(
+                f"n_embd ({self.n_embd}) is not divisible by n_head ({self.n_head}); every head has the same width"
+            )
         if self.num_experts and self.static_experts >= self.num_experts:
             raise OutlastError(
                 f"static_experts ({self.static_experts}) leaves none of num_experts ({self.num_experts}) to choose from; "
@@ -162,7 +164,7 @@ class _Permuted(torch.autograd.Function):
         return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return gradient.index_select(0, inverse), None, None
 
@@ -200,8 +202,8 @@ class MoE(nn.Module):
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
     """How unevenly experts are used, a scalar that is 0 when all are used alike.
 
-    `probabilities`: (n, e), of the router for each token, over all experts; `counts`: (e,), the assignments each got. The value is
-    that of u, the real usage with one assignment more for each expert, so that none is 0. The gradient is that of the mean
+    `probabilities`: (n, e), the router's for each token, over all experts; `counts`: (e,), the assignments each got. The value
+    is that of u, the real usage with one assignment more for each expert, so that none is 0. The gradient is that of the mean
     probability, which an expert without tokens has too.
 
     entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import nn
 from outlast import files
 
 
-def sha256(model: nn.Module) -> str:
+def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:
     """Fingerprint of a model's parameters and buffers: equal for two models exactly when they are equal bit for bit."""
     digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
+    tensors: Mapping[str, torch.Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
+    for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -1,0 +1,249 @@
+"""What `outlast.recipes.gpt` reads besides tokens: the vocabulary, the tokenizer, and models that others have trained.
+
+A place of data is what `outlast data prepare text` writes, or nanoGPT's directory (`train.bin`, `val.bin`, perhaps `meta.pkl`).
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outlast.data import shards
+from outlast.errors import OutlastError
+from outlast.recipes import gpt_model
+from outlast.recipes.gpt_model import Config
+from outlast.training import Shards, checkpoint, weights
+
+VOCABULARY = 50304
+"""Of data that come without one: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for the sake of the kernels (nanoGPT)."""
+CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"
+"""nanoGPT's files, in the output."""
+
+
+class Corpus:
+    """A place of data: a directory, or the URL of one in a store. Raises OutlastError when it cannot be trained on."""
+
+    def __init__(self, place: str, block: int) -> None:
+        self.place = place
+        self.train, self.val = (Shards(place, part, block=block) for part in ("train", "val"))
+        manifest = self.train.manifest
+        self.tokenizer = Tokenizer.read(self.train.file(manifest.tokenizer)) if manifest.tokenizer else None
+        self.vocab_size: int = manifest.vocab_size or VOCABULARY
+        shards.fits(self.vocab_size, manifest.dtype, place)
+
+    def check(self, tokens: Tensor) -> None:
+        """Raise OutlastError for a token beyond the vocabulary. `tokens`: on the CPU."""
+        if (largest := int(tokens.max())) >= self.vocab_size:
+            raise OutlastError(
+                f"{self.place} holds token {largest}, and its vocabulary has {self.vocab_size}, so it was made by another "
+                "tokenizer; prepare it again, or correct meta.pkl"
+            )
+
+
+def spread(part: Shards, count: int) -> Tensor:
+    """At most `count` blocks, evenly spread over a part: (n, block + 1) int64, always the same."""
+    n = min(count, len(part))
+    return cast(Tensor, part.take(np.arange(n) * len(part) // n))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to tokens and back. `outlast data prepare text` writes `tokenizer.json`, nanoGPT's characters are in `meta.pkl`."""
+
+    file: Path
+    digest: str
+    """Of the file."""
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+    @classmethod
+    def read(cls, file: Path) -> Tokenizer:
+        """The tokenizer in a file. Raises OutlastError."""
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        if file.suffix == ".pkl":
+            known = shards.vocabulary(file)
+            encode = _characters(known.stoi, file)
+            unknown = "\N{REPLACEMENT CHARACTER}"
+            return cls(file, digest, encode, lambda ids: "".join(known.itos.get(i, unknown) for i in ids))
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError:
+            raise OutlastError(f"{file.name} needs the package tokenizers: pip install 'outlast[data]'") from None
+        made = Library.from_file(str(file))
+        return cls(file, digest, lambda text: list(made.encode(text).ids), lambda ids: str(made.decode(list(ids))))
+
+
+def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]]:
+    def encode(text: str) -> list[int]:
+        if strange := sorted(set(text) - set(ids)):
+            raise OutlastError(f"the text has {strange[0]!r}, which {file.name} has no token for; leave it out")
+        return [ids[character] for character in text]
+
+    return encode
+
+
+class Record:
+    """What a run remembers beside weights: its shape and tokenizer, and what it has measured."""
+
+    def __init__(self, config: Config | None = None, digest: str = "") -> None:
+        self.config, self.digest = config, digest
+        self.best = float("inf")
+        """Lowest loss on the validation blocks."""
+        self.measured = -1
+        """The last step at which that was measured."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank."""
+        shape = dataclasses.asdict(self.config) if self.config else {}
+        return {"config": shape, "tokenizer": self.digest, "best": self.best, "measured": self.measured}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved. Raises OutlastError when it was saved by a run of another tokenizer."""
+        same_tokenizer(state["tokenizer"], self.digest, "the checkpoint")
+        self.config = self.config or Config(**state["config"])
+        self.digest, self.best, self.measured = state["tokenizer"], state["best"], state["measured"]
+
+
+def same_tokenizer(theirs: str, ours: str, whose: str) -> None:
+    """Raise OutlastError if both tokenizers are known, and they are two."""
+    if theirs and ours and theirs != ours:
+        raise OutlastError(
+            f"{whose} was trained with tokenizer {theirs}, and the data were made by {ours}: the same numbers mean other text; "
+            "give the data it was trained on, or begin a new run"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model that was trained before."""
+
+    name: str
+    config: Config
+    weights: Mapping[str, Tensor]
+    digest: str
+    """Of its tokenizer; empty if it is not known."""
+
+    def model(self) -> gpt_model.GPT:
+        """The model, on the CPU."""
+        made = gpt_model.GPT(self.config)
+        made.load_state_dict(self.weights)
+        return made
+
+
+def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
+    """The model in a file of nanoGPT (`ckpt.pt`) or ours, or in a directory of Hugging Face's GPT-2; `block`: cut to that length.
+
+    A name without such a path is looked for below $OUTLAST_MODELS. Raises OutlastError; downloads nothing.
+    """
+    path = Path(named).expanduser()
+    if not path.exists():
+        path = Path(os.environ.get("OUTLAST_MODELS", "."), named)
+    if path.is_dir() and (path / CHECKPOINT).exists():
+        path = path / CHECKPOINT
+    if not path.exists():
+        raise OutlastError(
+            f"init_from {named}: there is no such file or directory; give scratch, nanoGPT's {CHECKPOINT}, or a directory with "
+            "GPT-2's config.json and weights (nothing is downloaded)"
+        )
+    shape, tensors, digest = _hugging_face(path) if path.is_dir() else _nanogpt(path)
+    if block is not None:
+        if block > shape["block_size"]:
+            raise OutlastError(
+                f"block_size ({block}) is above the {shape['block_size']} that {named} was trained with; give at most that"
+            )
+        shape["block_size"] = block
+    config = Config(**{**shape, "dropout": dropout})
+    try:
+        return Pretrained(str(path), config, gpt_model.imported(tensors, config), digest)
+    except OutlastError as error:
+        raise OutlastError(f"{path}: {error}") from None
+
+
+def _nanogpt(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise OutlastError(f"{path} cannot be read as a checkpoint of nanoGPT: {reason}") from error
+    if not (isinstance(found, dict) and {"model", "model_args"} <= found.keys()):
+        raise OutlastError(f"{path} is no checkpoint of nanoGPT: it lacks model and model_args")
+    known = {field.name for field in dataclasses.fields(Config)}
+    if strange := sorted(found["model_args"].keys() - known):
+        raise OutlastError(f"{path} is a model of another kind: its model_args have {strange[0]}")
+    return dict(found["model_args"]), found["model"], str(found.get("tokenizer", ""))
+
+
+def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str]:
+    try:
+        said = json.loads((path / "config.json").read_text())
+        names = {
+            "n_layer": "n_layer",
+            "n_head": "n_head",
+            "n_embd": "n_embd",
+            "block_size": "n_positions",
+            "vocab_size": "vocab_size",
+        }
+        shape = {ours: said[theirs] for ours, theirs in names.items()} | {"bias": True}
+    except (OSError, ValueError, KeyError) as error:
+        raise OutlastError(f"{path} is no directory of GPT-2: its config.json cannot be read ({error!r})") from error
+    if (file := path / "model.safetensors").exists():
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise OutlastError(f"{file} needs the package safetensors: pip install 'outlast[data]'") from None
+        return shape, load_file(file), ""
+    if not (file := path / "pytorch_model.bin").exists():
+        raise OutlastError(f"{path} has neither model.safetensors nor pytorch_model.bin; copy the weights there")
+    return shape, torch.load(file, map_location="cpu", weights_only=True), ""
+
+
+def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, more: Mapping[str, Any]) -> None:
+    """Write a checkpoint that nanoGPT's `sample.py` reads, with `more` (iter_num, config, optimizer). Raises OutlastError.
+
+    A dense model has the arguments that nanoGPT knows; one with experts has further ones, which only we read.
+    """
+    config = cast(Config, record.config)
+    shape = dataclasses.asdict(config)
+    if not config.num_experts:
+        ours = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")
+        shape = {name: value for name, value in shape.items() if name not in ours}
+    document = {
+        "model": gpt_model.exported(tensors),
+        "model_args": shape,
+        "best_val_loss": record.best,
+        "tokenizer": record.digest,
+    }
+    weights.write(path, cast(Any, {**document, **more}))
+
+
+def trained(path: Path) -> Pretrained:
+    """The model in a checkpoint of a run."""
+    record = Record()
+    checkpoint.restore(path, {"record": record})
+    assert record.config is not None
+    return Pretrained(path.name, record.config, checkpoint.read(path, "model"), record.digest)
+
+
+def keep_tokenizer(tokenizer: Tokenizer | None, output: Path) -> None:
+    """Copy it beside the model, so that `--sample` needs no data."""
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer.file, partial := output / f".{tokenizer.file.name}.writing")
+        partial.replace(output / tokenizer.file.name)
+
+
+def kept_tokenizer(output: Path) -> Tokenizer | None:
+    """The tokenizer beside a model."""
+    files = (output / name for name in (shards.TOKENIZER, shards.META))
+    return next((Tokenizer.read(file) for file in files if file.exists()), None)
