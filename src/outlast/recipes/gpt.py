@@ -144,7 +144,7 @@ def train(s: Settings) -> None:
         run.parameters(settings.values(s))
         log.begin(s, model, stream.batch, corpus)
         trainer = Trainer(s, run, log, model, net, optimizer, corpus, record)
-        if step % s.eval_interval == 0 and record.measured < step:
+        if (step % s.eval_interval == 0 or step == s.max_iters) and record.measured < step:
             trainer.measure(step)
         log.clock(step)
 
@@ -181,7 +181,6 @@ class Trainer:
             name: gpt_data.spread(part, self.s.eval_iters * self.s.batch_size)
             for name, part in (("train", self.corpus.train), ("val", self.corpus.val))
         }
-        self.found: dict[str, float] = {}
         self.totals = torch.zeros(2, device=self.run.device)
         self.usage = torch.zeros(0, 0, device=self.run.device)
         self.norm = torch.zeros((), device=self.run.device)
@@ -230,7 +229,7 @@ class Trainer:
         for block in range(len(self.usage) if shares else 0):
             row = [found[f"{block}.{expert}"] for expert in range(self.usage.shape[1])]
             self.log.line(f"Block {block} usage: " + ", ".join(f"Expert {i}: {share:.1%}" for i, share in enumerate(row)))
-        self.found |= values
+        self.record.losses |= values
 
     def measure(self, step: int) -> None:
         """Mean losses on the fixed blocks of both parts; then a checkpoint, with the validation loss as its metric."""
@@ -238,7 +237,7 @@ class Trainer:
         losses["train_eval_loss"] = losses.pop("train_loss")
         self.log.line(f"step {step}: train loss {losses['train_eval_loss']:.4f}, val loss {losses['val_loss']:.4f}")
         self.run.log(step, **cast(dict[str, Any], losses))
-        self.found |= losses
+        self.record.losses |= losses
         better = losses["val_loss"] < self.record.best
         self.record.best, self.record.measured = min(losses["val_loss"], self.record.best), step
         if step and (better or self.s.always_save_checkpoint):
@@ -287,14 +286,8 @@ class Trainer:
         run.export(self.model)
         if run.rank == 0:
             gpt_data.keep_tokenizer(self.corpus.tokenizer, run.output)
-            losses = {
-                name: self.found.get(name) for name in ("loss", "train_eval_loss", "val_loss")
-            }  # null: no step was left to do
-            best_ = self.record.best if math.isfinite(self.record.best) else None
-            digest = results.sha256(tensors)
-            results.write_json(
-                run.output / "final.json", {"step": step, **losses, "best_val_loss": best_, "weights_sha256": digest}
-            )
+            known = {"step": step, **self.record.losses, "best_val_loss": self.record.best}
+            results.write_json(run.output / "final.json", {**known, "weights_sha256": results.sha256(tensors)})
             if s.final_samples:
                 model = GPT(self.model.config)
                 model.load_state_dict(tensors)

@@ -103,17 +103,21 @@ class Record:
         """Lowest loss on the validation blocks."""
         self.measured = -1
         """The last step at which that was measured."""
+        self.losses: dict[str, float] = {}
+        """The newest of each kind."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""
         shape = dataclasses.asdict(self.config) if self.config else {}
-        return {"config": shape, "tokenizer": self.digest, "best": self.best, "measured": self.measured}
+        measured = {"best": self.best, "measured": self.measured, "losses": dict(self.losses)}
+        return {"config": shape, "tokenizer": self.digest, **measured}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was saved. Raises OutlastError when it was saved by a run of another tokenizer."""
         same_tokenizer(state["tokenizer"], self.digest, "the checkpoint")
         self.config = self.config or Config(**state["config"])
-        self.digest, self.best, self.measured = state["tokenizer"], state["best"], state["measured"]
+        self.digest, self.losses = state["tokenizer"], dict(state["losses"])
+        self.best, self.measured = state["best"], state["measured"]
 
 
 def same_tokenizer(theirs: str, ours: str, whose: str) -> None:

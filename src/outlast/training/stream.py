@@ -57,6 +57,8 @@ class Batch:
     """Whether this is the last batch of its epoch."""
     pieces: tuple[tuple[Any, float], ...]
     """Micro-batches and their shares, as `split` returns them, on the device that they were read on."""
+    most: int = 1
+    """Micro-batches of the rank that has the most."""
 
     def __iter__(self) -> NoReturn:
         raise OutlastError(
@@ -71,11 +73,15 @@ class Batch:
         sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
         global batch, even where it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
         micro-batch only, and tensors are moved to the device of `net`. If a rank has no sample in the short last batch of an
-        epoch, it gets another rank's with share 0.0, because it has to take part in the exchange.
+        epoch, it gets another rank's with share 0.0, because it has to take part in the exchange. FSDP2 gathers weights in every
+        forward pass, so there a rank with fewer micro-batches than others gets its first one again, with share 0.0.
         """
         device = next((p.device for p in net.parameters()), None) if net is not None else None
-        for number, (data, share) in enumerate(self.pieces, start=1):
-            with _exchanging(net, number == len(self.pieces)):
+        pieces = self.pieces
+        if hasattr(net, "set_requires_gradient_sync"):  # FSDP2: every forward pass gathers weights from all ranks
+            pieces = ((pieces[0][0], 0.0),) * (self.most - len(pieces)) + pieces
+        for number, (data, share) in enumerate(pieces, start=1):
+            with _exchanging(net, number == len(pieces)):
                 yield (_moved(data, device) if device else data), share
 
 
@@ -301,7 +307,8 @@ class Stream:
                 self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
                 if not self.sample:
                     self.sample = kind(pieces[0][0])
-                yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces)
+                most = -(-plan.size // (self.microbatch * ranks)) if self.microbatch else 1
+                yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces, most)
         finally:
             self.reading -= 1
         if self.ended is not None:
