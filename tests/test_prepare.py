@@ -25,6 +25,7 @@ from outlast.prepare.prepare import Preparation
 from outlast.shipping import archives
 from outlast.store import Store
 from outlast.sync import sync
+from outlast.workerfiles import wants
 from servers import Place
 
 
@@ -317,9 +318,9 @@ def test_a_long_fetch_says_how_far_it_is():
 
 
 def test_the_cache_is_where_the_environment_says():
-    assert cache.root({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
-    assert cache.root({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
-    assert cache.root({}) == Path.home() / ".cache" / "outlast"
+    assert wants.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert wants.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
+    assert wants.cache({}) == Path.home() / ".cache" / "outlast"
 
 
 # Code

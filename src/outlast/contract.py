@@ -135,6 +135,8 @@ class Env:
     CACHE = "OUTLAST_CACHE"
     """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
     else in ~/.cache."""
+    CACHE_SIZE = "OUTLAST_CACHE_SIZE"
+    """Limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.room`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
     """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine worker i serves on this plus i."""
     STORE = "OUTLAST_STORE"
@@ -158,9 +160,9 @@ class Env:
 
 
 RESERVED_ENV = re.compile(
-    r"^(OUTLAST_(?!ETCD_)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
+    r"^(OUTLAST_(?!ETCD_|CACHE_SIZE$)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
-"""Names that a job file's `env` may not set: ours, except credentials for etcd, and torchrun's."""
+"""Names that a job file's `env` may not set: ours, except credentials for etcd and the cache's limit, and torchrun's."""
 
 
 class Pod:

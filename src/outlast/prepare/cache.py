@@ -10,7 +10,7 @@
 
 A version is named by the hash of the store's listing, so it never changes. A run records which one it began with (its *pin*) in
 its own directory: a restarted worker gets the same data, whatever happened in the store. A version is removed once a newer one
-has been fetched, no worker uses it, and no pin names it.
+has been fetched, no worker uses it, and no pin names it; also when room is needed for something else (`room`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,20 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from outlast import contract, file_locks, files, store
+from outlast import file_locks, files, store, units
 from outlast.errors import OutlastError
-from outlast.prepare import fetch
+from outlast.prepare import fetch, room
 from outlast.prepare.fetch import Listing, Say
+from outlast.workerfiles import wants
 
 _ELSEWHERE = "correct its permissions, or let OUTLAST_CACHE name another directory"
 _LISTING, _PARTIAL = "listing.json", "listing.partial"
-
-
-def root(environ: Mapping[str, str]) -> Path:
-    """The cache directory of this machine."""
-    if given := environ.get(contract.Env.CACHE):
-        return Path(given).expanduser()
-    home = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "outlast"
 
 
 class _Row(NamedTuple):
@@ -56,7 +50,7 @@ class _Row(NamedTuple):
 
 def writable(environ: Mapping[str, str]) -> Path:
     """The cache directory, created if missing; raises OutlastError if it is not writable."""
-    directory = root(environ)
+    directory = wants.cache(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -95,6 +89,7 @@ class Source:
     def __init__(self, cache: Path, url: str, *, field: str, pins: Path, say: Say, stop: threading.Event | None = None) -> None:
         self._url, self._field, self._pin = url, field, _pin(url, pins)
         name = re.sub(r"[^A-Za-z0-9.-]+", "-", url.rstrip("/").rpartition("/")[2])[:40]
+        self._cache = cache
         self._home = cache / "data" / f"{name}-{self._pin.stem}"
         self._say, self._stop = say, stop or threading.Event()
 
@@ -136,6 +131,8 @@ class Source:
         with contextlib.suppress(FileNotFoundError):  # it is being removed
             held = file_locks.shared(directory / "lock")
             if held is not None and (directory / _LISTING).is_file():
+                with contextlib.suppress(PermissionError):  # it belongs to another user
+                    os.utime(held)
                 note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
                 if not note.is_file():
                     note.parent.mkdir(exist_ok=True)
@@ -173,6 +170,10 @@ class Source:
                 with contextlib.suppress(OSError):  # too many links to one file, or a file system without them
                     os.link(source, mine[key])
                     lacking.discard(key)
+        needed = sum(size for _, size, _ in lacking)
+        if missing := room.make(self._cache, needed, [*room.shards(self._cache), *things(self._cache)], os.environ):
+            more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
+            self._say(f"{listing.name} makes the cache {self._cache} larger than it should be: {more} are in use")
         return tree
 
     def _finish(self, listing: Listing) -> None:
@@ -201,14 +202,38 @@ class Source:
         """Remove versions that are neither locked nor pinned by a run, and leftovers of abandoned fetches."""
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
-            if not directory.is_dir() or directory.name == pinned or not file_locks.free(directory / "lock"):
-                continue
-            notes = list((directory / "runs").glob("*"))
-            if any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
-                continue
-            for marker in (_LISTING, _PARTIAL):
-                (directory / marker).unlink(missing_ok=True)  # first: half a version is none
-            shutil.rmtree(directory, ignore_errors=True)
+            if directory.is_dir() and directory.name != pinned and not _used(directory):
+                _remove(directory)
+
+
+def things(cache: Path) -> Iterator[room.Thing]:
+    """The versions in the cache, whole ones and others, which can be removed to make room."""
+    for directory in cache.glob("data/*/*/"):
+        with contextlib.suppress(OSError):
+            listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
+            size = sum(row.size for row in _read(listing))
+            yield room.Thing(directory, size, (directory / "lock").stat().st_mtime, partial(_removed, directory))
+
+
+def _removed(directory: Path) -> bool:
+    """Remove a version unless it is in use; returns whether it did."""
+    with file_locks.attempted(directory.parent / "lock") as ours:  # else something is fetched there
+        if not ours or _used(directory):
+            return False
+        _remove(directory)
+        return True
+
+
+def _used(directory: Path) -> bool:
+    """Whether a worker uses a version, or a run has pinned it."""
+    notes = (directory / "runs").glob("*")
+    return not file_locks.free(directory / "lock") or any(_pinned(Path(_read_text(note))) == directory.name for note in notes)
+
+
+def _remove(directory: Path) -> None:
+    for marker in (_LISTING, _PARTIAL):
+        (directory / marker).unlink(missing_ok=True)  # first: half a version is none
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _pinned(pin: Path) -> str:

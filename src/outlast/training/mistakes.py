@@ -94,6 +94,12 @@ def streams_of(state: State) -> list[Stream]:
     return [thing for thing in state.values() if isinstance(thing, Stream)]
 
 
+def described(state: State) -> list[str]:
+    """The names in a state; with what identifies its data, which must be the same on all ranks."""
+    prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
+    return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
+
+
 def lengths(state: State) -> dict[str, dict[str, int]]:
     """The number of steps that each scheduler in a state is made for, by name."""
     return {

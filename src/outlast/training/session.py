@@ -266,7 +266,7 @@ class Session:
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
-        self._meet(f"run.resume({', '.join(state)})")
+        self._meet(f"run.resume({', '.join(mistakes.described(state))})")
         self._state, self._loops = dict(state), streams.loops()
         mistakes.deal(state)
         made = mistakes.lengths(state)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from outlast.data import shards as prepared
 from outlast.data.shards import Manifest, Shard
 from outlast.errors import OutlastError
+from outlast.training.fetched import Fetched
 from outlast.training.order import Indices, Windows
 
 WINDOW = 8
@@ -191,6 +192,10 @@ class Shards:
             self._announced = at
             ahead = windows.ahead(position, epoch, AHEAD) if windows else range(len(self._shards))
             self._place.want([self._shards[number] for number in ahead])
+            if self.remote:  # what was read may make room
+                with self._lock:
+                    for number in self._held.keys() - set(ahead):
+                        del self._held[number]
 
     def take(self, indices: Indices) -> Any:
         """The samples at `indices`, not transformed: tokens of shape (n, block + 1), or a dict of columns."""
@@ -233,9 +238,7 @@ class _Hold:
 
 
 def _opened(place: str, window: int, patience: float) -> Place:
-    if "://" not in place or place.startswith("file://"):
-        return Directory(Path(place.removeprefix("file://")).expanduser())
-    raise OutlastError(f"{place}: shards in a store are not read yet; copy them to a directory")
+    return Fetched(place, window, patience) if "://" in place else Directory(Path(place).expanduser())
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:

@@ -209,6 +209,11 @@ class Stream:
         return self.step - (-(self.samples - start) // self.batch) + (self._epochs - epoch - 1) * self.steps_per_epoch
 
     @property
+    def fingerprint(self) -> str:
+        """What identifies the data; empty if that is not known."""
+        return self._shards.fingerprint if self._shards else ""
+
+    @property
     def remedy(self) -> str:
         """What to do if training waits for this stream."""
         if self._shards and self._shards.remote:
@@ -235,7 +240,7 @@ class Stream:
         order: dict[str, Any] = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
         if self._shards:
             order |= {"order": "windows" if self._windows else "permuted", "window": self._window}
-            order["data"] = self._shards.fingerprint
+            order["data"] = self.fingerprint
         steps = {"step": self.step, "batch": self.batch, "total_steps": self.total_steps}
         return {"version": VERSION, **order, "epoch": epoch, "position": start, **steps}
 
@@ -271,7 +276,7 @@ class Stream:
             raise OutlastError(f"the stream was saved in the order {name!r} of shards, and cannot go on in it; {remedy}")
         if not self._shards:
             return
-        ours, theirs = self._shards.fingerprint, state.get("data", "")
+        ours, theirs = self.fingerprint, state.get("data", "")
         if ours and theirs and ours != theirs:
             raise OutlastError(
                 f"the stream was saved over shards with other checksums ({theirs}) than those there now ({ours}); "
