@@ -100,7 +100,7 @@ def attributes(thing: type) -> Iterator[tuple[str, str, str]]:
             if field.isidentifier() and not field.startswith("_") and field not in OURS and (doc or nodes is body.body):
                 yield field, kind.replace("|", "\\|"), " ".join(str(doc).split())
     for field, value in vars(thing).items():
-        if isinstance(value, property) and not field.startswith("_") and value.fget:
+        if isinstance(value, property) and not field.startswith("_") and field not in OURS and value.fget:
             yield field, str(value.fget.__annotations__.get("return", "")), " ".join(str(value.__doc__).split())
 
 
