@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -255,9 +257,14 @@ def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(directory), size_guidance={"scalars": 0})
-    found.Reload()
-    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # it leaves its files open
+        found = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+        found.Reload()
+        made = {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+        del found
+        gc.collect()
+    return made
 
 
 def test_event_files_go_on_after_any_kill(tmp_path: Path):

@@ -32,6 +32,7 @@ from outlast.cli import (
     script,
     submit,
     sync,
+    tensorboard,
     terminal,
     top,
     validate,
@@ -111,6 +112,7 @@ app.command()(top.top)
 app.command(cls=which.takes("[NAME] ACTION"))(chaos.chaos)
 app.command()(results.report)
 app.command()(results.evaluate)
+app.command()(tensorboard.tensorboard)
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(validate.validate)
 app.command()(render.render)

@@ -94,6 +94,25 @@ class KubernetesBackend:
             raise NotFound(f"worker {worker} of {name} does not run: it {why}")
         raise self._unknown(name, worker, self.pods(name))
 
+    def reader(self, name: str) -> Callable[[str, int], bytes]:
+        """Reads files of the output in the pod of rank 0: path, first byte -> the bytes from there on, none if there is no file.
+
+        Needs a shell and `tail` in the image, and the right to run commands in pods, but no port of the pod. Raises NotFound.
+        """
+        world = self.status(name).world
+        pod = self.pod(name, world[0] if world else 0)
+        meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
+
+        def read(path: str, start: int) -> bytes:
+            command = ["sh", "-c", script, "sh", path, str(start + 1)]
+            ended = self.cluster.exec_(meta["name"], command, namespace=meta["namespace"], container=pods.container_name(pod))
+            if ended.code:
+                said = ended.error.decode(errors="replace").strip().splitlines()
+                raise OutlastError(f"{path} cannot be read in pod {meta['name']}: {said[-1] if said else ended.code}")
+            return ended.output
+
+        return read
+
     def logs(
         self,
         name: str,

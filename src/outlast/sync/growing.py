@@ -247,6 +247,12 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
     yield from map(bytes, _ahead(pool, asked, _HELD_READ))
 
 
+def since(store: Store, path: str, start: int) -> bytes:
+    """The bytes of a file from `start` on, as it is now; none beyond its end."""
+    wanted = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
+    return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in wanted)
+
+
 def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
     """The results of jobs (bytes, function, arguments) in order, with at most so many bytes in flight or waiting."""
     coming: collections.deque[tuple[int, Future[T]]] = collections.deque()

@@ -1,0 +1,301 @@
+"""`outlast tensorboard`: TensorBoard for any job, made of its metrics.
+
+Event files are made in a temporary directory from `metrics.jsonl`, whether or not the job writes some: of a job of this machine,
+of an output in a store, or of a job in a cluster, through the API server. They grow while the job runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outlast import contract
+from outlast.cli import terminal, which
+from outlast.cli.which import ContextOption, NamespaceOption
+from outlast.errors import NotFound, OutlastError
+
+if TYPE_CHECKING:
+    from outlast.cluster.backend import KubernetesBackend
+    from outlast.store import Store
+    from outlast.tracking.forwarding import Forwarder
+
+PORT = 6006
+"""TensorBoard's own default; another one if it is taken."""
+REFRESH_S = 5.0
+"""Interval of looking for new metrics."""
+_START_S = 60.0
+"""How long TensorBoard may take to answer; arbitrary."""
+
+
+def tensorboard(
+    ctx: typer.Context,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB]...", help="Names of jobs, URLs of outputs in a store, or directories of outputs.", show_default=False
+        ),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 6006, or a free one if that is taken.")
+    ] = None,
+    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+) -> None:
+    """Start TensorBoard on the metrics of jobs, and follow them until Ctrl-C.
+
+    Works for every job that calls run.log, also without `tracking` in its job file: event files are made here from metrics.jsonl,
+    which is read from the directory of the output, from its store, or from a pod. Files that a script itself writes into
+    tensorboard/ are shown too, unless they are in a pod only. Several jobs are compared.
+
+    \b
+    Examples:
+      outlast tensorboard
+      outlast tensorboard cifar10 digits --port 7000
+      outlast tensorboard s3://bucket/runs/cifar10
+      outlast tensorboard cifar10 -n team-a
+      outlast tensorboard out --bind 0.0.0.0
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise OutlastError("TensorBoard is not installed; pip install 'outlast[tracking]'")
+    with tempfile.TemporaryDirectory(prefix="outlast-tensorboard-") as made:
+        directory = Path(made)
+        shows = [Show(directory, label, source) for label, source in _labelled(_sources(ctx, names, namespace, context))]
+        for show in shows:
+            show.refresh()
+        with _server(directory / "logs", bind, _port(port, bind)) as process:
+            _follow(shows, process)
+
+
+def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
+    """Refresh until TensorBoard ends, or the user stops us."""
+
+    def stopped(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stopped)
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(REFRESH_S)
+            for show in shows:
+                show.refresh()
+        raise OutlastError(f"TensorBoard has ended with exit code {process.returncode}")
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+# What is shown
+
+
+class Source:
+    """An output directory of this machine, which may be that of a running job."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+
+    def bring(self, into: Path) -> Path:
+        """The directory with `metrics.jsonl` and `parameters.json`; other sources copy them `into` this one."""
+        return self.output
+
+    def own(self, into: Path) -> None:
+        """Put the event files that the script has written itself `into` a directory."""
+        found = self.output / contract.TENSORBOARD
+        for path in found.rglob("*tfevents*"):
+            inside = path.relative_to(found)
+            if inside.parts[0] != "metrics" and not (link := into / inside).is_symlink():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path.absolute())
+
+
+class InStore(Source):
+    """An output in a store."""
+
+    def __init__(self, place: Store) -> None:
+        self._place = place
+        self._versions: dict[str, str] = {}
+
+    def bring(self, into: Path) -> Path:
+        from outlast.errors import Missing
+        from outlast.sync import growing
+        from outlast.tracking import mirror
+
+        mirror.refresh(into / contract.METRICS, lambda start: growing.since(self._place, contract.METRICS, start))
+        with contextlib.suppress(Missing):
+            (into / contract.PARAMETERS).write_bytes(self._place.get(contract.PARAMETERS))
+        return into
+
+    def own(self, into: Path) -> None:
+        for entry in self._place.entries(contract.TENSORBOARD):
+            inside = entry.key.removeprefix(f"{contract.TENSORBOARD}/")
+            if inside.startswith("metrics/") or "tfevents" not in inside or ".." in inside.split("/"):
+                continue
+            if self._versions.get(inside) != entry.etag:
+                (into / inside).parent.mkdir(parents=True, exist_ok=True)
+                (into / inside).write_bytes(self._place.get(entry.key))
+                self._versions[inside] = entry.etag
+
+
+class InPod(Source):
+    """An output in the pods of a job."""
+
+    def __init__(self, place: KubernetesBackend, name: str) -> None:
+        self._place, self._name = place, name
+
+    def bring(self, into: Path) -> Path:
+        from outlast.tracking import mirror
+
+        read = self._place.reader(self._name)
+        mirror.refresh(into / contract.METRICS, lambda start: read(contract.METRICS, start))
+        if found := read(contract.PARAMETERS, 0):
+            (into / contract.PARAMETERS).write_bytes(found)
+        return into
+
+    def own(self, into: Path) -> None:
+        """Nothing: they may be large, and the API server is no place for that."""
+
+
+class Show:
+    """One job in TensorBoard."""
+
+    def __init__(self, directory: Path, label: str, source: Source) -> None:
+        self._logs, self._copy = directory / "logs" / label, directory / "copies" / label
+        self._copy.mkdir(parents=True)
+        self._logs.mkdir(parents=True)
+        self._label, self._source = label, source
+        self._forwarder: Forwarder | None = None
+        self._history, self._problem = b"", ""
+
+    def refresh(self) -> None:
+        """Bring its event files up to date; a problem is said once."""
+        try:
+            self._forward(self._source.bring(self._copy))
+            self._source.own(self._logs / "script")
+        except (OutlastError, OSError) as error:
+            problem = str(error)
+        else:
+            problem = ""
+        if problem != self._problem:
+            self._problem = problem
+            terminal.say(f"{self._label}: {problem or 'its metrics can be read again'}")
+
+    def _forward(self, output: Path) -> None:
+        from outlast.tracking.event_files import EventFile
+        from outlast.tracking.forwarding import Forwarder
+        from outlast.tracking.sinks import Run
+
+        if (first := _first_line(output / contract.METRICS)) != self._history or self._forwarder is None:
+            self._history = first  # another one: the job was begun again
+            sink = EventFile(self._logs, f"{zlib.crc32(first):08x}")
+            self._forwarder = Forwarder(sink, Run.of(output, "", {}), terminal.say)
+        self._forwarder.forward()
+
+
+def _first_line(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.readline()
+    except OSError:
+        return b""
+
+
+def _sources(
+    ctx: typer.Context, names: Sequence[str] | None, namespace: str | None, context: str | None
+) -> Iterator[tuple[str, Source]]:
+    """A label and a source for each job. Raises NotFound."""
+    for name in names or (None,):
+        if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
+            yield Path(name).resolve().name, Source(Path(name))
+        elif url := which.in_store(name):
+            place, record = which.recorded(url)
+            yield record.job, InStore(place)
+        else:
+            yield _of_job(ctx, name, namespace, context)
+
+
+def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[str, Source]:
+    backend, job = which.found(ctx, name, namespace, context)
+    if (there := which.in_cluster(backend)) is None:
+        return job, Source(Path(backend.output(job)))
+    if url := there.workloads.store_url(job):
+        place, _ = which.recorded(url)
+        return job, InStore(place)
+    return job, InPod(there, job)
+
+
+def _labelled(found: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
+    """Sources with labels that differ."""
+    labelled: dict[str, Source] = {}
+    for label, source in found:
+        number = 1
+        while (unique := label if number == 1 else f"{label}-{number}") in labelled:
+            number += 1
+        labelled[unique] = source
+    return list(labelled.items())
+
+
+# The server
+
+
+def _port(wanted: int | None, bind: str) -> int:
+    """The port, or a free one. Raises OutlastError when it is taken."""
+    for port in (wanted,) if wanted else (PORT, 0):
+        try:
+            with socket.create_server((bind, port)) as server:
+                return int(server.getsockname()[1])
+        except OSError as error:
+            if port != PORT or wanted:
+                reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+                raise OutlastError(f"port {port} at {bind} cannot be used: {reason}; choose another --port") from error
+    raise AssertionError
+
+
+@contextlib.contextmanager
+def _server(logs: Path, bind: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """TensorBoard on `logs`, once it answers."""
+    log = logs.parent / "log"
+    command = [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(logs), "--host", bind, "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, "--reload_interval", "5"], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        _wait(lambda: _answers(bind, port), process, log)
+        shown = "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else bind
+        print(f"TensorBoard: http://{shown}:{port}/ (Ctrl-C ends it)", flush=True)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(bind: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((bind, port), 1):
+        return True
+    return False
+
+
+def _wait(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + _START_S
+    while not ready():
+        if process.poll() is not None or time.monotonic() > until:
+            said = log.read_text(errors="replace").strip().splitlines()
+            raise NotFound(f"TensorBoard does not start: {said[-1] if said else 'it says nothing'}")
+        time.sleep(0.1)

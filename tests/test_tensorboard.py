@@ -1,0 +1,184 @@
+"""`outlast tensorboard`: what it shows of jobs wherever their metrics are, while they grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ports
+from outlast import cli, store
+from outlast.cli import tensorboard
+from outlast.cluster.backend import KubernetesBackend
+from outlast.errors import OutlastError
+from outlast.kube.streams import Ended
+from outlast.sync import growing
+from outlast.tracking import mirror
+from test_tracking import append, line, shown
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(0, 30)), max_size=6))
+def test_a_copy_follows_a_file_that_grows_is_cut_back_or_begins_again(tmp_path_factory, history):
+    copy = tmp_path_factory.mktemp("copy") / "metrics.jsonl"
+    there: list[bytes] = []
+    for life, (kept, more, torn) in enumerate(history):
+        there = there[:kept] + [line(step, loss=float(life)) for step in range(kept, kept + more)]
+        text = b"".join(there) + line(99)[:torn]
+        read: list[int] = []
+        mirror.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
+        assert copy.read_bytes() == text[: text.rfind(b"\n") + 1]
+        read.clear()
+        mirror.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
+        assert read == [len(b"".join(there)) - len(there[-1])] or not there, "only the last line comes again"
+
+
+def test_event_files_of_a_directory_grow_with_its_metrics_and_a_scripts_own_are_shown(tmp_path: Path, capsys):
+    output = tmp_path / "out"
+    (output / "tensorboard/metrics").mkdir(parents=True)
+    (output / "tensorboard/images").mkdir()
+    (output / "tensorboard/metrics/events.out.tfevents.outlast-1").write_bytes(b"ours, of the job")
+    (output / "tensorboard/images/events.out.tfevents.1").write_bytes(b"its own")
+    append(output, 1, 2)
+    show = tensorboard.Show(tmp_path, "out", tensorboard.Source(output))
+    show.refresh()
+    append(output, 3)
+    show.refresh()
+    assert (tmp_path / "logs/out/script/images/events.out.tfevents.1").read_bytes() == b"its own"
+    assert not list(tmp_path.glob("logs/out/script/metrics/*"))
+    assert [step for step, _ in shown(tmp_path / "logs/out")["loss"]] == [1, 2, 3]
+    (output / "metrics.jsonl").write_bytes(line(1, loss=7.0))  # --fresh
+    show.refresh()
+    assert shown(tmp_path / "logs/out")["loss"] == [(1, 7.0)]
+    assert capsys.readouterr().err == ""
+
+
+def test_metrics_in_a_store_are_read_as_they_are_uploaded(tmp_path: Path, capsys):
+    place = store.open_(f"file://{tmp_path}/store")
+    output = tmp_path / "out"
+    output.mkdir()
+    sender = growing.Sender(place, output)
+    show = tensorboard.Show(tmp_path, "job", tensorboard.InStore(place))
+
+    def steps() -> list[int]:
+        sender.push(["metrics.jsonl"], threading.Event())
+        show.refresh()
+        return [step for step, _ in shown(tmp_path / "logs/job").get("loss", [])]
+
+    assert steps() == []
+    append(output, 1, 2, 3)
+    assert steps() == [1, 2, 3]
+    place.put("parameters.json", b'{"lr": 1}')
+    place.put("tensorboard/run/events.out.tfevents.9", b"its own")
+    (output / "metrics.jsonl").write_bytes(line(1, loss=1.0))  # resumed
+    append(output, 2)
+    assert steps() == [1, 2, 3]
+    append(output, 3, 4, 5)
+    assert steps() == [1, 2, 3, 4, 5]
+    assert (tmp_path / "logs/job/script/run/events.out.tfevents.9").read_bytes() == b"its own"
+    assert json.loads((tmp_path / "copies/job/parameters.json").read_text()) == {"lr": 1}
+    assert (tmp_path / "copies/job/metrics.jsonl").read_bytes() == (output / "metrics.jsonl").read_bytes()
+    assert capsys.readouterr().err == ""
+
+
+class InPod(KubernetesBackend):
+    """A backend whose pod is this machine."""
+
+    def __init__(self, output: Path) -> None:
+        self.cluster: Any = self
+        self.environ = {**os.environ, "OUTLAST_OUTPUT": str(output)}
+
+    def status(self, name: str) -> Any:
+        return type("Status", (), {"world": [2, 0]})
+
+    def pod(self, name: str, worker: int) -> Any:
+        return {"metadata": {"name": f"{name}-worker-{worker}", "namespace": "ns"}, "spec": {"containers": [{"name": "worker"}]}}
+
+    def exec_(self, pod: str, command: list[str], *, namespace: str, container: str) -> Ended:
+        assert (pod, namespace, container) == ("job-worker-2", "ns", "worker"), "where rank 0 is"
+        done = subprocess.run(command, env=self.environ, capture_output=True, check=False)
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def test_metrics_in_a_pod_are_read_through_the_api_server(tmp_path: Path, capsys):
+    output = tmp_path / "out of the pod"
+    output.mkdir()
+    show = tensorboard.Show(tmp_path, "job", tensorboard.InPod(InPod(output), "job"))
+    show.refresh()
+    append(output, 1, 2)
+    (output / "parameters.json").write_text('{"lr": 1}')
+    show.refresh()
+    append(output, 3)
+    show.refresh()
+    assert [step for step, _ in shown(tmp_path / "logs/job")["loss"]] == [1, 2, 3]
+    assert capsys.readouterr().err == ""
+    (output / "metrics.jsonl").unlink()
+    (output / "metrics.jsonl").symlink_to("/proc/1/mem")
+    for _ in range(2):
+        show.refresh()
+    if os.geteuid():
+        assert capsys.readouterr().err.count("metrics.jsonl cannot be read in pod job-worker-2: ") == 1
+
+
+def test_a_port_that_is_taken_is_said_unless_it_is_the_default(monkeypatch: pytest.MonkeyPatch):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            OutlastError, match=rf"port {port} at 127.0.0.1 cannot be used: Address already in use; choose another"
+        ):
+            tensorboard._port(port, "127.0.0.1")
+        monkeypatch.setattr(tensorboard, "PORT", port)
+        assert tensorboard._port(None, "127.0.0.1") not in (0, port)
+
+
+def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        cli.main(["tensorboard", "out"])
+    assert capsys.readouterr().err == "Error: TensorBoard is not installed; pip install 'outlast[tracking]'\n"
+
+
+@pytest.mark.slow
+def test_tensorboard_serves_two_runs_that_grow_until_ctrl_c(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        append(tmp_path / name, 1, 2)
+    port = ports.free()
+    command = [sys.executable, "-m", "outlast.cli", "tensorboard", "a", "b", "--port", str(port)]
+    program = "from outlast import cli; cli.main()"
+    process = subprocess.Popen([sys.executable, "-c", program, *command[3:]], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == f"TensorBoard: http://localhost:{port}/ (Ctrl-C ends it)\n"
+
+        def served(run: str) -> list[int]:
+            url = f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run={run}&tag=loss"
+            try:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    return [step for _, step, _ in json.loads(answer.read())]
+            except urllib.error.HTTPError:  # it has not loaded that run yet
+                return []
+
+        while served("a") != [1, 2] or served("b") != [1, 2]:
+            time.sleep(0.2)
+        append(tmp_path / "b", 3)
+        while served("b") != [1, 2, 3]:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stdout.close()
