@@ -115,7 +115,7 @@ def test_a_server_with_a_fault_costs_time_but_no_byte(web: Web, said: Said, tmp_
     [
         # ruff: noqa: E501
         (lambda r: Fault(404), {}, "{url}: 404 Not Found; there is no such file; correct the URL"),
-        (lambda r: Fault(403), {}, "{url}: 403 Forbidden; the server does not allow it; check the URL, or download the file with"),
+        (lambda r: Fault(403), {}, "{url}: 403 Forbidden; the server does not allow it; check the URL, or use a browser and"),
         (lambda r: Fault(503), {}, "{url}: it answers 503 Service Unavailable, again and again; run the same command later, which"),
         (lambda r: Fault(503, {"Retry-After": "7200"}), {}, "{url}: it answers 503 Service Unavailable, and asks to come back in 2h00m"),
         (lambda r: Fault(cut=0), {}, "{url}: the connection ended at byte "),
@@ -145,7 +145,7 @@ def test_a_server_that_cannot_be_reached_is_named(said: Said, tmp_path: Path) ->
     gone.close()
     found = said.refusal(f"{gone.url}/x", tmp_path)
     host = gone.url.removeprefix("http://")
-    assert found == f"cannot reach {host}: Connection refused; check the network, or download the file elsewhere and give it with --from FILE"  # fmt: skip
+    assert found == f"cannot reach {host}: Connection refused; check the network, or download the file elsewhere and give it with outlast data get --from FILE"  # fmt: skip
     assert said == [f"{host}: Connection refused; trying again"]
 
 

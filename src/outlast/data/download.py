@@ -137,7 +137,9 @@ class Download:
                 continue
             except _Whole as reason:
                 if whole:
-                    raise OutlastError(f"{self._address.shown}: {reason}; download it by hand (--from FILE)") from reason
+                    raise OutlastError(
+                        f"{self._address.shown}: {reason}; download it by hand (outlast data get --from FILE)"
+                    ) from reason
                 self._forget()
                 resumed, whole = False, True
                 continue
@@ -398,7 +400,7 @@ class Download:
 
     def _given_up(self, problem: Away) -> str:
         if not self._answered:
-            remedy = "check the network, or download the file elsewhere and give it with --from FILE"
+            remedy = "check the network, or download the file elsewhere and give it with outlast data get --from FILE"
             return f"cannot reach {self._host}: {problem}; {remedy}"
         if problem.after_s > self._options.patience_s:
             wish = units.human_seconds(problem.after_s)

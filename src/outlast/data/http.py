@@ -30,7 +30,7 @@ _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may help."""
 _REMEDY = {
     401: "the server wants a login; write it into the URL (https://USER:PASSWORD@...)",
-    403: "the server does not allow it; check the URL, or download the file with a browser and give it with --from FILE",
+    403: "the server does not allow it; check the URL, or use a browser and outlast data get --from FILE",
     404: "there is no such file; correct the URL",
     410: "the file has been removed; look for a new URL",
     416: "the server does not send this part; run the same command again",
@@ -152,6 +152,15 @@ def request(address: Address, *, first: int, last: int | None, version: Version 
         yield _answer(body, address)
 
 
+def look(url: str, *, timeout_s: float) -> None:
+    """Raise OutlastError when a server says that it has no such file for us; not when it cannot be reached."""
+    with (
+        contextlib.suppress(Away, OutOfRange),
+        request(Address.parse(url), first=0, last=0, version=None, timeout_s=timeout_s),
+    ):
+        pass
+
+
 def _answer(body: Any, address: Address) -> Answer:
     headers = body.headers
     version = Version(headers.get("ETag", "").strip(), headers.get("Last-Modified", "").strip())
@@ -159,9 +168,8 @@ def _answer(body: Any, address: Address) -> Answer:
     if body.status == 206:
         found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", "").strip())
         if not found:
-            raise OutlastError(
-                f"{address.shown}: the server sends a part without saying which; download it by hand (--from FILE)"
-            )
+            remedy = "download it by hand (outlast data get --from FILE)"
+            raise OutlastError(f"{address.shown}: the server sends a part without saying which; {remedy}")
         total = None if found[3] == "*" else int(found[3])
         return Answer(True, int(found[1]), total, True, version, body)
     if body.status != 200:
@@ -200,7 +208,7 @@ def _mapped(address: Address | None = None) -> Iterator[None]:
             host = urllib.parse.urlsplit(address.url).hostname if address else "the server"
             raise OutlastError(
                 f"the certificate of {host} is not valid: {error.reason.verify_message}; "
-                "let SSL_CERT_FILE name your certificates, or download the file by hand (--from FILE)"
+                "let SSL_CERT_FILE name your certificates, or download the file by hand (outlast data get --from FILE)"
             ) from error
         raise Away(f"{getattr(error.reason, 'strerror', None) or error.reason}", answered=False) from error
     except http.client.IncompleteRead as error:
@@ -219,7 +227,7 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
     if error.code in _AGAIN:
         return Away(f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or ""))
     where = address.shown if address else "the server"
-    remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (--from FILE)")
+    remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (outlast data get --from FILE)")
     return OutlastError(f"{where}: {error.code} {error.reason}".rstrip() + f"; {remedy}")
 
 

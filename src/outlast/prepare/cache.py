@@ -1,6 +1,6 @@
 """Cache of data and models from stores, shared by all workers and jobs of this machine.
 
-    <cache>/data/<name>-<digest of the URL>/     one place of a store
+    <cache>/data/<name>-<digest of the URL>/     one place of a store, or one file on a web server (`Web`)
         lock                                     held while it is fetched
         <version>/tree/                          the files as they were at one moment; equal files of versions are linked
         <version>/listing.json                   their names, sizes and etags; written last: marks a version complete
@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from outlast import file_locks, files, store, units
+from outlast import file_locks, files, spec, store, units
 from outlast.errors import OutlastError
 from outlast.prepare import fetch, room
 from outlast.prepare.fetch import Listing, Say
@@ -80,7 +80,8 @@ def noted(url: str, pins: Path) -> bool:
 
 
 def _pin(url: str, pins: Path) -> Path:
-    return pins / f"{hashlib.sha256(store.normalised(url).encode()).hexdigest()[:16]}.json"
+    same = url if spec.web(url) else store.normalised(url)
+    return pins / f"{hashlib.sha256(same.encode()).hexdigest()[:16]}.json"
 
 
 class Source:
@@ -107,21 +108,26 @@ class Source:
             pinned = _pinned(self._pin)
             if version := self._taken(pinned):
                 return version
-            listing = fetch.look(self._url, self._field)
-            if pinned in ("", listing.version):
-                listing = fetch.bring_whole(listing, self._begin, say=self._say, stop=self._stop)
-            if pinned not in ("", listing.version):
-                raise OutlastError(
-                    f"{name} is no longer what this run began with, and this machine has no copy of that; "
-                    "put the old files back, or start from the beginning with --fresh"
-                )
-            self._finish(listing)
+            fetched = self._fetched(pinned)
             self._pin.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(self._pin, json.dumps({"url": self._url, "version": listing.version}), durable=True)
-            version = self._taken(listing.version)
+            files.replace(self._pin, json.dumps({"url": self._url, "version": fetched}), durable=True)
+            version = self._taken(fetched)
             assert version is not None
             self._sweep()
             return version
+
+    def _fetched(self, pinned: str) -> str:
+        """Fetch the version that the store has, unless another one is pinned; returns which it is."""
+        listing = fetch.look(self._url, self._field)
+        if pinned in ("", listing.version):
+            listing = fetch.bring_whole(listing, self._begin, say=self._say, stop=self._stop)
+        if pinned not in ("", listing.version):
+            raise OutlastError(
+                f"{self._field} ({self._url}) is no longer what this run began with, and this machine has no copy of that; "
+                "put the old files back, or start from the beginning with --fresh"
+            )
+        self._finish(listing)
+        return listing.version
 
     def _taken(self, version: str) -> Version | None:
         """A complete version, locked and with our pin in its `runs/`; None if it is missing."""
@@ -155,7 +161,7 @@ class Source:
             if all(path.exists() for path in mine.values()):
                 return tree
             whole.unlink()
-        files.replace(directory / _PARTIAL, _text(listing, [_Row(e.key, e.size, e.etag, 0) for e in listing.entries]))
+        files.replace(directory / _PARTIAL, _text(listing.url, [_Row(e.key, e.size, e.etag, 0) for e in listing.entries]))
         lacking = {key for key, path in mine.items() if not path.exists()}
         for other in sorted(self._home.glob("*/listing.*")):
             if not lacking or other.parent == directory:
@@ -170,11 +176,15 @@ class Source:
                 with contextlib.suppress(OSError):  # too many links to one file, or a file system without them
                     os.link(source, mine[key])
                     lacking.discard(key)
-        needed = sum(size for _, size, _ in lacking)
+        self._make_room(sum(size for _, size, _ in lacking))
+        return tree
+
+    def _make_room(self, needed: int) -> None:
+        """Remove what is not used, the oldest first, so that the cache keeps within its bound."""
         if missing := room.make(self._cache, needed, [*room.shards(self._cache), *things(self._cache)], os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
-            self._say(f"{listing.name} makes the cache {self._cache} larger than it should be: {more} are in use")
-        return tree
+            name = f"{self._field} ({self._url})"
+            self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
 
     def _finish(self, listing: Listing) -> None:
         """Mark a version complete."""
@@ -195,7 +205,7 @@ class Source:
                     os.utime(path, (entry.modified, entry.modified))
                 rows.append(_Row(entry.key, entry.size, entry.etag, os.lstat(path).st_mtime_ns))
         files.flush(directory)
-        files.replace(directory / _LISTING, _text(listing, rows), durable=True)
+        files.replace(directory / _LISTING, _text(listing.url, rows), durable=True)
         (directory / _PARTIAL).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
@@ -236,6 +246,29 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+class Web(Source):
+    """The cache of one file on a web server, which is unpacked if it is an archive. Its checksum is its only version."""
+
+    def _fetched(self, pinned: str) -> str:
+        from outlast.data import get, registry
+
+        dataset = registry.of_url(self._url)
+        directory = self._home / dataset.remotes[0].sha256[:32]
+        tree, progress = directory / "tree", fetch.Pace(f"{self._field} ({dataset.name})", say=self._say)
+        get.get(dataset, tree, get.How(self._say, progress=progress.reached, stop=self._stop))
+        rows = []
+        for parent, _, names in os.walk(tree):
+            for name in names:
+                path = os.path.join(parent, name)
+                if not os.path.islink(path):
+                    os.chmod(path, 0o444)
+                status = os.lstat(path)
+                rows.append(_Row(os.path.relpath(path, tree), status.st_size, "", status.st_mtime_ns))
+        files.replace(directory / _LISTING, _text(self._url, rows), durable=True)
+        self._make_room(0)  # its size is known only now
+        return directory.name
+
+
 def _pinned(pin: Path) -> str:
     try:
         return str(json.loads(pin.read_text())["version"])
@@ -250,8 +283,8 @@ def _read_text(path: Path) -> str:
         return ""
 
 
-def _text(listing: Listing, rows: list[_Row]) -> str:
-    return json.dumps({"url": listing.url, "files": sorted(rows)})
+def _text(url: str, rows: list[_Row]) -> str:
+    return json.dumps({"url": url, "files": sorted(rows)})
 
 
 def _read(path: Path) -> list[_Row]:

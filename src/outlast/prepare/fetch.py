@@ -141,6 +141,21 @@ def bring_whole(listing: Listing, into: Callable[[Listing], Path], *, say: Say, 
     raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a place of its own", retry=True)
 
 
+class Pace:
+    """Reports now and then how far a download is, given the bytes that are here."""
+
+    def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+        self._name, self._say, self._clock = name, say, clock
+        self._told = clock()
+
+    def reached(self, done: int, total: int) -> None:
+        """Called often, from several threads; `total` is 0 when it is unknown."""
+        if (now := self._clock()) - self._told >= TELL_S:
+            self._told = now
+            of = f" of {units.human_bytes(total)}" if total else ""
+            self._say(f"fetching {self._name}: {units.human_bytes(done)}{of}")
+
+
 class Meter:
     """Reports progress, rate and remaining time of a fetch every few seconds."""
 

@@ -61,7 +61,7 @@ def check(job: spec.Job, pins: Path) -> None:
 
 
 def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError for a place that is empty or may not be read. One or two requests each."""
+    """Raise OutlastError for a place that is empty, absent or may not be read. One or two requests each."""
     from outlast import store
     from outlast.prepare import cache
 
@@ -69,6 +69,10 @@ def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) ->
 
     def look(field: str, url: str) -> None:
         try:
+            if spec.web(url):
+                from outlast.data import http
+
+                return http.look(url, timeout_s=REACH_S)
             place = store.open_(url)
             above, _, key = place.url.rpartition("/")
             if next(iter(place.entries()), None) is None:
@@ -78,8 +82,8 @@ def _reach(places: Sequence[tuple[str, str]], script: str | None, pins: Path) ->
                 place.head(script)
         except store.Missing:
             problems[field] = OutlastError(f"{field} ({url}) does not exist; put it there, or correct the URL")
-        except store.StoreError as problem:
-            if not problem.retry:
+        except OutlastError as problem:
+            if not (isinstance(problem, store.StoreError) and problem.retry):
                 problems[field] = OutlastError(f"{field}: {problem}")
 
     asked = [(field, url) for field, url in places if field == "code" or not cache.noted(url, pins)]
@@ -219,9 +223,8 @@ class Preparation:
             return path
         from outlast.prepare import cache
 
-        source = cache.Source(
-            cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self.say, stop=self._stop
-        )
+        kind = cache.Web if spec.web(place) else cache.Source
+        source = kind(cache.writable(self._environ), place, field=field, pins=self._shared / PINS, say=self.say, stop=self._stop)
         self._held.append(source.acquire())
         return self._held[-1].tree
 

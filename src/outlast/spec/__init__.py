@@ -13,7 +13,7 @@ names in the file camelCase. Imports nothing heavier than pydantic.
 from __future__ import annotations
 
 from outlast.spec.job_file import absent, anchor, dump, load, no_such_file, of, parse
-from outlast.spec.locations import ARCHIVES, STORES, archive, local, pinned
+from outlast.spec.locations import ARCHIVES, STORES, archive, local, pinned, web
 from outlast.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Resources, Restarts, Spec, Workers
 from outlast.spec.schema import schema
 
@@ -40,4 +40,5 @@ __all__ = [
     "parse",
     "pinned",
     "schema",
+    "web",
 ]

@@ -23,7 +23,7 @@ from pydantic_core import core_schema
 from outlast import accelerators, contract, units
 from outlast.spec import validation
 from outlast.spec.document import Place
-from outlast.spec.locations import ARCHIVES, OTHER_ARCHIVES, STORES, archive, local, pinned
+from outlast.spec.locations import ARCHIVES, OTHER_ARCHIVES, STORES, archive, local, pinned, web
 
 
 def _above_zero(value: Any) -> timedelta:
@@ -82,6 +82,20 @@ def _location(value: str) -> str:
         raise ValueError(f"is no URL of a store; write {almost[1]}://{almost[2]}, or ./{value} for a path")
     if not (rest if separator else value):
         raise ValueError("must be a path or the URL of a store")
+    return value
+
+
+def _source(value: str) -> str:
+    if not web(value):
+        return _location(value)
+    place, checksum = pinned(value)
+    if not re.fullmatch(r"https?://[^/?#]+/\S+", place):
+        raise ValueError("must be the URL of a file: https://HOST/PATH#sha256=...")
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", checksum):
+        raise ValueError(
+            "must end with #sha256= and 64 hexadecimal digits, so that all workers train on the same bytes; "
+            "outlast data get prints them"
+        )
     return value
 
 
@@ -167,6 +181,7 @@ Cores = Annotated[
     _text_schema(units.QUANTITY_PATTERN, "number"),
 ]
 Location = Annotated[str, AfterValidator(_location)]
+Source = Annotated[str, AfterValidator(_source)]
 Code = Annotated[str, AfterValidator(_code)]
 Script = Annotated[str, AfterValidator(_inside)]
 Module = Annotated[str, Pattern(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "must be a Python module, e.g. outlast.recipes.cifar10")]

@@ -6,13 +6,15 @@ from pathlib import Path
 
 STORES = ("s3", "gs", "az", "file", "memory")
 """URL schemes of places where data, code and outputs may live, besides plain paths."""
+WEB = ("http", "https")
+"""URL schemes of single files, which data and models may come from as well, with their checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 """How the names of archives of code end."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 
 def pinned(code: str) -> tuple[str, str]:
-    """The place of code without its checksum, and the checksum; empty for none."""
+    """A place without its checksum, and the checksum; empty for none."""
     place, _, checksum = code.partition("#sha256=")
     return place, checksum.lower()
 
@@ -20,6 +22,11 @@ def pinned(code: str) -> tuple[str, str]:
 def archive(place: str) -> bool:
     """Whether a place is called like an archive."""
     return place.lower().endswith(ARCHIVES)
+
+
+def web(place: str) -> bool:
+    """Whether a place is a file on a web server."""
+    return place.partition("://")[0] in WEB and "://" in place
 
 
 def local(place: str) -> Path | None:

@@ -41,9 +41,10 @@ class Metadata(Checked):
 class Data(Checked):
     """A dataset that every worker can read."""
 
-    from_: fields.Location
-    """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object. Data
-    in a store is downloaded once per machine, for all workers and jobs, and again only when it has changed. Read only."""
+    from_: fields.Source
+    """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object; or
+    of a file on the web with its checksum (`https://host/set.tar.gz#sha256=...`), which is unpacked if it is an archive. It is
+    downloaded once per machine, for all workers and jobs, and again only when it has changed. Read only."""
     to: fields.Mount = "/data"
     """Mount point in a pod. On this machine `OUTLAST_DATA` holds the path."""
 
@@ -51,8 +52,8 @@ class Data(Checked):
 class Weights(Checked):
     """Weights that every worker can read."""
 
-    from_: fields.Location
-    """Directory on this machine, or URL of a store, as for data."""
+    from_: fields.Source
+    """Directory on this machine, or URL of a store or file, as for data."""
     name: fields.Directory
     """The weights are in `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
 
