@@ -53,6 +53,13 @@ WorkOption = Annotated[
     ),
 ]
 ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share that goes into val, 0 for none.")]
+VocabularyOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.", show_default=False)
+]
+SeparatorOption = Annotated[
+    str | None,
+    typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.", show_default=False),
+]
 GlobOption = Annotated[
     list[str] | None, typer.Option("--glob", metavar="PATTERN", help="Which files: '*.py'. May be repeated. Default: all.")
 ]
@@ -74,14 +81,9 @@ def text(
     tokenizer: Annotated[
         str, typer.Option(metavar="WHICH", help="char, bpe (trained here), gpt2-like (50,257 tokens), or a tokenizer.json.")
     ] = "bpe",
-    vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.", show_default=False)
-    ] = None,
+    vocab_size: VocabularyOption = None,
     val: ValOption = 0.1,
-    separator: Annotated[
-        str | None,
-        typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.", show_default=False),
-    ] = None,
+    separator: SeparatorOption = None,
     glob: GlobOption = None,
     field: Annotated[str, typer.Option(metavar="NAME", help="The text of .jsonl records.")] = "text",
     shard_size: Annotated[
@@ -112,6 +114,114 @@ def text(
         tokenizer, vocab_size, val, separator, tuple(glob or ()), field, _size(shard_size), skip_damaged=skip_damaged
     )
     _made(lambda request: texts.prepare(request, settings), source, to, processes, work, verify=verify)
+
+
+@app.command()
+def jsonl(
+    source: SourceArgument,
+    to: ToOption,
+    tokenizer: Annotated[
+        str, typer.Option(metavar="WHICH", help="bpe (trained here), gpt2-like (50,257 tokens), or a tokenizer.json.")
+    ] = "bpe",
+    vocab_size: VocabularyOption = None,
+    val: ValOption = 0.1,
+    separator: SeparatorOption = None,
+    max_length: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Cut samples to N tokens. Default: keep all.", show_default=False)
+    ] = None,
+    glob: Annotated[list[str] | None, typer.Option("--glob", metavar="PATTERN", help="Which files. Default: '*.jsonl'.")] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of records per shard.")] = "8Mi",
+    processes: ProcessesOption = None,
+    verify: VerifyOption = False,
+    skip_damaged: SkipOption = False,
+    work: WorkOption = None,
+) -> None:
+    """Tokenize records for fine-tuning: input_ids and labels, where -100 takes no part in the loss.
+
+    Each line of SOURCE's .jsonl files is {"prompt": ..., "completion": ...}, {"text": ...}, or {"messages":
+    [{"role": ..., "content": ...}]}. Learned are completions, texts, and what the assistant says. Files named
+    train and val are those parts; otherwise a hash of each record draws it.
+
+    \b
+    Examples:
+      outlast data prepare jsonl dialogues.jsonl --to data/dialogues --vocab-size 8192
+      outlast data prepare jsonl data/raw --to s3://bucket/sft --tokenizer tokenizer.json --max-length 2048
+    """
+    from outlast.data.prepare import jsonl as records
+
+    settings = records.Settings(
+        tokenizer, vocab_size, val, separator, max_length, tuple(glob or ("*.jsonl",)), _size(shard_size) or 1, skip_damaged
+    )
+    _made(lambda request: records.prepare(request, settings), source, to, processes, work, verify=verify)
+
+
+@app.command()
+def images(
+    source: SourceArgument,
+    to: ToOption,
+    size: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.", show_default=False),
+    ] = None,
+    encoded: Annotated[bool, typer.Option("--encoded", help="Keep the files' bytes instead of pixels.")] = False,
+    val: ValOption = 0.1,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "64Mi",
+    processes: ProcessesOption = None,
+    verify: VerifyOption = False,
+    skip_damaged: SkipOption = False,
+    work: WorkOption = None,
+) -> None:
+    """Decode images: columns image, uint8 of (height, width, 3), and label.
+
+    SOURCE has a directory per class, or train/CLASS and val/CLASS (ImageNet, tiny-imagenet-200), or CIFAR-10's
+    batches. Without such parts a hash of the name draws each image. Classes are numbered by name; the manifest
+    lists them. Samples are mixed, so that each shard has some of every class.
+
+    \b
+    Examples:
+      outlast data prepare images data/cifar10 --to data/cifar10-shards
+      outlast data prepare images tiny-imagenet-200 --to s3://bucket/tiny --size 64
+      outlast data prepare images photos --to data/photos --encoded --skip-damaged
+    """
+    from outlast.data.prepare import images as pictures
+
+    settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged)
+    _made(lambda request: pictures.prepare(request, settings), source, to, processes, work, verify=verify)
+
+
+@app.command()
+def video(
+    source: SourceArgument,
+    to: ToOption,
+    frames: Annotated[int, typer.Option(metavar="N", min=1, help="Frames of a clip, at 25 per second.")] = 16,
+    size: Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of a frame's side.")] = 224,
+    clips: Annotated[int, typer.Option(metavar="N", min=1, help="Clips per video, evenly spaced.")] = 1,
+    labels: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.", show_default=False),
+    ] = None,
+    val: ValOption = 0.1,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "256Mi",
+    processes: ProcessesOption = None,
+    verify: VerifyOption = False,
+    skip_damaged: SkipOption = False,
+    work: WorkOption = None,
+) -> None:
+    """Cut clips out of videos: columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label.
+
+    A clip is 0.64 s: 16 frames at 25 per second, and their sound at 48 kHz in one channel, as Perceiver IO
+    takes them. Labels are the directories' names (CLASS/, train/CLASS/, val/CLASS/), or from a list.
+
+    \b
+    Examples:
+      outlast data prepare video data/kinetics --to s3://bucket/kinetics --labels train.csv
+      outlast data prepare video recordings --to data/clips --size 112 --clips 4
+    """
+    from outlast.data.prepare import video as videos
+
+    listed = str(labels) if labels else ""
+    settings = videos.Settings(frames, size, clips, listed, val, _size(shard_size) or 1, skip_damaged)
+    _made(lambda request: videos.prepare(request, settings), source, to, processes, work, verify=verify)
 
 
 def verify(

@@ -65,6 +65,16 @@ def test(directory: Path) -> Images:
     return _read(directory, (TEST,))
 
 
+def read(directory: Path, files: Sequence[str]) -> Images:
+    """The images of some of the files. Raises NotCifar."""
+    return _read(directory, files)
+
+
+def names(directory: Path) -> tuple[str, ...]:
+    """The names of the ten classes. Raises NotCifar."""
+    return _read(directory, (TEST,)).names
+
+
 def write(directory: Path, file: str, x: NDArray[np.uint8], y: Sequence[int], title: str) -> None:
     """Write one batch file of images `x` (n, 3, 32, 32) with labels `y`, as CIFAR-10's authors did."""
     rows = np.ascontiguousarray(x).reshape(len(x), -1)

@@ -134,6 +134,11 @@ def named_part(name: str) -> str:
     return PARTS.get(PurePosixPath(name).parts[0].partition(".")[0].lower(), "")
 
 
+def named(files: Iterable[File]) -> bool:
+    """Whether the files name both parts."""
+    return {TRAIN, VAL} <= {named_part(file.name) for file in files}
+
+
 def drawn(key: str | bytes) -> float:
     """A number in 0 ... 1 drawn by a name or a content: the same on every machine, whatever other files there are."""
     data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
@@ -143,9 +148,8 @@ def drawn(key: str | bytes) -> float:
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
     """The part of each file, by its name. Files that name their part are obeyed, if there are some of both; else a file is in val
     when its name draws a number below `share`. Both parts get a file if there are two."""
-    named = {file.name: named_part(file.name) for file in files}
-    if {TRAIN, VAL} <= set(named.values()):
-        return {name: part or TRAIN for name, part in named.items()}
+    if named(files):
+        return {file.name: named_part(file.name) or TRAIN for file in files}
     lots = {file.name: drawn(file.name) for file in files}
     limit = share
     if share > 0 and len(lots) > 1:

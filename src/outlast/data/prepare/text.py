@@ -14,15 +14,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from outlast.data import shards
-from outlast.data.prepare import plan, tokenizer, work
+from outlast.data.prepare import plan, records, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
 from outlast.errors import OutlastError
 
@@ -30,7 +29,6 @@ SAMPLE = 256 << 20
 """Bytes of text that a tokenizer is trained on, at most. Arbitrary: more hardly changes the merges."""
 _WINDOW = 1 << 16
 """How far a place to cut a document is looked for, in bytes."""
-_RECORDS = ".jsonl"
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,8 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
     Raises BadSource, and OutlastError for settings that cannot be met, or a target that holds something else.
     """
-    _check(settings)
     found = plan.listed(request.source, settings.patterns)
-    about = _about(settings)
+    about = described(settings)
     source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
     if there := work.before(request, "text", about, source):
         return there
@@ -85,8 +82,11 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     with work.opened(request, about, found) as place:
         units, characters = _documents(place, reader, settings, found)
         path = request.to / shards.TOKENIZER
-        if not path.exists():
-            _make_tokenizer(place, path, reader, settings, units, characters)
+        if not path.exists() and settings.tokenizer == "char":
+            tokenizer.save(path, tokenizer.of_characters(characters or ()))
+        elif not path.exists():
+            sample = units[:: -(-sum(unit.bytes for unit in units) // SAMPLE) or 1]  # evenly chosen if there are many
+            make_tokenizer(place, path, settings, functools.partial(_train, reader=reader, units=sample))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         separator = tokenizer.separator(tokenizer.load(path), settings.separator)
         encode = functools.partial(_encode, reader=reader, path=path, digest=digest, separator=separator, into=place.private)
@@ -114,8 +114,9 @@ def _check(settings: Settings) -> None:
         )
 
 
-def _about(settings: Settings) -> dict[str, Any]:
-    """The settings for the manifest: the same on every machine."""
+def described(settings: Settings) -> dict[str, Any]:
+    """The settings for the manifest: the same on every machine. Raises OutlastError for those that cannot be met."""
+    _check(settings)
     about = dataclasses.asdict(settings)
     about["patterns"] = list(settings.patterns)
     about["vocab_size"] = settings.trained
@@ -133,8 +134,8 @@ def _documents(
     place: work.Place, reader: Reader, settings: Settings, found: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
     """The units to encode, and the characters of all documents, if they are needed."""
-    plain = [file for file in found if not file.name.endswith(_RECORDS)]
-    part = plan.parts(found if len(plain) < len(found) and _named(found) else plain, settings.val)
+    plain = [file for file in found if not file.name.endswith(records.SUFFIX)]
+    part = plan.parts(found if len(plain) < len(found) and plan.named(found) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in found]
     tail = len(found) == len(plain) == 1 and settings.val > 0
     characters = None
@@ -149,10 +150,6 @@ def _documents(
             at = _tail(reader, units, [note["length"] for note in notes], settings.val)
             documents = [dataclasses.replace(document, high=at, part=TRAIN), dataclasses.replace(document, low=at, part=VAL)]
     return plan.units(documents, place.request.unit), characters
-
-
-def _named(found: Sequence[File]) -> bool:
-    return {TRAIN, VAL} <= {plan.named_part(file.name) for file in found}
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work.Note:
@@ -173,7 +170,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
     for unit, length in zip(units, lengths, strict=True):
         if left < length:
             (piece,) = unit.pieces
-            with _opened(reader, piece.document) as file:
+            with opened(reader, piece.document) as file:
                 begin = _cut(file, piece.document, piece.begin)
                 return begin + len(_text(_range(file, piece), piece.document, begin)[:left].encode())
         left -= length
@@ -185,8 +182,8 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
     appended to `damaged` if that is to be skipped."""
     for piece in unit.pieces:
         try:
-            with _opened(reader, piece.document) as file:
-                if piece.document.file.endswith(_RECORDS):
+            with opened(reader, piece.document) as file:
+                if piece.document.file.endswith(records.SUFFIX):
                     yield from _records(file, piece, reader, damaged)
                 else:
                     begin = _cut(file, piece.document, piece.begin)
@@ -198,7 +195,7 @@ def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str,
             damaged.append(str(error))
 
 
-def _opened(reader: Reader, document: Document) -> BinaryIO:
+def opened(reader: Reader, document: Document) -> BinaryIO:
     path = reader.root / document.file
     try:
         file = path.open("rb")
@@ -239,60 +236,10 @@ def _text(data: bytes, document: Document, begin: int) -> str:
         ) from error
 
 
-# ---- records
-
-
-def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a range of a file, each with the byte it begins at."""
-    at = piece.begin
-    if at:
-        file.seek(at - 1)
-        at += len(file.readline()) - 1
-    else:
-        file.seek(0)
-    while at < piece.end and (line := file.readline()):
-        if line.strip():
-            yield at, line
-        at += len(line)
-
-
-def record(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
-    """The JSON object in a line. Raises BadSource, with the file and the number of the line."""
-    try:
-        content = json.loads(line)
-    except ValueError as error:
-        raise BadSource(f"{where(file, at)} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise BadSource(f"{where(file, at)} is not a JSON object")
-    return content
-
-
-def where(file: BinaryIO, at: int) -> str:
-    """`train.jsonl, line 7`, for the line that begins at byte `at`. Counts lines, so only for messages."""
-    file.seek(0)
-    number = 1
-    while at > 0 and (some := file.read(min(at, 1 << 20))):
-        number += some.count(b"\n")
-        at -= len(some)
-    return f"{Path(file.name).name}, line {number}"
-
-
-def text_of(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """A text of a record. Raises BadSource if it is none, or has half a surrogate pair."""
-    if not isinstance(value, str):
-        found = "no" if value is None else f"{type(value).__name__} as"
-        raise BadSource(f"{where(file, at)} has {found} {name}; each record needs a text there")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadSource(f"{where(file, at)} has half a surrogate pair in {name}; correct it, or use --skip-damaged") from error
-    return value
-
-
 def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    for at, line in lines(file, piece):
+    for at, line in records.lines(file, piece):
         try:
-            text = text_of(record(line, file, at).get(reader.field), reader.field, file, at)
+            text = records.text(records.parsed(line, file, at).get(reader.field), reader.field, file, at)
         except BadSource as error:
             if not reader.skip_damaged:
                 raise
@@ -305,22 +252,17 @@ def _records(file: BinaryIO, piece: Piece, reader: Reader, damaged: list[str]) -
 # ---- tokens
 
 
-def _make_tokenizer(
-    place: work.Place, path: Path, reader: Reader, settings: Settings, units: Sequence[Unit], characters: set[str] | None
-) -> None:
-    """Write `tokenizer.json`. A BPE is trained on units of the training part, evenly chosen if there are many."""
-    if settings.tokenizer == "char":
-        tokenizer.save(path, tokenizer.of_characters(characters or ()))
-    elif settings.trained is None:
+def make_tokenizer(place: work.Place, path: Path, settings: Settings, train: Callable[[Path, int], None]) -> None:
+    """Write `tokenizer.json`: the one that is given, or what `train` writes for a size, in a process of its own."""
+    if settings.trained is None:
         tokenizer.save(path, Path(settings.tokenizer).read_text("utf-8"))
-    else:
-        tokenizer.library()
-        total = sum(unit.bytes for unit in units)
-        place.request.progress("train the tokenizer", 0, 0)
-        place.alone(_train, path, reader, settings.trained, units[:: -(-total // SAMPLE) or 1])
+        return
+    tokenizer.library()
+    place.request.progress("train the tokenizer", 0, 0)
+    place.alone(train, path, settings.trained)
 
 
-def _train(path: Path, reader: Reader, size: int, units: Sequence[Unit]) -> None:
+def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> None:
     def sample() -> Iterator[str]:
         for unit in units:
             for part, text, _ in texts(unit, reader, []):

@@ -14,7 +14,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,8 +102,9 @@ def of_characters(characters: Iterable[str]) -> str:
     return str(tokenizer.to_str())
 
 
-def train(texts: Iterable[str], size: int) -> str:
-    """A `tokenizer.json`: a byte-level BPE of `size` tokens, fewer if the texts do not have so many; the last is SEPARATOR.
+def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
+    """A `tokenizer.json`: a byte-level BPE of `size` tokens, fewer if the texts do not have so many; the last are `special` and
+    SEPARATOR.
 
     The same for the same texts in the same order: ties between merges are broken by token ids.
     """
@@ -112,9 +113,11 @@ def train(texts: Iterable[str], size: int) -> str:
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
     alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
-    trainer = lib.trainers.BpeTrainer(vocab_size=size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False)
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=size - 1 - len(special), min_frequency=2, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_special_tokens([SEPARATOR])
+    tokenizer.add_special_tokens([*special, SEPARATOR])
     return str(tokenizer.to_str())
 
 

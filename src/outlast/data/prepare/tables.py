@@ -1,0 +1,59 @@
+"""Samples that become columns: each unit of work is one shard, written as a whole by the process that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from numpy.typing import NDArray
+
+from outlast.data import shards
+from outlast.data.prepare import plan, work
+
+T = TypeVar("T")
+SHARD = 64 << 20
+"""Bytes of samples in a shard. Arbitrary: large enough for one request to a store, small enough for a process to hold."""
+
+
+@dataclass(frozen=True)
+class Batch(Generic[T]):
+    """The items that become one shard of a part."""
+
+    number: int
+    part: str
+    shard: int
+    """Number of the shard within its part."""
+    items: tuple[T, ...]
+    bytes: int
+    """Of their files."""
+
+
+def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
+    """The items of each part in batches of `limit` bytes of samples at most. `sizes` has bytes of sample and of file per item."""
+    made: list[Batch[T]] = []
+    for part, some in items.items():
+        numbered = list(range(len(some)))
+        for shard, group in enumerate(plan.grouped(numbered, [size for size, _ in sizes[part]], limit)):
+            read = sum(sizes[part][i][1] for i in group)
+            made.append(Batch(len(made), part, shard, tuple(some[i] for i in group), read))
+    return made
+
+
+def name(part: str, shard: int) -> str:
+    """The file of a shard."""
+    return f"{part}-{shard:05d}.safetensors"
+
+
+def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work.Note:
+    """Write a shard; its note. A shard without samples is not written."""
+    if not shards.samples(columns):
+        return {}
+    return dataclasses.asdict(shards.write_columns(to / name(part, shard), columns))
+
+
+def parts(notes: Sequence[Mapping[str, work.Note]], names: Sequence[str]) -> dict[str, shards.Part]:
+    """The parts of a dataset from the notes of its shards, each by the name of its part."""
+    return {part: shards.Part(tuple(shards.Shard(**note[part]) for note in notes if note.get(part))) for part in names}

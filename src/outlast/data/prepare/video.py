@@ -1,0 +1,273 @@
+"""Videos to columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
+
+A clip is 16 frames at 25 per second and the sound of these 0.64 s at 48 kHz in one channel: 1,920 samples per frame, what
+Perceiver IO takes. Frames of other rates are those shown at these moments; the shorter side becomes `size` pixels, and the
+centre is cut out. A video without sound, or shorter than a clip, is filled with silence and its last frame. Labels are from a CSV
+(the lists of Kinetics, or `file,label`), else the name of the directory. Memory: two shards per process.
+
+Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outlast.data import shards
+from outlast.data.prepare import plan, tables, work
+from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
+from outlast.errors import OutlastError
+
+SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
+FRAMES_PER_SECOND = 25
+RATE = 48_000
+"""Samples of sound per second."""
+PER_FRAME = RATE // FRAMES_PER_SECOND
+SHARD = 256 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to make of videos."""
+
+    frames: int = 16
+    """Frames of a clip."""
+    size: int = 224
+    """Pixels of a frame's side."""
+    clips: int = 1
+    """Clips per video, evenly spaced; one is in the middle."""
+    labels: str = ""
+    """Path of a list of labels; empty: the directories' names."""
+    val: float = 0.1
+    shard_size: int = SHARD
+    skip_damaged: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of a sample."""
+        return self.frames * (self.size**2 * 3 + PER_FRAME * 2)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A sample to make."""
+
+    file: str
+    at: int
+    """Number of the clip in its video."""
+    label: int
+
+
+def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
+    """Make the dataset, or finish it; the manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
+    if min(settings.frames, settings.size, settings.clips) < 1:
+        raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
+    pyav()
+    found = plan.listed(request.source)
+    listed = Path(settings.labels).read_bytes() if settings.labels and Path(settings.labels).is_file() else b""
+    if settings.labels and not listed:
+        raise BadSource(f"there is no list of labels {settings.labels}, or it is empty; name a CSV with file,label")
+    about = dataclasses.asdict(settings) | {"labels": hashlib.sha256(listed).hexdigest() if listed else ""}
+    source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
+    if there := work.before(request, "video", about, source):
+        return there
+    with work.opened(request, about, found) as place:
+        root = plan.root(request.source)
+        videos = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+        if not videos:
+            raise BadSource(
+                f"{request.source} has no videos ({', '.join(SUFFIXES)}); name a directory with a directory per class"
+            )
+        items, names = layout(videos, _listed(listed, settings.labels) if listed else {}, settings)
+        read = {file.name: file.size // settings.clips for file in videos}
+        sizes = {part: [(settings.bytes, read[clip.file]) for clip in some] for part, some in items.items()}
+        do = functools.partial(_write, root=root, to=request.to, settings=settings)
+        notes = place.results("shard", do, tables.batches(items, sizes, settings.shard_size))
+        source |= {"classes": names} | {key: sum(note[key] for note in notes) for key in ("damaged", "silent")}
+        parts = tables.parts(notes, [part for part in (TRAIN, VAL) if items[part] or (part == VAL and settings.val)])
+        return place.finish(shards.Manifest("video", parts, about, source, place=str(request.to)))
+
+
+def pyav() -> Any:
+    """PyAV. Raises OutlastError if it is not installed."""
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise OutlastError("decoding videos needs the library av; run: pip install 'outlast[data]'") from error
+    return av
+
+
+# ---- which video is what
+
+
+def layout(videos: Sequence[File], listed: Mapping[str, str], settings: Settings) -> tuple[dict[str, list[Clip]], list[str]]:
+    """The clips of each part, in the order of a hash of their names, and the names of the classes. Raises BadSource."""
+    divided = plan.named(videos)
+    classes = {file.name: _label(file.name, listed, divided=divided) for file in videos}
+    names = sorted(set(classes.values()))
+    number = {each: i for i, each in enumerate(names)}
+    part = plan.parts(videos, settings.val)
+    ordered = sorted(videos, key=lambda file: (plan.drawn(file.name), file.name))
+    items: dict[str, list[Clip]] = {TRAIN: [], VAL: []}
+    for at in range(settings.clips):
+        for file in ordered:
+            items[part[file.name]].append(Clip(file.name, at, number[classes[file.name]]))
+    return items, names
+
+
+def _label(name: str, listed: Mapping[str, str], *, divided: bool) -> str:
+    if listed:
+        stem = name.rpartition("/")[2].rpartition(".")[0]
+        for key in (name, name.rpartition("/")[2], stem, stem[:11]):  # Kinetics' files begin with an id of 11 characters
+            if key in listed:
+                return listed[key]
+        raise BadSource(f"{name} is not in the list of labels; add it, or remove the file")
+    segments = name.split("/")[divided:]
+    if len(segments) < 2:
+        raise BadSource(
+            f"{name} lies in no directory of a class; sort the videos into SOURCE/CLASS/, or name a list with --labels"
+        )
+    return segments[0]
+
+
+def _listed(content: bytes, path: str) -> dict[str, str]:
+    """Labels by file or id, from a CSV. Raises BadSource, with the line."""
+    try:
+        rows = list(csv.reader(io.StringIO(content.decode("utf-8-sig"))))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadSource(f"{path} is no CSV in UTF-8 ({error}); correct it") from error
+    head = [cell.strip().lower() for cell in rows[0]] if rows else []
+    key = next((head.index(each) for each in ("file", "path", "filename", "youtube_id") if each in head), 0)
+    label = head.index("label") if "label" in head else 1
+    table = {}
+    for number, row in enumerate(rows[1:] if "label" in head else rows, 2 if "label" in head else 1):
+        if not row:
+            continue
+        if len(row) <= max(key, label) or not row[label]:
+            raise BadSource(f"{path}, line {number} has no label; write file,label")
+        table[row[key]] = row[label]
+    return table
+
+
+# ---- frames and sound
+
+
+def _write(batch: tables.Batch[Clip], *, root: Path, to: Path, settings: Settings) -> work.Note:
+    videos: list[NDArray[np.uint8]] = []
+    sounds: list[NDArray[np.int16]] = []
+    labels: list[int] = []
+    damaged = silent = 0
+    for clip in batch.items:
+        try:
+            video, sound = decoded(root / clip.file, clip, settings)
+        except BadSource:
+            if not settings.skip_damaged:
+                raise
+            damaged += 1
+            continue
+        silent += sound is None
+        videos.append(video)
+        sounds.append(np.zeros(settings.frames * PER_FRAME, np.int16) if sound is None else sound)
+        labels.append(clip.label)
+    columns: dict[str, NDArray[Any]] = {"label": np.array(labels, np.int64)}
+    if videos:
+        columns |= {"video": np.stack(videos), "audio": np.stack(sounds)}
+    return {batch.part: tables.write(to, batch.part, batch.shard, columns), "damaged": damaged, "silent": silent}
+
+
+def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
+    """Frames (16, 224, 224, 3) and sound (30720,) of a clip; None without sound. Raises BadSource if the video is damaged."""
+    av = pyav()
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise BadSource(f"{clip.file} has no video stream; remove it, or leave it out with --skip-damaged")
+            begin = _begin(container, clip.at, settings)
+            frames = _frames(container, begin, settings)
+        with av.open(str(path)) as container:
+            sound = _sound(container, begin, settings) if container.streams.audio else None
+    except (av.FFmpegError, ValueError, IndexError) as error:
+        raise BadSource(
+            f"{clip.file} is damaged or no video ({error}); replace it, or leave it out with --skip-damaged"
+        ) from error
+    if not frames:
+        raise BadSource(f"{clip.file} is damaged: it has no frame at {float(begin):.2f} s; replace it, or use --skip-damaged")
+    return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
+
+
+def _begin(container: Any, at: int, settings: Settings) -> Fraction:
+    """The second at which clip `at` of a video begins."""
+    stream = container.streams.video[0]
+    known = stream.duration is not None
+    duration: Fraction = stream.duration * stream.time_base if known else Fraction(container.duration or 0, 1_000_000)
+    room = duration - Fraction(settings.frames, FRAMES_PER_SECOND)
+    return max(Fraction(0), room * (2 * at + 1) / (2 * settings.clips))
+
+
+def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
+    """The frames that are shown at the moments of a clip; fewer if the video ends."""
+    stream = container.streams.video[0]
+    stream.thread_type = "NONE"  # a process per core is enough
+    start = (stream.start_time or 0) * stream.time_base
+    container.seek(int((start + begin) / stream.time_base), stream=stream)
+    moments = [begin + Fraction(i, FRAMES_PER_SECOND) for i in range(settings.frames)]
+    found: list[NDArray[np.uint8]] = []
+    shown = None
+    for frame in container.decode(stream):
+        if frame.pts is None:
+            continue
+        time = frame.pts * stream.time_base - start
+        while len(found) < len(moments) and time > moments[len(found)]:
+            found.append(_cut(shown or frame, settings.size))
+        if len(found) == len(moments):
+            return found
+        shown = frame
+    if shown:
+        found.append(_cut(shown, settings.size))
+    return found
+
+
+def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
+    """The centre of a frame, (size, size, 3)."""
+    scale = Fraction(size, min(frame.width, frame.height))
+    width, height = (max(size, round(side * scale)) for side in (frame.width, frame.height))
+    pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.ascontiguousarray(pixels[top : top + size, left : left + size])
+
+
+def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.int16]:
+    """The samples of a clip, silent where there are none."""
+    av = pyav()
+    stream = container.streams.audio[0]
+    video = container.streams.video[0]
+    start = (video.start_time or 0) * video.time_base + begin
+    container.seek(int(start / stream.time_base), stream=stream)
+    resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
+    sound = np.zeros(settings.frames * PER_FRAME, np.int16)
+    at: int | None = None
+    for frame in container.decode(stream):
+        if at is None:
+            if frame.pts is None:
+                continue
+            at = round((frame.pts * stream.time_base - start) * RATE)
+        for piece in resampler.resample(frame):
+            samples = piece.to_ndarray().reshape(-1)
+            low, high = max(at, 0), min(at + len(samples), len(sound))
+            if low < high:
+                sound[low:high] = samples[low - at : high - at]
+            at += len(samples)
+        if at >= len(sound):
+            break
+    return sound
