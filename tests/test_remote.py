@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outlast import checkpoints, contract, runs, store
-from outlast.checkpoints import register, remote, rules
+from outlast.checkpoints import register, remote, retention, rules
 from outlast.checkpoints.rules import Latest, Names, Place
 from outlast.errors import AlreadyRunning, Denied, OutlastError, Stopped, Superseded, Unreachable
 from outlast.store import Store, multipart
@@ -71,10 +71,10 @@ places = st.builds(at, st.integers(1, 9), st.integers(1, 4))
 
 @given(registers(), st.integers(-1, 5))
 def test_the_last_two_stay_and_the_newest_that_count(now: Latest, keep: int):
-    gone = rules.expired(now, checkpoints.Retention(keep))
+    gone = checkpoints.Retention(keep).expired(now.places)
     left = now.without(gone)
     assert set(now.places[-2:]) <= set(left.places)
-    assert set(rules.counted(now)[-max(2, keep) :]) <= set(left.places)
+    assert set(retention.counted(now.places)[-max(2, keep) :]) <= set(left.places)
     assert all(rules.obsolete(now, place) for place in gone)
 
 
@@ -85,7 +85,7 @@ def test_what_is_outlived_stays_so_whatever_happens(now: Latest, old: Place, hap
     for place, keep in happens:
         if not rules.refused(now, place):
             now = now.added(place)
-        now = now.without(rules.expired(now, checkpoints.Retention(keep)))
+        now = now.without(checkpoints.Retention(keep).expired(now.places))
         assert rules.obsolete(now, old) or not obsolete
         obsolete = rules.obsolete(now, old)
 
@@ -101,11 +101,11 @@ def test_a_new_generation_finds_what_the_one_before_finished_and_nothing_of_zomb
 
 def test_a_checkpoint_that_a_later_generation_went_back_before_does_not_count():
     now = latest(at(8), at(10, 2), at(12), at(13))  # 12 and 13 were damaged when generation 2 began
-    assert rules.counted(now) == [at(8), at(10, 2)]
-    assert rules.expired(now, checkpoints.Retention(2)) == []
+    assert retention.counted(now.places) == [at(8), at(10, 2)]
+    assert checkpoints.Retention(2).expired(now.places) == []
     now = now.added(at(14, 2))
-    assert rules.expired(now, checkpoints.Retention(2)) == [at(8)]
-    assert rules.expired(now.added(at(15, 2)), checkpoints.Retention(2)) == [at(8), at(10, 2), at(12), at(13)]
+    assert checkpoints.Retention(2).expired(now.places) == [at(8)]
+    assert checkpoints.Retention(2).expired(now.added(at(15, 2)).places) == [at(8), at(10, 2), at(12), at(13)]
 
 
 def test_what_may_not_be_added_is_told_why():

@@ -404,7 +404,7 @@ def test_another_kind_of_document_is_refused() -> None:
         ("replicas: 2", "replicas is unknown; did you mean spec.workers.replicas?"),
         ("every: 5m", "every is unknown; did you mean spec.checkpoint.every or spec.sync.every?"),
         ("xyzzy: 2", "xyzzy is unknown; remove it"),
-        ("checkpoint: {xyzzy: 2}", "checkpoint.xyzzy is unknown; known here are every, keep"),
+        ("checkpoint: {xyzzy: 2}", "checkpoint.xyzzy is unknown; known here are every, keep, best, by, mode"),
     ],
 )
 def test_an_unknown_field_is_refused_with_what_was_meant(field: str, sentence: str) -> None:

@@ -118,6 +118,8 @@ class Env:
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
     """`300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
+    CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
+    """`2 min val_loss`: how many of the best to keep, whether low values are, and of what; absent where the job keeps none."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
     """`1`: metrics go to TensorBoard's event files in the output, too."""
     MLFLOW = "OUTLAST_MLFLOW"
@@ -259,6 +261,11 @@ def worker_name(job: str, index: int) -> str:
 
 LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
 """Of a job: the name of each of its pods is a host name."""
+
+EVALUATE = "--evaluate"
+"""The argument that makes a job's module measure its model instead of training it."""
+EVALUATED = "--checkpoint="
+"""The argument that then says which checkpoint: `--checkpoint=best` or `--checkpoint=1200`; without it the module decides."""
 
 # Below the output of a job
 CHECKPOINTS = "checkpoints"

@@ -1,8 +1,8 @@
 """One pod's evaluation of a job's model: what `outlast evaluate` runs in a cluster.
 
-The environment is a worker's. The newest committed checkpoint and what the training has written itself are brought from the store
-if the output is in one, code and data are prepared as for a worker, and the job's module runs with `--evaluate`. What it prints
-is the pod's log.
+The environment is a worker's. If the output is in a store, the newest committed checkpoint, the one that is asked for, and what
+the training has written itself are brought from there. Code and data are prepared as for a worker, and the job's module runs with
+`--evaluate`. What it prints is the pod's log.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outlast import runs, spec, store
 from outlast.checkpoints import restore
-from outlast.contract import CHECKPOINTS, LEDGER, LOGS, METRICS, Env
+from outlast.contract import CHECKPOINTS, EVALUATE, LEDGER, LOGS, METRICS, Env
 from outlast.errors import StoreError
 from outlast.prepare import prepare
 from outlast.runs.layout import skipped
@@ -30,18 +30,19 @@ def main(args: Sequence[str]) -> int:
     environ = dict(os.environ)
     job = spec.load(environ[Env.JOB_FILE])
     environ |= substitution.values(job.spec.env, environ)
+    place, run, output = None, environ[Env.RUN], Path(environ[Env.OUTPUT])
     if Env.STORE in environ:
         place = store.open_(environ[Env.STORE])
         begun = runs.read(place)  # its name is that of the file it was begun with; ours may be a later one
-        run = begun.run if begun else environ[Env.RUN]
-        output = Path(environ[Env.OUTPUT])
+        run = begun.run if begun else run
         restore.restore(output, place, run, lambda text: print(f"outlast | {text}", flush=True))
         _fetch_results(place, output)
+    args = restore.evaluated(output, place, run, args)
     preparation = prepare.Preparation(job, environ)
     try:
         preparation.prepare()
         del environ[Env.STATE]  # it is no worker
-        command = [preparation.python, *prepare.command(job, environ), "--evaluate", *args]
+        command = [preparation.python, *prepare.command(job, environ), EVALUATE, *args]
         return subprocess.run(command, env=environ, cwd=environ[Env.CODE], check=False).returncode
     finally:
         preparation.close()

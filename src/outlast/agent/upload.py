@@ -180,7 +180,7 @@ class Uploader:
         if not self._taken:
             return  # nothing was trained here yet: what there is was fetched
         while waiting := self.waiting():
-            checkpoint = waiting[0]
+            checkpoint = self._checkpoints.next_(waiting, self._retention)
             self.update(doing=f"checkpoint of step {checkpoint.step}", backlog=sum(c.bytes for c in waiting))
             outcome = self._checkpoints.push(checkpoint, journals=self._journals, stop=stop)
             if outcome.kind == "waiting":
@@ -293,7 +293,7 @@ def main(argv: list[str]) -> int:
         try:
             place = store.open_(environ[contract.Env.STORE])
             run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
-            retention = checkpoints.Retention.parse(job.spec.checkpoint.retention)
+            retention = checkpoints.Retention.parse(job.spec.checkpoint.retention, job.spec.checkpoint.which_are_best)
             uploader = Uploader(output, place, run_id, owner, retention, _tell, environ=environ)
             if not final:
                 run(uploader, job.spec.sync.every.total_seconds(), stop)

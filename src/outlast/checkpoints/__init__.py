@@ -23,9 +23,9 @@ from outlast.checkpoints.disk import (
     sweep,
     verify,
 )
-from outlast.checkpoints.retention import Retention
+from outlast.checkpoints.retention import Metric, Retention, named, ranked
 
 __all__ = [
-    "Checkpoint", "Commit", "Retention", "acquire", "checksum", "commit", "expired", "fetching", "first", "generation", "latest",
-    "list_", "owner", "place", "read", "reading", "remove", "saving", "sweep", "verify",
+    "Checkpoint", "Commit", "Metric", "Retention", "acquire", "checksum", "commit", "expired", "fetching", "first", "generation",
+    "latest", "list_", "named", "owner", "place", "ranked", "read", "reading", "remove", "saving", "sweep", "verify",
 ]  # fmt: skip

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from outlast import contract, file_locks, files
-from outlast.checkpoints.retention import Retention
+from outlast.checkpoints.retention import Metric, Retention
 from outlast.errors import Superseded
 
 _NAME = re.compile(r"step-(\d{8,})")
@@ -61,6 +61,8 @@ class Checkpoint:
     """Size of its files together."""
     problem: str = ""
     """Why its COMMIT cannot be read, if so."""
+    metric: Metric | None = None
+    """How good it is, if the training said so."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
@@ -87,7 +89,8 @@ def step_of(name: str) -> int | None:
 
 
 def _committed(path: Path, commit: Commit) -> Checkpoint:
-    return Checkpoint(commit.step, path, commit.run, commit.generation, commit.world_size, commit.time, commit.size)
+    saved = commit.run, commit.generation, commit.world_size, commit.time, commit.size
+    return Checkpoint(commit.step, path, *saved, metric=commit.metric)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,8 @@ class Commit:
     time: float
     files: Mapping[str, Mapping[str, int]]
     """`{name: {size, crc32}}`."""
+    metric: Metric | None = None
+    """How good it is; left out where that is not known, and by versions that did not know it."""
 
     @property
     def size(self) -> int:
@@ -113,7 +118,7 @@ class Commit:
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
-        if lacking := [field.name for field in dataclasses.fields(cls) if field.name not in document]:
+        if lacking := [name for name in _REQUIRED if name not in document]:
             raise ValueError(f"it does not say {lacking[0]}")
         files = document["files"]
         if not isinstance(files, dict) or not all(map(_is_file, files.values())):
@@ -124,11 +129,16 @@ class Commit:
         numbers = [document[name] for name in ("step", "generation", "world_size", "time")]
         if not isinstance(document["run"], str) or not all(isinstance(number, int | float) for number in numbers):
             raise ValueError("run, step, generation, world_size or time is not of its kind")
-        return cls(document["run"], document["step"], document["generation"], document["world_size"], document["time"], files)
+        saved = document["run"], document["step"], document["generation"], document["world_size"], document["time"]
+        return cls(*saved, files, Metric.of(document.get("metric")))
 
     def text(self) -> str:
         """As it is written; `parse` reads it back."""
-        return json.dumps({**dataclasses.asdict(self), "files": dict(self.files)})
+        document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
+        return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
+
+
+_REQUIRED = ("run", "step", "generation", "world_size", "time", "files")
 
 
 def _is_file(file: object) -> bool:
@@ -148,9 +158,7 @@ def latest(found: Iterable[Checkpoint], run: str) -> Checkpoint | None:
 
 def expired(found: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
     """Which checkpoints to remove. Those whose COMMIT cannot be read do not count, and stay."""
-    readable = sorted((c for c in found if not c.problem), key=lambda checkpoint: checkpoint.step)
-    steps = retention.expired(checkpoint.step for checkpoint in readable)
-    return [checkpoint for checkpoint in readable if checkpoint.step in steps]
+    return retention.expired(checkpoint for checkpoint in found if not checkpoint.problem)
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
@@ -282,7 +290,7 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
-    stamped = Commit(*stamp, content)
+    stamped = Commit(*stamp, content, checkpoint.metric)
     files.replace(written / contract.COMMIT, stamped.text(), durable=True)
     with file_locks.attempted(directory / _LOCK, wait=True):
         run, generation, _ = _fence(directory)
@@ -346,15 +354,16 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 
 
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
-    """After `newest` was committed: delete its run's expired checkpoints, the damaged ones before them that were replaced, and
-    what dead generations left half written.
+    """After `newest` was committed: delete its run's expired checkpoints, the damaged ones that were replaced before the newest
+    that are kept, and what dead generations left half written.
 
     Checkpoints of higher steps stay and do not count: restoring skipped them, so they are damaged. One that is being read stays
     until the next time. Returns what was deleted.
     """
     ours = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     gone = [checkpoint for checkpoint in expired(ours, retention) if remove(checkpoint)]
-    oldest = min((c.step for c in ours if c not in gone), default=newest.step)
+    recent = Retention(retention.keep).expired(c for c in ours if not c.problem)  # a best one may be much older
+    oldest = min((c.step for c in ours if c not in gone and c not in recent), default=newest.step)
     for name in os.listdir(directory):
         match = _LEFTOVER.fullmatch(name)
         if match and (match[1] is None or int(match[1]) < newest.generation):

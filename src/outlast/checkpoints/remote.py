@@ -19,14 +19,14 @@ import functools
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 from outlast import contract, units
 from outlast.checkpoints import disk, register, rules
-from outlast.checkpoints.retention import Retention
+from outlast.checkpoints.retention import Metric, Retention
 from outlast.checkpoints.rules import Latest, Place
 from outlast.checkpoints.stored_files import Damaged, DamagedHere, Parts, Progress
 from outlast.errors import Denied, OutlastError, StoreError, Superseded
@@ -60,6 +60,11 @@ class Checkpoint:
         return self.place.generation
 
     @property
+    def metric(self) -> Metric | None:
+        """How good it is, if that is known."""
+        return self.commit.metric if self.commit else self.place.metric
+
+    @property
     def bytes(self) -> int:
         """The size of all files; 0 when that is not known."""
         return self.commit.size if self.commit else 0
@@ -87,6 +92,8 @@ class Checkpoints:
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
         self._generation: int | None = None
+        self._metrics: dict[Place, Metric | None] = {}
+        """Of checkpoints whose COMMIT we have seen; it never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -123,7 +130,9 @@ class Checkpoints:
 
     def _known(self, place: Place) -> Checkpoint:
         try:
-            return Checkpoint(place, self._parts(place).read_commit())
+            commit = self._parts(place).read_commit()
+            self._metrics[place] = commit.metric
+            return Checkpoint(place, commit)
         except Damaged as problem:
             return Checkpoint(place, problem=str(problem))
 
@@ -156,6 +165,7 @@ class Checkpoints:
             if commit.run != self.run:
                 raise OutlastError(f"{local.path} is of run {commit.run or '(unnamed)'}, not of run {self.run}")
             place = Place.of(commit)
+            self._metrics[place] = commit.metric
             latest, instead = self._fenced(), None
             if latest and (reason := rules.refused(latest, place)):
                 return Outcome("expired", reason)
@@ -185,6 +195,19 @@ class Checkpoints:
         if reason := rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
         return latest
+
+    def next_(self, waiting: Sequence[disk.Checkpoint], retention: Retention) -> disk.Checkpoint:
+        """Which of the local checkpoints to push next; see `rules.pressing`."""
+        latest = self._fenced() if retention.best and len(waiting) > 1 else None
+        return rules.pressing(self._measured(latest) if latest else Latest(self.run, 0), waiting, retention)
+
+    def _measured(self, latest: Latest) -> Latest:
+        """The same with the metrics that the register does not have: it does not everywhere, but COMMIT does."""
+        for place in latest.places:
+            if not place.metric and place not in self._metrics:
+                self._known(place)
+        places = (dataclasses.replace(p, metric=p.metric or self._metrics.get(p)) for p in latest.places)
+        return dataclasses.replace(latest, places=tuple(places))
 
     def forget(self, journals: Path) -> None:
         """Abort abandoned uploads, once nothing is left to push. `journals` must hold journals of checkpoints only."""
@@ -305,7 +328,9 @@ class Checkpoints:
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
-        gone = [place for place in rules.expired(latest, retention) if not self._being_read(self._below(place.step))]
+        if retention.best:
+            latest = self._measured(latest)
+        gone = [place for place in retention.expired(latest.places) if not self._being_read(self._below(place.step))]
         if not dry_run:
             if gone:
                 latest = self._register.drop(gone) or latest

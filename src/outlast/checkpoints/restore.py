@@ -1,15 +1,16 @@
-"""Brings the newest committed checkpoint from the store to this machine, before a worker trains.
+"""Brings committed checkpoints from the store to this machine: the newest before a worker trains, any other to be evaluated.
 
 A valid local checkpoint that is newer stays. Workers of one machine share their output, so only the first one fetches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from outlast import contract, store
-from outlast.checkpoints import disk, remote
+from outlast import contract, store, units
+from outlast.checkpoints import disk, remote, retention
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
@@ -27,3 +28,26 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
         if not here:
             raise
         say(f"goes on from step {here} of this machine: {problem}")
+
+
+def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
+    """The arguments of an evaluation, with the step of the checkpoint that they name, which is here then, whole.
+
+    `--checkpoint=best` is the best one on this machine and in the store. Arguments that name none stay as they are. Raises
+    NotFound, Damaged and store.StoreError.
+    """
+    asked = [each for each in args if each.startswith(contract.EVALUATED)]
+    if not asked:
+        return [*args]
+    directory = output / contract.CHECKPOINTS
+    here = {c.step: c for c in disk.list_(directory) if c.run == run and not c.problem}
+    stored = remote.Checkpoints(place, run) if place else None
+    there = {c.step: c for c in stored.list_() if not c.problem} if stored else {}
+    known: list[retention.Committed] = [*here.values(), *(c for c in there.values() if c.step not in here)]
+    step = retention.named(known, asked[-1].removeprefix(contract.EVALUATED)).step
+    if stored and step in there and not (step in here and disk.verify(here[step].path) is None):
+        size = units.human_bytes(there[step].bytes)
+        print(f"outlast | fetching the checkpoint of step {step} ({size}) from {stored.store.url}", file=sys.stderr, flush=True)
+        directory.mkdir(parents=True, exist_ok=True)
+        stored.fetch(there[step], directory)
+    return [*(each for each in args if each not in asked), f"{contract.EVALUATED}{step}"]

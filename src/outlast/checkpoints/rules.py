@@ -6,7 +6,7 @@ here decides only which of those directories count. Docs: docs/decisions/0007-co
 
     passed     a later generation went back before it, so it was skipped as damaged when that one began
     counted    committed and not passed
-    expired    enough counted ones are above it: it goes
+    expired    enough counted ones are above it, and it is none of the best: it goes
     obsolete   two committed ones of its own generation or later are above it: it may never be added (again), so its files may go
 
 What is expired is obsolete, and what is obsolete stays so, whatever happens next: a process may delete such files however late it
@@ -19,11 +19,11 @@ import json
 import re
 import zlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from outlast import contract
 from outlast.checkpoints import disk
-from outlast.checkpoints.retention import Retention
+from outlast.checkpoints.retention import C, Committed, Metric, Retention
 from outlast.errors import OutlastError
 
 _VERSION = 1
@@ -37,6 +37,8 @@ class Place:
     generation: int
     parts: str
     """Name of the directory that holds the files, unique to their contents."""
+    metric: Metric | None = field(default=None, compare=False)
+    """A copy of what its COMMIT says; None where the register does not say it, then COMMIT may."""
 
     @property
     def key(self) -> str:
@@ -48,7 +50,7 @@ class Place:
         """Where the checkpoint belongs that a COMMIT describes."""
         files = [(name, file["size"], file["crc32"]) for name, file in sorted(commit.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())
-        return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}")
+        return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}", commit.metric)
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
@@ -91,7 +93,11 @@ class Latest:
         """As it is written; `parse` reads it back. `step`, `name` and `time` are for people and scripts."""
         newest = self.places[-1].key if self.places else ""
         document = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
-        committed = [{"step": place.step, "generation": place.generation, "parts": place.parts} for place in self.places]
+        committed = [
+            {"step": place.step, "generation": place.generation, "parts": place.parts}
+            | ({"metric": place.metric.plain()} if place.metric else {})
+            for place in self.places
+        ]
         return json.dumps({**document, "time": round(time, 3), "checkpoints": committed}, indent=1).encode() + b"\n"
 
     @classmethod
@@ -104,7 +110,10 @@ class Latest:
                     f"run {document['run']} was saved by a later Outlast (its register is of version {document['version']}, "
                     f"this one reads up to {_VERSION}); install that one"
                 )
-            places = [Place(int(each["step"]), int(each["generation"]), str(each["parts"])) for each in document["checkpoints"]]
+            places = [
+                Place(int(each["step"]), int(each["generation"]), str(each["parts"]), Metric.of(each.get("metric")))
+                for each in document["checkpoints"]
+            ]
             return cls(str(document["run"]), int(document["generation"]), tuple(sorted(places)))
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is damaged ({error})") from error
@@ -119,26 +128,30 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
     return ""
 
 
-def counted(latest: Latest) -> list[Place]:
-    """The committed checkpoints that no later generation went back before."""
-    found, newest = [], -1
-    for place in latest.places:
-        if place.generation >= newest:
-            found.append(place)
-        newest = max(newest, place.generation)
-    return found
+def pressing(latest: Latest, waiting: Sequence[C], retention: Retention) -> C:
+    """Which of the checkpoints on a disk to add to the register next: the newest, so that little is lost.
 
-
-def expired(latest: Latest, retention: Retention) -> list[Place]:
-    """Which checkpoints to remove. One that a later generation went back before does not count as a newest one, but stays until
-    enough that count are above it."""
-    steps = retention.expired((place.step for place in latest.places), [place.step for place in counted(latest)])
-    return [place for place in latest.places if place.step in steps]
+    But a best one that one more above it would make `obsolete` goes first; of several the lowest, as each is above those below.
+    """
+    waiting = sorted(waiting, key=lambda each: each.step)
+    here = {each.step for each in waiting}
+    known: list[Committed] = [*waiting, *(place for place in latest.places if place.step not in here)]
+    best = {each.step for each in retention.best_of(known)}
+    last = (each for each in waiting[:-1] if each.step in best and _above(latest, each) == OBSOLETE - 1)
+    return next(last, waiting[-1])
 
 
 def obsolete(latest: Latest, place: Place) -> bool:
     """Whether a checkpoint is so old that it is never to be added (again), and its files may go."""
-    return sum(other.step > place.step and other.generation >= place.generation for other in latest.places) >= 2
+    return _above(latest, place) >= OBSOLETE
+
+
+OBSOLETE = 2
+"""So many above a checkpoint make it obsolete."""
+
+
+def _above(latest: Latest, checkpoint: Committed) -> int:
+    return sum(other.step > checkpoint.step and other.generation >= checkpoint.generation for other in latest.places)
 
 
 def refused(latest: Latest, place: Place) -> str:

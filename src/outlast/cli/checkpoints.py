@@ -6,7 +6,7 @@ import dataclasses
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
 from outlast.errors import NotFound, OutlastError, StoreError
 
 if TYPE_CHECKING:
-    from outlast.checkpoints import Checkpoint, remote
+    from outlast.checkpoints import Checkpoint, Metric, remote
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, verify, restore, export and remove checkpoints.")
 
@@ -27,6 +27,7 @@ StoreOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help="URL of the job's output in a store, if it is not the one in the job.", show_default=False),
 ]
+BestOption = Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")]
 StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.", show_default=False)]
 
 
@@ -55,6 +56,17 @@ class Saved:
         return "both" if self.here and self.there else "here" if self.here else "store"
 
     @property
+    def generation(self) -> int:
+        """The generation that saved it."""
+        said = self.here if self.here and not self.here.problem else self.there or self.here
+        return said.generation if said else 0
+
+    @property
+    def metric(self) -> Metric | None:
+        """How good it is, if that is known."""
+        return (self.here and self.here.metric) or (self.there and self.there.metric) or None
+
+    @property
     def problem(self) -> str:
         """Why its COMMIT cannot be read, where that is so."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
@@ -74,11 +86,13 @@ class Saved:
         files = self.there.commit.files if self.there and self.there.commit else {}
         return {name: file["size"] for name, file in sorted(files.items())}
 
-    def plain(self, job: Job) -> dict[str, Any]:
-        """As data."""
+    def plain(self, job: Job, ranks: Mapping[int, int]) -> dict[str, Any]:
+        """As data; `ranks` as `_ranks` makes them."""
         url = f"{job.there.store.url}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there and job.there else None
         path = str(self.here.path) if self.here else None
-        return {"step": self.step, **self.facts(), "where": self.where, "path": path, "url": url, "problem": self.problem}
+        good = {"metric": self.metric.value, "by": self.metric.by} if self.metric else {"metric": None, "by": None}
+        facts = {**self.facts(), **good, "best": ranks.get(self.step)}
+        return {"step": self.step, **facts, "where": self.where, "path": path, "url": url, "problem": self.problem}
 
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Job:
@@ -130,9 +144,22 @@ def _saved(job: Job) -> list[Saved]:
     return sorted(found, key=lambda saved: (saved.step, saved.where))
 
 
-def _chosen(job: Job, step: int | None) -> list[Saved]:
-    """All checkpoints, or those of a step; raises NotFound."""
-    found = _saved(job)
+def _ranks(job: Job, found: Sequence[Saved]) -> dict[int, int]:
+    """Steps of the run's checkpoints that have a metric, and their place among them: 1 is the best."""
+    from outlast import checkpoints
+
+    ours = (saved for saved in found if not saved.here or saved.here.run in (job.run, ""))
+    return {saved.step: rank for rank, saved in enumerate(checkpoints.ranked(ours), 1)}
+
+
+def _chosen(found: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
+    """All of these checkpoints, the best, or those of a step; raises NotFound."""
+    from outlast import checkpoints
+
+    if best and step is not None:
+        raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
+    if best:
+        return [checkpoints.named([saved for saved in found if not saved.problem], "best")]
     if step is None:
         return found
     if chosen := [saved for saved in found if saved.step == step]:
@@ -159,6 +186,9 @@ def list_(
 ) -> None:
     """List the committed checkpoints of a job, here and in its store, the newest last.
 
+    Where the training has measured them (checkpoint.by, run.save(metric=)), BEST
+    numbers them: 1 is the best.
+
     NAME may be a job file, or the URL of a job's output in a store, so this works
     when the machine that ran it is gone. For a job in a cluster these are the
     checkpoints in its store. The same is true of the other checkpoints commands.
@@ -172,20 +202,23 @@ def list_(
     """
     job = _job(ctx, name, store, namespace, context)
     found = _saved(job)
+    ranks = _ranks(job, found)
     if output is not Output.TABLE:
-        show.data([saved.plain(job) for saved in found], output)
+        show.data([saved.plain(job, ranks) for saved in found], output)
         return
     if not found:
         return _say_none()
-    now = time.time()
-    rows = []
+    now, rows = time.time(), []
+    by = next((saved.metric.by for saved in reversed(found) if saved.metric), None)
+    columns = () if by is None else (by.upper() or "METRIC", "BEST")
     for saved in found:
         said = saved.facts()
         age = units.human_seconds(now - said["time"]) if said["time"] is not None else None
         size = units.human_bytes(said["bytes"]) if said["bytes"] is not None else None
         where = "; ".join(filter(None, (saved.where if saved.where == "both" or not saved.problem else "", saved.problem)))
-        rows.append((saved.step, age, size, said["generation"], said["world_size"], said["run"], where))
-    print(show.table(("STEP", "AGE", "SIZE", "GENERATION", "RANKS", "RUN", "WHERE"), rows))
+        good = (saved.metric and f"{saved.metric.value:.6g}", ranks.get(saved.step)) if columns else ()
+        rows.append((saved.step, age, size, *good, said["generation"], said["world_size"], said["run"], where))
+    print(show.table(("STEP", "AGE", "SIZE", *columns, "GENERATION", "RANKS", "RUN", "WHERE"), rows))
 
 
 @app.command("show")
@@ -193,25 +226,26 @@ def show_(
     ctx: typer.Context,
     name: NameArgument = None,
     step: StepOption = None,
+    best: BestOption = False,
     store: StoreOption = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show the newest checkpoint, or the one of --step, and its files.
+    """Show the newest checkpoint, the best, or the one of --step, and its files.
 
     \b
     Examples:
-      outlast checkpoints show
+      outlast checkpoints show --best
       outlast checkpoints show cifar10 --step 1200
       outlast checkpoints show s3://bucket/runs/cifar10 -o json
     """
     job = _job(ctx, name, store, namespace, context)
-    found = _chosen(job, step)
+    found = _saved(job)
     if not found:
         raise NotFound("nothing has been saved yet")
-    newest = found[-1]
-    said = newest.plain(job)
+    newest = _chosen(found, step, best=best)[-1]
+    said = newest.plain(job, _ranks(job, found))
     if output is not Output.TABLE:
         show.data({**said, "files": newest.sizes()}, output)
         return
@@ -223,6 +257,7 @@ def show_(
                 "in the store": said["url"],
                 "saved": show.moment(said["time"]) if said["time"] else None,
                 "size": units.human_bytes(said["bytes"]) if said["bytes"] is not None else None,
+                said["by"] or "metric": f"{said['metric']:.6g}" if said["metric"] is not None else None,
                 "run": said["run"],
                 "world": f"{said['world_size']} ranks, generation {said['generation']}" if said["world_size"] else None,
                 "problem": said["problem"],
@@ -267,7 +302,7 @@ def verify(
             said = "removed meanwhile, as checkpoint.keep says" if gone else problem or f"whole, {units.human_bytes(size)}"
             print(f"{at}: {said}", flush=True)
 
-    found = _chosen(job, step)
+    found = _chosen(_saved(job), step)
     if not found:
         _say_none()
     for saved in found:
@@ -304,6 +339,7 @@ def restore(
     ctx: typer.Context,
     name: NameArgument = None,
     step: StepOption = None,
+    best: BestOption = False,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -318,14 +354,14 @@ def restore(
 ) -> None:
     """Download a checkpoint from the store.
 
-    This is the newest undamaged one, or the one of --step. Every file is verified. A
-    valid checkpoint of the same step on this machine is kept.
+    This is the newest undamaged one, the best, or the one of --step. Every file is
+    verified. A valid checkpoint of the same step on this machine is kept.
 
     \b
     Examples:
       outlast checkpoints restore
       outlast checkpoints restore cifar10 --step 1200
-      outlast checkpoints restore s3://bucket/runs/cifar10 --to best
+      outlast checkpoints restore s3://bucket/runs/cifar10 --best --to best
     """
     from outlast.checkpoints import remote
 
@@ -334,6 +370,8 @@ def restore(
         raise OutlastError(f"the job has no store, its checkpoints are in {job.directory}; name one with --store URL")
     directory = to or job.directory or Path(contract.CHECKPOINTS)
     found = job.there.list_()
+    if best:
+        step = _chosen([Saved(c.step, there=c) for c in found], step, best=True)[0].step
     if step is not None:
         found, there = [checkpoint for checkpoint in found if checkpoint.step == step], found
         if not found:
@@ -364,6 +402,7 @@ def export(
     ctx: typer.Context,
     name: NameArgument = None,
     step: StepOption = None,
+    best: BestOption = False,
     to: Annotated[Path, typer.Option(metavar="FILE", help="File to write; the suffix .safetensors selects that format.")] = Path(
         "model.pt"
     ),
@@ -374,18 +413,18 @@ def export(
     """Write the weights in a checkpoint to a file.
 
     torch.load(FILE, weights_only=True) reads it, or safetensors. Takes the newest
-    checkpoint on this machine, or the one of --step; `outlast checkpoints restore`
-    downloads those that are only in a store. --key is needed when the training has
-    saved several modules. Needs torch.
+    checkpoint on this machine, the best, or the one of --step; `outlast checkpoints
+    restore` downloads those that are only in a store. --key is needed when the
+    training has saved several modules. Needs torch.
 
     \b
     Examples:
       outlast checkpoints export
-      outlast checkpoints export cifar10 --step 1200 --to cifar10.safetensors
+      outlast checkpoints export cifar10 --best --to cifar10.safetensors
       outlast checkpoints export gan --key generator --to generator.pt
     """
     job = _job(ctx, name, None, namespace, context)
-    here = [saved.here for saved in _chosen(job, step) if saved.here and not saved.problem]
+    here = [saved.here for saved in _chosen(_saved(job), step, best=best) if saved.here and not saved.problem]
     if not here:
         raise NotFound(
             "there is no readable checkpoint on this machine; `outlast checkpoints restore` downloads those in a store"
@@ -405,6 +444,7 @@ def prune(
     ctx: typer.Context,
     name: NameArgument = None,
     keep: Annotated[int, typer.Option(metavar="N", min=2, help="Number of newest checkpoints to keep; at least 2.")] = 2,
+    best: Annotated[int, typer.Option(metavar="N", min=0, help="Number of best checkpoints to keep besides.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     store: StoreOption = None,
@@ -413,7 +453,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints, here and in the store.
 
-    Keeps the newest N, and those that are being read. On a terminal it asks first.
+    Keeps the newest, the best where they have a metric, and those that are being
+    read. On a terminal it asks first.
 
     \b
     Examples:
@@ -425,7 +466,7 @@ def prune(
 
     job = _job(ctx, name, store, namespace, context)
     ours = [c for c in checkpoints.list_(job.directory) if c.run == job.run] if job.directory else []
-    retention = checkpoints.Retention(keep)
+    retention = checkpoints.Retention(keep, best)
     here = checkpoints.expired(ours, retention)
     there = job.there.prune(retention, dry_run=True) if job.there else []
     lines = [f"{c.path.name} here, {units.human_bytes(c.bytes)}" for c in here]

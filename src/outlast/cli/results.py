@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast import units
+from outlast import contract, units
 from outlast.cli import show, terminal, which
 from outlast.cli.show import Output, OutputOption
 from outlast.cli.which import ContextOption, NameArgument, NamespaceOption
+from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast.ledger import Event
@@ -77,16 +78,20 @@ def evaluate(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS", help="Further arguments for the job's module.", show_default=False)
     ] = None,
+    best: Annotated[bool, typer.Option("--best", help="The best checkpoint, by its metric.")] = False,
+    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step.", show_default=False)] = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
     """Evaluate the model of a job.
 
     Runs the module of the job with --evaluate in one process; in a cluster in a pod of its own, whose log is shown.
+    With --best or --step the module gets --checkpoint=STEP as well, and the checkpoint is fetched if it is only in the store.
 
     \b
     Examples:
       outlast evaluate
+      outlast evaluate cifar10 --best
       outlast evaluate cifar10 -- --batch=512
       outlast evaluate cifar10 -n team-a
     """
@@ -94,5 +99,9 @@ def evaluate(
     if name is not None and name.startswith("-"):
         further.insert(0, name)
         name = None
+    if best and step is not None:
+        raise OutlastError(f"--best and --step {step} name two checkpoints; leave one of them out")
+    if best or step is not None:
+        further.insert(0, f"{contract.EVALUATED}{'best' if best else step}")
     place, name = which.found(ctx, name, namespace, context)
     raise typer.Exit(place.evaluate(name, further, show=lambda line: terminal.log([line], prefixed=False)))

@@ -299,6 +299,9 @@ class LocalBackend:
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` in one process of this terminal."""
+        from outlast import store
+        from outlast.checkpoints import restore
+
         state_dir = self._known(name)
         job = spec.load(state_dir.job)
         run = Run.read(state_dir)
@@ -312,11 +315,12 @@ class LocalBackend:
             contract.Env.SHARED: str(state_dir.path),
         }
         environ |= substitution.values(job.spec.env, environ)
+        args = restore.evaluated(Path(run.output), store.open_(run.store) if run.store else None, run.run, args)
         preparation = prepare.Preparation(job, environ, say=lambda text: print(f"outlast | {text}", file=sys.stderr, flush=True))
         try:
             preparation.prepare()
             del environ[contract.Env.STATE]  # it is no worker
-            command = [preparation.python, *prepare.command(job, environ), "--evaluate", *args]
+            command = [preparation.python, *prepare.command(job, environ), contract.EVALUATE, *args]
             return subprocess.run(command, env=environ, cwd=run.code, check=False).returncode
         finally:
             preparation.close()

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from outlast import checkpoints, contract
+from outlast import contract
 from outlast.data import cifar
-from outlast.errors import NotFound, OutlastError
+from outlast.errors import OutlastError
 from outlast.recipes import results, settings
 from outlast.recipes.settings import flag
 from outlast.training import Stream, checkpoint, device, session
@@ -47,6 +47,7 @@ class Settings:
     log_every: int = flag(5, "steps between two lines of the log", least=1)
     seed: int = flag(0, "seed of the first weights and of the order of images")
     evaluate: bool = flag(False, "measure model.pt, or else the newest checkpoint, on the test images instead of training")
+    checkpoint: str = flag("", "the checkpoint to measure: best, or a step")
 
 
 def network() -> nn.Sequential:
@@ -124,7 +125,7 @@ def evaluate(s: Settings) -> None:
     accelerator = device.find()
     where = torch.device(accelerator.type if accelerator else "cpu")
     model = network()
-    weights = restore(model, output)
+    weights = restore(model, output, s.checkpoint)
     model.to(where).eval()  # BatchNorm's running statistics, not those of the test images
 
     parts = torch.from_numpy(images.x).split(250)  # (250, 3, 32, 32) each
@@ -148,16 +149,14 @@ def percent(right: NDArray[np.bool_]) -> float | None:
     return round(100 * float(right.mean()), 1) if len(right) else None
 
 
-def restore(model: nn.Module, output: Path) -> str:
-    """Load model.pt, or else the newest valid checkpoint; returns which."""
-    if (path := output / "model.pt").exists():
+def restore(model: nn.Module, output: Path, name: str) -> str:
+    """Load the checkpoint `name` if there is a name, else model.pt, or else the newest valid checkpoint; returns which."""
+    path = output / "model.pt"
+    if path.exists() and not name:
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        return path.name
-    for found in reversed(checkpoints.list_(output / contract.CHECKPOINTS)):
-        if not found.problem and checkpoints.verify(found.path) is None:
-            checkpoint.restore(found.path, {"model": model})
-            return found.path.name
-    raise NotFound(f"{output} has neither model.pt nor a valid checkpoint; train first, or set {contract.Env.OUTPUT}")
+    else:
+        checkpoint.restore(path := results.checkpoint(output, name), {"model": model})
+    return path.name
 
 
 def directory(s: Settings) -> Path:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outlast import files
+from outlast import checkpoints, contract, files
+from outlast.errors import NotFound
 
 
 def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:
@@ -22,6 +23,25 @@ def sha256(model: nn.Module | Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def checkpoint(output: Path, name: str = "") -> Path:
+    """The directory of the checkpoint to evaluate: the newest valid one in `output`, or what `name` says: `best`, or a step.
+
+    `outlast evaluate --best` and `--step` give a recipe that name as `--checkpoint`. Raises NotFound when there is none, or when
+    the one that is named is damaged.
+    """
+    directory = output / contract.CHECKPOINTS
+    run = checkpoints.owner(directory)
+    found = [c for c in checkpoints.list_(directory) if not c.problem and run in ("", c.run)]
+    if name:
+        chosen = checkpoints.named(found, name)
+        if problem := checkpoints.verify(chosen.path):
+            raise NotFound(f"{chosen.path} is damaged: {problem}; name another one with --checkpoint, or leave it out")
+        return chosen.path
+    if valid := next((c for c in reversed(found) if checkpoints.verify(c.path) is None), None):
+        return valid.path
+    raise NotFound(f"{output} has no valid checkpoint; train first, or set {contract.Env.OUTPUT}")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

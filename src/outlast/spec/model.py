@@ -156,11 +156,24 @@ class Checkpoint(Checked):
     """How often to save: a duration (`5m`) or a number of steps (`200 steps`)."""
     keep: Annotated[int, Field(strict=True, ge=2)] = 3
     """How many of the newest checkpoints to keep, at least 2."""
+    best: fields.Whole = 0
+    """How many of the best checkpoints to keep, besides the newest."""
+    by: Annotated[str, fields.Pattern(r"\S.*\S|\S?", "must be the name of a value that the script logs", 200)] = ""
+    """What says how good a checkpoint is: a value that the script logs, such as `val_loss`. The last one logged when it is saved
+    counts, unless the script gives `run.save(step, metric=...)` one."""
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest or the highest value is best."""
 
     @property
     def retention(self) -> str:
-        """What to keep, as the text of OUTLAST_CHECKPOINT_KEEP; `checkpoints.Retention.parse` reads it."""
+        """How many of the newest to keep, as the text of OUTLAST_CHECKPOINT_KEEP; `checkpoints.Retention.parse` reads it."""
         return str(self.keep)
+
+    @property
+    def which_are_best(self) -> str:
+        """How many of the best to keep and which those are, as the text of OUTLAST_CHECKPOINT_BEST; "" for none."""
+        said = f"{self.best} {self.mode} {self.by}".strip()
+        return "" if said == "0 min" else said
 
 
 class Sync(Checked):

@@ -46,6 +46,23 @@ def _kept(line: bytes, step: int) -> bool:
         return False
 
 
+def last(path: Path, name: str, step: int) -> float | None:
+    """The value of `name` in the newest line that has one and is not of a later step; None if there is none."""
+    if not path.exists() or not path.stat().st_size:
+        return None
+    key = json.dumps(name).encode() + b":"
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = len(text)
+        while (found := text.rfind(key, 0, end)) >= 0:
+            end = text.rfind(b"\n", 0, found) + 1
+            line = text[end : max(text.find(b"\n", found), end)]
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                document = json.loads(line)
+                if document["step"] <= step:
+                    return float(document[name])
+    return None
+
+
 _BLOCK = 1 << 20
 _MOST = 64 << 20
 """Bytes of lines that go to other disks with one save."""

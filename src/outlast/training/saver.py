@@ -91,6 +91,8 @@ class _Written:
     files: Mapping[str, Mapping[str, int]]
     same: int
     """Number of bytes of `metrics.jsonl` that its disk has already."""
+    metric: checkpoints.Metric | None = None
+    """How good it is; that of rank 0 counts."""
 
 
 class Saver:
@@ -126,13 +128,13 @@ class Saver:
         """Whether a save is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, step: int, flat: Flat) -> None:
-        """Copy `flat` and start saving it; the previous save must have ended (`wait`). A collective."""
+    def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
+        """Copy `flat` and start saving it; the previous save must have ended (`wait`). Rank 0's `metric` counts. A collective."""
         if self._group is None:
             self._group = stall.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
         copy = self._copies.of(flat)
-        self._thread = threading.Thread(target=self._save, args=(step, copy), name="outlast-save", daemon=True)
+        self._thread = threading.Thread(target=self._save, args=(step, copy, metric), name="outlast-save", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
@@ -146,14 +148,14 @@ class Saver:
         """Release the group; no save may be in progress."""
         self._group = None
 
-    def _save(self, step: int, flat: Flat) -> None:
+    def _save(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> None:
         try:
-            self._outcome = self._together(step, flat)
+            self._outcome = self._together(step, flat, metric)
         except Exception as error:  # the group broke, so a rank is gone
             self._outcome = Outcome(step, False, f"the ranks lost each other ({sentence(error)})")
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
-    def _together(self, step: int, flat: Flat) -> Outcome:
+    def _together(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> Outcome:
         """Write, gather, commit on every disk, and share the outcome."""
         begun = time.monotonic()
         target = checkpoints.saving(self._directory, step, self._generation)
@@ -166,7 +168,7 @@ class Saver:
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             problem = sentence(error)
         answers: list[Any] = [None] * self._ranks
-        dist.all_gather_object(answers, _Written(problem, files, self._copy.same), group=self._group)
+        dist.all_gather_object(answers, _Written(problem, files, self._copy.same, metric), group=self._group)
         outcome = [Outcome(step, False)]
         if self._disks.leader:
             outcome = [self._commit(step, target, answers, begun)]
@@ -183,9 +185,8 @@ class Saver:
         files = {name: file for said in answers for name, file in said.files.items()}
         if not problem:
             files[_METADATA] = files.pop(_METADATA)  # which was written last
-        new = checkpoints.Checkpoint(
-            step, self._directory / contract.checkpoint_name(step), self._run, self._generation, self._ranks, time.time()
-        )
+        path, metric = self._directory / contract.checkpoint_name(step), answers[0].metric
+        new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time(), metric=metric)
         if not disks.several:
             outcome = self._put(target, new, files, problem)
         else:

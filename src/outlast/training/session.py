@@ -100,12 +100,17 @@ class Session:
         self._run = env.get(Env.RUN, "")
         self._notice = Path(env[Env.NOTICE]) if Env.NOTICE in env else None
         self._every = Every.parse(env.get(Env.CHECKPOINT_EVERY, "300s"))
+        self._retention = checkpoints.Retention.parse(env.get(Env.CHECKPOINT_KEEP, "3"), env.get(Env.CHECKPOINT_BEST, ""))
         self._directory = self.output / contract.CHECKPOINTS
         self._state: Mapping[str, Any] = {}
         self._step = self._committed = self._last_saved_step = 0
         self._resumed = 0
         self._moved: tuple[int, int] | None = None
         """The last step that a collective call was given, and the position of the streams then."""
+        self._measured: tuple[int, float] | None = None
+        """The last step that was logged with `checkpoint.by`, and its value."""
+        self._judged = False
+        """Whether any checkpoint had a metric."""
         self._logged = 0, 0
         """The same for `log`, which perhaps not all ranks call."""
         self._saved_position = self._last = self._loops = 0
@@ -149,7 +154,7 @@ class Session:
         with self._writing():
             self._disks = Disks.find(self._directory, self._group)
         self._take_over(Env.GENERATION in env)
-        retention = checkpoints.Retention.parse(env.get(Env.CHECKPOINT_KEEP, "3"))
+        retention = self._retention
         self._copy = metrics.Copy(self.output / contract.METRICS)
         self._saver = saver.Saver(self._directory, self._run, self.generation, retention, self._saved, self._disks, self._copy)
         stall.watch().last = lambda: self._saver.wait(_LAST_SAVE_S)
@@ -289,7 +294,7 @@ class Session:
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
         self._step = self._committed = self._last_saved_step = self._resumed = step
-        self._moved, self._saved_position = None, self._position()
+        self._moved, self._saved_position, self._measured = None, self._position(), None
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
         self._last_save = time.monotonic()
         for stream in mistakes.streams_of(state):
@@ -346,6 +351,8 @@ class Session:
         if reduce and numbers:
             total = self._meet(f"run.log({step}, reduce=True, {', '.join(numbers)})", *numbers.values())
             numbers = {name: each / self.world_size for name, each in zip(numbers, total, strict=True)}
+        if self._retention.by in numbers:
+            self._measured = step, numbers[self._retention.by]
         problem: dict[str, str] = {}
         waited_s = self._waited()
         if self.rank == 0:
@@ -430,24 +437,30 @@ class Session:
             late = step // self._every.steps > self._last_saved_step // self._every.steps
         return late and not busy
 
-    @public("run.save(step); it saves what resume() was given")
-    def save(self, step: int) -> None:
+    @public("run.save(step, metric=loss); it saves what resume() was given")
+    def save(self, step: int, metric: float | torch.Tensor | None = None) -> None:
         """Save the state given to `resume` as the checkpoint of `step`. Returns once it is copied; a thread writes it.
+
+        `metric` says how good it is: a number or a tensor of one element. Rank 0's counts, so average it first, e.g. with
+        `run.log(step, reduce=True, val_loss=...)`. Without one, the last value logged up to this step under the name of the job's
+        `checkpoint.by` counts. The job's `checkpoint.best` best ones are kept besides the newest; a value that is not finite is
+        never best. A step is saved once, with the metric that it has then.
 
         After `interrupted` was true, waits until the checkpoint is committed and raises SystemExit(75). A save that fails, e.g.
         because the disk is full, is reported, and training goes on. Raises OutlastError before `resume`, when `step` does not
         advance with the stream, and when a Stream that is read is not in the state. A collective.
         """
         step = mistakes.whole(step)
+        value = None if metric is None else mistakes.number("metric", metric)
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._advanced(f"run.save({step})", step)
         self._meet(f"run.save({step})")
-        self._store(step, wait=self._leaving)
+        self._store(step, value, wait=self._leaving)
         if self._leaving:
             self._leave(step)
 
-    def _store(self, step: int, *, wait: bool = False) -> None:
+    def _store(self, step: int, value: float | None = None, *, wait: bool = False) -> None:
         """Start saving `step`, unless it is committed. With `wait`, return once it is committed or has failed."""
         begun = time.monotonic()
         if self.rank == 0:
@@ -458,13 +471,23 @@ class Session:
             captured = checkpoint.capture(self._state, self.rank, self.world_size)
             if step != self._last:  # then the samples of a stream that is still being read do not come again
                 mistakes.check_read(self._state, asked)
-            self._saver.begin(step, captured)
+            self._saver.begin(step, captured, self._metric(step, value) if self.rank == 0 else None)
         self._last_save, self._last_saved_step, self._saved_position = time.monotonic(), step, self._position()
         if wait:
             self._report(phase="save")
             self._settle(self._saver.wait())
         if self.rank == 0:
             self._ledger.write("staged", step=step, stall_s=round(time.monotonic() - begun, 6))
+
+    def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
+        """How good the checkpoint of `step` is: by the script's `value`, or else by what was last logged. On rank 0."""
+        by = self._retention.by
+        if value is None and by:
+            logged = self._measured
+            # Another generation may have logged it, and a script may save a step after it has logged a later one.
+            value = logged[1] if logged and logged[0] <= step else metrics.last(self._copy.path, by, step)
+        self._judged = self._judged or value is not None
+        return self._retention.metric(value)
 
     def _ended(self) -> None:
         """Called when a stream of the state has ended."""
@@ -510,6 +533,9 @@ class Session:
         if self._position() != self._saved_position or self._logged[0] > self._last_saved_step:
             remedy = self._not_given() or "call run.due(step) after each step, or run.save(step)"
             log.warning("outlast: what was trained after step %d is not saved; %s", self._last_saved_step, remedy)
+        if self._retention.best and self._last_saved_step > self._resumed and not self._judged:
+            named = f"log {self._retention.by} with run.log()" if self._retention.by else "set checkpoint.by in the job file"
+            log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def _leave(self, step: int) -> None:
         reason = f"saved step {step}"
