@@ -515,6 +515,11 @@ def test_the_module_evaluates_and_its_exit_code_is_ours(backend: fake.FakeBacken
     assert outlast(backend, "evaluate", "one", "--", "--batch=5", "x")[0] == 3
     assert outlast(backend, "evaluate", "--", "--batch=5")[0] == 3
     assert backend.evaluated == [("one", []), ("one", ["--batch=5", "x"]), ("one", ["--batch=5"])]
+    backend.evaluated.clear()
+    assert outlast(backend, "evaluate", "one", "--best", "--", "--batch=5")[0] == 3
+    assert outlast(backend, "evaluate", "--step", "1200")[0] == 3
+    assert backend.evaluated == [("one", ["--checkpoint=best", "--batch=5"]), ("one", ["--checkpoint=1200"])]
+    assert "--best and --step 3 name two checkpoints" in outlast(backend, "evaluate", "--best", "--step", "3")[2]
 
 
 def a_checkpoint(directory: Path, step: int) -> Path:

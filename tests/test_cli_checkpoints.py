@@ -50,15 +50,15 @@ def place(tmp_path: Path) -> Store:
     return place
 
 
-def saved(directory: Path, step: int) -> checkpoints.Checkpoint:
+def saved(directory: Path, step: int, val_loss: float | None = None) -> checkpoints.Checkpoint:
     checkpoints.acquire(directory, RUN, 1)
     draft = checkpoints.saving(directory, step, 1)
     draft.mkdir(parents=True)
     (draft / "weights").write_bytes(b"w" * 3000)
     files = {"weights": {"size": 3000, "crc32": checkpoints.checksum(draft / "weights")}}
-    return checkpoints.commit(
-        draft, checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), RUN, 1, 2, 5.0), files
-    )
+    metric = None if val_loss is None else checkpoints.Metric(val_loss, "val_loss")
+    path = directory / contract.checkpoint_name(step)
+    return checkpoints.commit(draft, checkpoints.Checkpoint(step, path, RUN, 1, 2, 5.0, metric=metric), files)
 
 
 def pushed(place: Store, local: checkpoints.Checkpoint, tmp_path: Path) -> None:
@@ -226,3 +226,46 @@ def test_a_store_that_is_away_hides_nothing_that_is_here(outlast: Outlast, here:
     assert out.splitlines()[-1].endswith("here")
     assert err.startswith("warning: checkpoints in the store are not shown: ")
     assert outlast("list", "s3://bucket/runs/one")[0] == 1
+
+
+@pytest.fixture
+def measured(here: Path, place: Store, tmp_path: Path) -> None:
+    """Step 10 in the store, 20 and 30 in both places, 40 here; 10 is the best, then 30."""
+    for step, value in {10: 0.25, 20: 0.5, 30: 1 / 3}.items():
+        pushed(place, saved(here, step, value), tmp_path)
+    assert checkpoints.remove(checkpoints.list_(here)[0])
+    saved(here, 40)
+
+
+@pytest.mark.usefixtures("measured")
+def test_best_checkpoints_are_marked_wherever_they_are(outlast: Outlast, here: Path, place: Store):
+    rows = [line.split() for line in outlast("list")[1].splitlines()]
+    assert rows[0] == ["STEP", "AGE", "SIZE", "VAL_LOSS", "BEST", "GENERATION", "RANKS", "RUN", "WHERE"]
+    assert [(row[0], *row[4:6], row[-1]) for row in rows[1:4]] == [
+        ("10", "0.25", "1", "store"), ("20", "0.5", "3", "both"), ("30", "0.333333", "2", "both")
+    ]  # fmt: skip
+    assert (rows[4][0], rows[4][-1]) == ("40", "here")
+    said = json.loads(outlast("list", place.url, "-o", "json")[1])
+    assert [(each["step"], each["metric"], each["by"], each["best"]) for each in said] == [
+        (10, 0.25, "val_loss", 1), (20, 0.5, "val_loss", 3), (30, 1 / 3, "val_loss", 2)
+    ]  # fmt: skip
+    assert [json.loads(outlast("show", *args, "-o", "json")[1])["step"] for args in ([], ["--best"])] == [40, 10]
+    assert "\nval_loss      0.25\n" in outlast("show", "--best")[1]
+    assert outlast("show", "--best", "--step", 10)[0] == 2
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_best_is_restored_and_kept_when_old_ones_are_removed(outlast: Outlast, here: Path, place: Store, tmp_path: Path):
+    code, out, _ = outlast("restore", "--best", "--to", tmp_path / "best")
+    assert (code, out) == (0, f"step 10, 2.9 KiB: {tmp_path}/best/step-00000010\n")
+    assert outlast("restore", "--best")[0] == 0
+    code, out, _ = outlast("prune", "--keep", 2)
+    assert (code, out) == (0, "removed step-00000020 here, 2.9 KiB\n")
+    assert [c.step for c in checkpoints.list_(here)] == [10, 30, 40]
+    assert outlast("prune")[1] == "nothing to remove: there are no more than 2, and the best 1\n"
+    assert [c.step for c in remote.Checkpoints(place, RUN).list_()] == [10, 20, 30], (
+        "of three, two are the newest and one the best"
+    )
+    assert outlast("prune", "--keep", 2, "--best", 0)[1].splitlines() == [
+        "removed step-00000010 here, 2.9 KiB", "removed step-00000010 in the store"
+    ]  # fmt: skip

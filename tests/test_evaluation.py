@@ -50,6 +50,6 @@ def test_the_newest_checkpoint_of_the_run_and_its_results_are_there(
         monkeypatch.setenv(name, value)
     for name, value in places.items():
         monkeypatch.setenv(name, str(tmp_path / value))
-    assert evaluation.main(["--best"]) == 0
-    said = f"['--size=3', '--evaluate', '--best'] ['{contract.checkpoint_name(7)}'] the model"
+    assert evaluation.main(["--checkpoint=7", "--batch=5"]) == 0
+    said = f"['--size=3', '--evaluate', '--batch=5', '--checkpoint=7'] ['{contract.checkpoint_name(7)}'] the model"
     assert capfd.readouterr().out.splitlines()[-1] == said

@@ -472,7 +472,8 @@ def prune(
     lines = [f"{c.path.name} here, {units.human_bytes(c.bytes)}" for c in here]
     lines += [f"{contract.checkpoint_name(place.step)} in the store" for place in there]
     if not lines:
-        print(f"nothing to remove: there are no more than {keep}")
+        measured = best and any(c.metric for c in [*ours, *(job.there.list_() if job.there else ())])
+        print(f"nothing to remove: there are no more than {keep}" + (f", and the best {best}" if measured else ""))
         return
     if dry_run or (sys.stdin.isatty() and not yes):
         for line in lines:
