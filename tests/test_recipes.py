@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from outlast import checkpoints
 from outlast.data import cifar
 from outlast.errors import OutlastError
 from outlast.recipes import cifar10, results, smoke
@@ -117,10 +118,12 @@ def test_pixels_are_bytes_until_the_network_sees_them() -> None:
     assert (shown.dtype, shown.shape, shown.max().item(), x.max().item()) == (torch.float32, (2, 3, 32, 32), 1.0, 255)
 
 
-def test_cifar10_trains_in_a_world_of_two_and_is_measured(tmp_path: Path, images: Path) -> None:
-    done = started(
-        tmp_path, "cifar10", f"--data={images}", "--epochs=2", "--batch=24", "--microbatch=4", "--log-every=2", ranks=2
-    )
+def test_cifar10_trains_in_a_world_of_two_and_is_measured(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = [f"--data={images}", "--epochs=2", "--batch=24", "--microbatch=4", "--log-every=2"]
+    best = {"OUTLAST_CHECKPOINT_BEST": "1 min loss", "OUTLAST_CHECKPOINT_EVERY": "1 steps"}
+    done = started(tmp_path, "cifar10", *args, ranks=2, **best)
     assert done.returncode == 0, done.stderr
     *log, last = done.stdout.splitlines()
     assert [re.sub(r"\d+\.\d{3}$", "x", line) for line in log] == [
@@ -144,6 +147,15 @@ def test_cifar10_trains_in_a_world_of_two_and_is_measured(tmp_path: Path, images
     assert [line.split("class: ")[1] for line in lines[1:-1]] == [
         f"{name:<10s} is " + (f"{each['accuracy']} %" if each["images"] else "unknown") for name, each in found["classes"].items()
     ]
+
+    [kept] = checkpoints.ranked(checkpoints.list_(tmp_path / "out" / "checkpoints"))[:1]
+    logged = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert kept.metric
+    assert (kept.metric.value in logged, kept.metric.by, kept.metric.mode) == (True, "loss", "min")
+    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / "out"))
+    cifar10.main([f"--data={images}", "--evaluate", "--checkpoint=best"])
+    assert said(tmp_path, "evaluation.json")["weights"] == kept.path.name
+    assert capsys.readouterr().out.endswith("Finished Testing\n")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def test_digits_are_learnt_although_a_worker_is_killed_on_the_way(machine):
         module="outlast.recipes.cifar10",
         args=("--epochs=6",),
         data=[{"from": "digits", "to": "/data"}],
-        checkpoint={"every": "20 steps"},
+        checkpoint={"every": "20 steps", "best": 1, "by": "loss"},
         hang={"limit": "10m"},
     )
     begun = time.monotonic()
@@ -33,4 +33,7 @@ def test_digits_are_learnt_although_a_worker_is_killed_on_the_way(machine):
     assert machine.backend.evaluate(name, []) == 0
     evaluation = json.loads((machine.backend.output(name) / "evaluation.json").read_text())
     assert evaluation["accuracy"] >= 97
-    assert time.monotonic() - begun < 180
+    assert machine.backend.evaluate(name, ["--checkpoint=best"]) == 0
+    evaluation = json.loads((machine.backend.output(name) / "evaluation.json").read_text())
+    assert (evaluation["weights"][:5], evaluation["accuracy"] >= 90) == ("step-", True)
+    assert time.monotonic() - begun < 200

@@ -438,7 +438,7 @@ class Session:
         return late and not busy
 
     @public("run.save(step, metric=loss); it saves what resume() was given")
-    def save(self, step: int, metric: float | torch.Tensor | None = None) -> None:
+    def save(self, step: int, *, metric: float | torch.Tensor | None = None) -> None:
         """Save the state given to `resume` as the checkpoint of `step`. Returns once it is copied; a thread writes it.
 
         `metric` says how good it is: a number or a tensor of one element. Rank 0's counts, so average it first, e.g. with
