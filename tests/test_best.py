@@ -439,5 +439,8 @@ def test_a_run_without_any_metric_is_told(
 
 
 def test_a_metric_is_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutlastError, match=r"^metric \(.*\) must be a single number"):
-        trained(tmp_path, monkeypatch, "", lambda run, step: run.save(step, metric=torch.zeros(2)), upto=1)
+    def script(run: session.Session, step: int) -> None:
+        with pytest.raises(OutlastError, match=r"^metric \(.*\) must be a single number"):
+            run.save(step, metric=torch.zeros(2))
+
+    assert trained(tmp_path, monkeypatch, "", script, upto=1) == {}
