@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -132,11 +132,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """`x`: (m, c), the rows of expert 0 first, `counts[0]` of them, then those of expert 1, and so on."""
-        on = x.device.type
-        kind = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
+        kind = _kind(x)
         x, fc, proj = x.to(kind), self.c_fc.to(kind), self.c_proj.to(kind)
         if _grouped(x, fc):
-            if on == "cuda":  # its kernel leaves the gradient of an expert without rows unwritten
+            if x.is_cuda:  # its kernel leaves the gradient of an expert without rows unwritten
                 some = (counts > 0)[:, None, None]
                 fc, proj = torch.where(some, fc, 0), torch.where(some, proj, 0)
             ends = counts.cumsum(0).to(torch.int32)
@@ -146,6 +145,12 @@ class Experts(nn.Module):
         slot = expert * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[expert]
         padded = x.new_zeros(len(counts) * most, x.shape[1]).index_copy(0, slot, x).view(len(counts), most, -1)
         return torch.bmm(F.gelu(torch.bmm(padded, fc)), proj).flatten(0, 1).index_select(0, slot)
+
+
+def _kind(x: Tensor) -> torch.dtype:
+    """The type that products are computed in."""
+    on = x.device.type
+    return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
 
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
@@ -265,7 +270,7 @@ class GPT(nn.Module):
         x = self.ln_f(x)
         if targets is None:
             return F.linear(x[:, -1], self.wte.weight)  # (b, v)
-        main = F.cross_entropy(F.linear(x, self.wte.weight).flatten(0, 1), targets.flatten())
+        main = cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten())
         if not aux:
             return Losses(main, main.new_zeros(()), main.new_zeros(0, 0))
         return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
@@ -284,6 +289,56 @@ class GPT(nn.Module):
         if c.num_experts:
             met -= c.n_layer * (c.routed - c.num_experts_per_tok) * 2 * c.n_embd * c.hidden
         return 6 * met + 12 * c.n_layer * c.n_embd * length
+
+
+def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
+
+    Where gradients are wanted they are computed at once, a few rows of logits at a time, which stay in the cache: all logits
+    (n, v) would be the largest tensor of a step by far, written and read several times.
+    """
+    if not torch.is_grad_enabled():
+        return F.cross_entropy(F.linear(x, weight), targets)
+    kind = _kind(x)
+    with torch.autocast(x.device.type, enabled=False):
+        return cast(Tensor, _CrossEntropy.apply(x.to(kind), weight.to(kind), targets))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss, and its gradients for x and weight before they are asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total, by_x, by_weight = x.new_zeros((), dtype=exact), torch.empty_like(x), torch.zeros_like(weight, dtype=exact)
+        most = _LOGITS if x.is_cuda else _LOGITS_OF_A_CACHE
+        rows = max(1, most // len(weight))
+        for start in range(0, len(x), rows):
+            some, wanted = x[start : start + rows], targets[start : start + rows]
+            each = torch.arange(len(some), device=x.device)
+            logits = F.linear(some, weight).to(exact)  # (rows, v)
+            p = logits.softmax(-1)
+            total += (logits.amax(-1) - p.amax(-1).log() - logits[each, wanted]).sum()  # log of the sum, less the right one
+            p[each, wanted] -= 1  # the gradient of the logits
+            p = p.to(x.dtype)
+            by_x[start : start + rows] = p @ weight
+            if x.dtype == exact:
+                by_weight.addmm_(p.t(), some)
+            else:
+                by_weight += p.t() @ some
+        ctx.save_for_backward(by_x, by_weight)
+        return total / len(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        by_x, by_weight = ctx.saved_tensors
+        scale = gradient / len(by_x)
+        return by_x * scale.to(by_x.dtype), (by_weight * scale).to(by_x.dtype), None
+
+
+_LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 20
+"""Logits at a time, 1 GiB on a GPU and 4 MiB on a CPU: enough rows for a fast product, few enough to fit."""
 
 
 @torch.inference_mode()
