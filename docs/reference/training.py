@@ -34,6 +34,7 @@ ENTRIES: dict[str, Any] = {
     "Stream": training.Stream,
     "Batch": training.Batch,
     "Shards": training.Shards,
+    "Stateful": training.Stateful,
     "checkpoint.restore": checkpoint.restore,
     "outlast.checkpoints.list_": checkpoints.list_,
     "outlast.checkpoints.latest": checkpoints.latest,
@@ -54,13 +55,17 @@ def entry(name: str, thing: Any) -> str:
     """A function; or a class with its attributes and methods."""
     if not inspect.isclass(thing):
         return f"{called(name, thing)}\n{text(thing.__doc__)}"
-    made = thing in (training.Stream, training.Shards)  # the others are handed out
+    made = thing in (training.Stream, training.Shards, training.Stateful)  # the others are handed out
     said = (called(name, thing) + "\n" if made else "") + text(thing.__doc__)
     rows = [f"| `{field}` | `{kind}` | {doc} |\n" for field, kind, doc in attributes(thing)]
     said += "\n| attribute | type | |\n|---|---|---|\n" + "".join(rows) if rows else ""
-    owner = {training.Session: "run.", training.Batch: "batch.", training.Stream: "stream.", training.Shards: "shards."}.get(
-        thing, ""
-    )
+    owner = {
+        training.Session: "run.",
+        training.Batch: "batch.",
+        training.Stream: "stream.",
+        training.Shards: "shards.",
+        training.Stateful: "loader.",
+    }.get(thing, "")
     for method, function in vars(thing).items():
         if inspect.isfunction(function) and not method.startswith("_") and method not in OURS:
             said += f"\n### {owner}{method}\n\n{called(owner + method, function)}\n{text(function.__doc__)}"

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from outlast.training import Stream, session
+from outlast.training import Shards, Stream, session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -30,6 +30,7 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--fail-at", type=int, default=None, help="rank 1 raises at this step, every time")
 parser.add_argument("--exit-at", type=int, default=None, help="rank 0 exits with --exit-code at this step")
 parser.add_argument("--exit-code", type=int, default=78)
+parser.add_argument("--shards", help="read the samples from this place, where `a_place` has put them, not from memory")
 parser.add_argument("--print", action="store_true", help="print every step and record no samples")
 args = parser.parse_args()
 
@@ -41,7 +42,8 @@ with session.open(seed=3, quiet=True) as run:
     net = run.ddp(nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4)))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-    stream = Stream((x, y), args.batch, seed=5, steps=args.steps, epochs=10**6)
+    shards = Shards(args.shards, window=3) if args.shards else None
+    stream = Stream(shards or {"x": x, "y": y}, args.batch, seed=5, steps=args.steps, epochs=10**6)
     step = run.resume({"net": net, "optimizer": optimizer, "schedule": schedule, "stream": stream})
     consumed = run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl"
     hurry = run.output / "hurry"
@@ -50,8 +52,8 @@ with session.open(seed=3, quiet=True) as run:
         begun = time.monotonic()
         optimizer.zero_grad()
         loss = 0.0
-        for (inputs, targets), share in batch.split(net):
-            part = F.cross_entropy(net(inputs), targets) * share
+        for data, share in batch.split(net):
+            part = F.cross_entropy(net(data["x"]), data["y"]) * share
             part.backward()
             loss += part.item()
         optimizer.step()

@@ -14,11 +14,20 @@ if TYPE_CHECKING:
     from outlast.training import checkpoint, session
     from outlast.training.session import Session
     from outlast.training.shards import Shards
+    from outlast.training.stateful import Stateful
     from outlast.training.stream import Batch, Stream
 
-__all__ = ["Batch", "Session", "Shards", "Stream", "checkpoint", "progress", "session"]
+__all__ = ["Batch", "Session", "Shards", "Stateful", "Stream", "checkpoint", "progress", "session"]
 
-_OF = {"Session": "session", "Batch": "stream", "Shards": "shards", "Stream": "stream", "checkpoint": "", "session": ""}
+_OF = {
+    "Session": "session",
+    "Batch": "stream",
+    "Shards": "shards",
+    "Stateful": "stateful",
+    "Stream": "stream",
+    "checkpoint": "",
+    "session": "",
+}
 """The module of each name, imported when it is first used: `progress` needs no torch."""
 
 

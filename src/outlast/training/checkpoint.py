@@ -5,8 +5,8 @@ A *state* is what a script passes to `Session.resume`: modules, optimizers and a
 `saver` does the writing; `outlast.checkpoints` knows the directory and what makes a checkpoint valid.
 
 Keys of a checkpoint: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
-`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `rng/<rank>`. Tensors that every rank has are dealt out over the ranks,
-each writes its part; buffers are rank 0's, whose values DDP gives to all at the next forward pass.
+`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Tensors that every rank has are dealt out
+over the ranks, each writes its part; buffers are rank 0's, whose values DDP gives to all at the next forward pass.
 
 Nothing that a checkpoint holds is run: objects are read as `torch.load(weights_only=True)` does, with numpy's arrays and a few of
 the standard library's types besides, and the classes that a script allows by `torch.serialization.add_safe_globals`.
@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -46,6 +47,7 @@ from torch.utils.data import DataLoader
 
 from outlast.errors import OutlastError
 from outlast.training import device
+from outlast.training.stateful import Stateful
 
 State = Mapping[str, Any]
 Flat = dict[str, Any]
@@ -63,6 +65,10 @@ def check(state: State) -> None:
             if isinstance(thing, DataLoader):
                 instead = "read its dataset with a Stream, which goes on where it was: Stream(loader.dataset, batch=...)"
             raise OutlastError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict; {instead}")
+        if isinstance(thing, DataLoader) and dist.is_initialized() and dist.get_world_size() > 1:
+            raise OutlastError(
+                f"{name!r} is a {type(thing).__name__}, of which each rank has another state; wrap it: Stateful(loader)"
+            )
         if isinstance(thing, torch.optim.Optimizer) and not known.issuperset(_parameters(thing)):
             raise OutlastError(f"optimizer {name!r} holds a parameter of none of the modules; name the module it belongs to, too")
 
@@ -90,6 +96,8 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
             everybody.update({f"{name}/state/{key}": tensor for key, tensor in tensors.items()})
         else:
             firsts[name] = _pickled(thing.state_dict(), name)
+            if isinstance(thing, Stateful):
+                mine[f"{name}/{rank}"] = _pickled(thing.loader_state(), name)
             continue
         if rest:
             firsts[f"{name}/rest"] = _pickled(rest, name)
@@ -305,8 +313,9 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
             wanted[f"{name}/rest"] = b""
         else:
             wanted[name] = b""
-        if f"{name}/rest" in saved:
-            wanted[f"{name}/rest"] = b""
+        for key in (f"{name}/rest", f"{name}/{rank}"):
+            if key in saved:
+                wanted[key] = b""
     own = f"rng/{rank}" if f"rng/{rank}" in saved else None
     if own:
         wanted[own] = b""
@@ -333,6 +342,9 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
             saved_state: dict[str, Any] = {"state": entries, "param_groups": rest["groups"]}
             with _begun(thing):
                 set_optimizer_state_dict(_modules(state), thing, saved_state, options=options)
+        elif isinstance(thing, Stateful):
+            ours = wanted.get(f"{name}/{rank}")
+            thing.load_state_dict(_unpickled(wanted[name], name), ours and _unpickled(ours, name))
         else:
             thing.load_state_dict(_unpickled(wanted[name], name))
     if own:

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from outlast.errors import OutlastError
 from outlast.training import stream as streams
 from outlast.training.calls import place
+from outlast.training.stateful import Stateful
 from outlast.training.stream import Stream
 
 State = Mapping[str, Any]
@@ -89,9 +90,9 @@ def _undealt(name: str, thing: Any) -> str:
     )
 
 
-def streams_of(state: State) -> list[Stream]:
-    """The streams in a state."""
-    return [thing for thing in state.values() if isinstance(thing, Stream)]
+def streams_of(state: State) -> list[Stream | Stateful]:
+    """The streams and loaders in a state."""
+    return [thing for thing in state.values() if isinstance(thing, Stream | Stateful)]
 
 
 def described(state: State) -> list[str]:
@@ -133,7 +134,7 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
     return said
 
 
-def check_read(state: State, asked: Mapping[Stream, int]) -> None:
+def check_read(state: State, asked: Mapping[Any, int]) -> None:
     """Raise OutlastError if a stream that is being read is not saved; `asked` is the count of `asked()` before the capture."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == asked.get(stream, 0):
@@ -144,7 +145,7 @@ def check_read(state: State, asked: Mapping[Stream, int]) -> None:
             )
 
 
-def asked() -> dict[Stream, int]:
+def asked() -> dict[Any, int]:
     """Number of times that each stream that is being read was asked for its position."""
     return {stream: stream.saves for stream in streams.being_read()}
 

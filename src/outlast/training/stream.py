@@ -303,10 +303,7 @@ class Stream:
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)
-        self.reading += 1
-        global _loops
-        _loops += 1
-        _read_now.add(self)
+        begun(self)
         try:
             for plan, pieces in stalls.timed(self._read(plans), self):
                 self.epoch, self._start, self.step = plan.epoch, plan.start + plan.size, plan.step + 1
@@ -365,7 +362,7 @@ class Stream:
         samples, collate = _Seeded(self._dataset, self.seed), self._collate
         if not self._workers:
             for plan in plans:
-                with _kept_generators():
+                with kept_generators():
                     pieces = tuple((collate([samples[plan.epoch, int(i)] for i in part]), share) for part, share in plan.cuts)
                 yield plan, pieces
             return
@@ -482,11 +479,12 @@ def _length(dataset: Any) -> int:
     """Samples of a map-style dataset. Raises OutlastError for what is none."""
     what = f"the dataset is {kind(dataset)}"
     if isinstance(dataset, DataLoader):
-        raise OutlastError(f"{what}; a Stream makes the batches and their order itself: give it loader.dataset")
+        other = ", or wrap it in Stateful(loader)" if hasattr(dataset, "state_dict") else ""
+        raise OutlastError(f"{what}; a Stream makes the batches and their order itself: give it loader.dataset{other}")
     if isinstance(dataset, IterableDataset):
         raise OutlastError(
             f"{what}, an IterableDataset, which cannot go on at a position; "
-            "give the Stream arrays or a dataset with __getitem__ and __len__"
+            "give the Stream arrays or a dataset with __getitem__ and __len__, or use Stateful(StatefulDataLoader(dataset, ...))"
         )
     path = isinstance(dataset, str | bytes | Path)
     if path or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
@@ -506,8 +504,16 @@ def kind(value: Any) -> str:
     return f"{article} {name} of {len(value)}" if isinstance(value, tuple | list | dict) else f"{article} {name}"
 
 
-_read_now: weakref.WeakSet[Stream] = weakref.WeakSet()
+_read_now: weakref.WeakSet[Any] = weakref.WeakSet()
 _loops = 0
+
+
+def begun(reader: Any) -> None:
+    """Note that a loop over a stream, or over another reader with its attributes, begins."""
+    global _loops
+    _loops += 1
+    reader.reading += 1
+    _read_now.add(reader)
 
 
 def loops() -> int:
@@ -515,8 +521,8 @@ def loops() -> int:
     return _loops
 
 
-def being_read() -> list[Stream]:
-    """The streams of this process that are being iterated over."""
+def being_read() -> list[Any]:
+    """The streams, and readers like them, of this process that are being iterated over."""
     return [stream for stream in _read_now if stream.reading]
 
 
@@ -550,7 +556,7 @@ class _Pieces(Sampler[list[tuple[int, int]]]):
 
 
 @contextlib.contextmanager
-def _kept_generators() -> Iterator[None]:
+def kept_generators() -> Iterator[None]:
     """Restore python's, numpy's and torch's default generators afterwards."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
