@@ -202,6 +202,8 @@ class Label:
     """Index of the worker, where each pod is made by itself."""
     GENERATION = f"{GROUP}/generation"
     RUN = f"{GROUP}/run"
+    DATASET = f"{GROUP}/dataset"
+    """Of a Job that brings a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
     """Prefix of the names of arguments: `args.outlast.dev/batch: "128"`."""
 

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast import units
-from outlast.cli import show, transfers
+from outlast.cli import show, transfers, which
 from outlast.cli.show import Output, OutputOption
+from outlast.cli.which import ContextOption, NamespaceOption
 from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
+    from outlast.cluster.backend import KubernetesBackend
     from outlast.data.get import How
     from outlast.data.place import Marker
     from outlast.data.registry import Dataset
+    from outlast.manifests.dataset import Wanted
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets.")
 
@@ -37,6 +40,7 @@ def _names() -> list[str]:
 
 @app.command()
 def get(
+    ctx: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -59,6 +63,18 @@ def get(
         ),
     ] = None,
     connections: Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Parts that are fetched at once.")] = 4,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="kubernetes", help="Do it in a pod of a cluster.", show_default=False)
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option(metavar="NAME:/PATH", help="In a cluster: the claim, and where it is mounted.")
+    ] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="In a cluster: a Secret with variables; may be repeated.")
+    ] = None,
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="In a cluster: another image with Outlast.")] = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
 ) -> None:
     """Bring a dataset to a directory or a store: download, check, unpack.
 
@@ -73,11 +89,26 @@ def get(
       outlast data get cifar10 --to /data/cifar10
       outlast data get cifar10 --from Downloads/cifar-10-python.tar.gz
       outlast data get https://example.org/corpus.tar.zst#sha256=9f86d0... --to s3://bucket/corpus
+      outlast data get cifar10 --on kubernetes --claim efs-pvc:/data
+      outlast logs -f data-cifar10
     """
     from outlast.data import download, registry
     from outlast.data import get as getting
 
     dataset = _dataset(name)
+    if on is not None:
+        show.one_of("place to do it", on, ("kubernetes",), none="")
+        if given:
+            raise OutlastError(
+                "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
+            )
+        from outlast.manifests.dataset import IMAGE, Wanted
+
+        wanted = Wanted(name, dataset.directory, to or "", claim or "", image or IMAGE, tuple(secret or ()))
+        _in_pod(which.cluster(ctx, namespace, context), wanted, context)
+        return
+    if claim or secret or image or namespace or context:
+        raise OutlastError("--claim, --secret, --image, --namespace and --context are for a pod; add --on kubernetes")
     with transfers.interruptible() as stop, transfers.shown("received") as tell:
         how = getting.How(
             say=_say,
@@ -143,6 +174,14 @@ def _dataset(name: str) -> Dataset:
 
 def _directory(dataset: Dataset, to: str | None) -> Path:
     return Path(to.removeprefix("file://")) if to else Path("data") / dataset.directory
+
+
+def _in_pod(place: KubernetesBackend, wanted: Wanted, context: str | None) -> None:
+    """Have a pod do it."""
+    from outlast.cluster import datasets
+
+    print(datasets.get(place.workloads, wanted))
+    print(f"look at it with: outlast logs -f {wanted.name}{which.suffix(place.cluster.namespace, context)}")
 
 
 def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:

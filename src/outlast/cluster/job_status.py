@@ -181,6 +181,8 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
     troubles = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
     if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= wanted:
         ready = sum(pods.ready(pod) for pod in newest.values())
+        if _brings_data(snapshot.workload):
+            return State.RUNNING, "brings the data; its log says how far it is"
         return State.RUNNING, f"{ready} of {wanted} workers are in a world" if ready < wanted else f"all {wanted} workers train"
     began = any(pods.began(pod) for pod in snapshot.pods)
     if troubles:
@@ -192,6 +194,11 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> t
     if began:
         return State.RESTARTING, f"{len(alive)} of {wanted} workers are there; the others are being replaced"
     return State.PENDING, _unmade(snapshot)
+
+
+def _brings_data(workload: Document) -> bool:
+    """Whether it is a Job of `outlast data get`, which trains nothing."""
+    return Label.DATASET in (workload["metadata"].get("labels") or {})
 
 
 def _unmade(snapshot: Snapshot) -> str:
@@ -220,7 +227,7 @@ def _stayed(snapshot: Snapshot, newest: Mapping[int, Document], wanted: int) -> 
 def _ended(snapshot: Snapshot, state: State) -> str:
     """Why it has ended."""
     if state is State.SUCCEEDED:
-        return "all workers are done"
+        return "the data are complete" if _brings_data(snapshot.workload) else "all workers are done"
     failure = _failure(snapshot.pods)
     condition = pods.condition(snapshot.workload, "Failed") or {}
     said = f"{condition.get('message') or condition.get('reason') or ''}".rstrip(".")
@@ -292,6 +299,8 @@ def _url(snapshot: Snapshot) -> str:
 
 
 def _output(snapshot: Snapshot) -> str:
+    if _brings_data(snapshot.workload):
+        return str((workloads.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
     if workloads.archived(snapshot.workload):
         return ""  # wherever its script writes it
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"

@@ -1,0 +1,35 @@
+"""Bringing a dataset to a claim or a store, in a pod of a cluster."""
+
+from __future__ import annotations
+
+from outlast import kube
+from outlast.cluster import job_status
+from outlast.cluster.workloads import Workloads
+from outlast.errors import Absent, OutlastError
+from outlast.manifests import dataset
+
+
+def get(workloads: Workloads, wanted: dataset.Wanted) -> str:
+    """Create the Job; returns what was done, as a sentence. One that has ended is replaced. Raises OutlastError."""
+    cluster, document = workloads.cluster, dataset.document(wanted)
+    if not cluster.has_namespace():
+        raise workloads.nowhere()
+    name, (to, claim, _) = wanted.name, wanted.target()
+    if claim and cluster.find(kube.CLAIM, claim) is None:
+        raise Absent(
+            f"there is no claim {claim} in namespace {cluster.namespace}; create it, or choose another (--claim NAME:/PATH)"
+        )
+    there = cluster.find(kube.JOB, name)
+    if there is not None:
+        command = there["spec"]["template"]["spec"]["containers"][0].get("command")
+        if job_status.over(there) is None:
+            if command == document["spec"]["template"]["spec"]["containers"][0]["command"]:
+                return f"Job {name} brings it already"
+            raise OutlastError(
+                f"Job {name} brings it to another place ({command[-1]}); wait for its end, or: outlast cancel {name}"
+            )
+        workloads.delete(kube.JOB, there, grace_s=None)
+        workloads.wait_until_gone(kube.JOB, there)
+    document["metadata"]["namespace"] = cluster.namespace
+    cluster.create(document)
+    return f"Job {name} brings {wanted.dataset.partition('#')[0]} to {to}"
