@@ -37,6 +37,8 @@ Progress = Callable[[int, int], None]
 """Gets how many bytes have arrived, and of how many; 0 when that is not known."""
 
 _BUFFER = 1 << 18
+_FIRST = 1 << 18
+"""Bytes of the first request, after which several connections fetch the rest, and the state is saved."""
 _STOPPED = "the download was stopped; the same command goes on from here"
 _COMPLAIN_S = 10.0
 _SAVE_S = 2.0
@@ -214,7 +216,7 @@ class Download:
 
     def _begin(self, fd: int) -> None:
         """The first request: how long the file is, which version, whether the server sends parts; and the first part."""
-        last = self._options.piece - 1
+        last = min(_FIRST, self._options.piece) - 1
         try:
             with self._asked(0, last) as answer:
                 if not answer.part:

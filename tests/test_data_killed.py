@@ -1,0 +1,139 @@
+"""`outlast data get` as a process: killed at any moment and run again it is complete; and what people see of it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outlast.data import place
+from servers import Place
+from web import Fault, Web
+
+FILES = {f"set/{i:03}.bin": random.Random(i).randbytes(5_000) for i in range(300)}
+
+
+def a_tar(files: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz", compresslevel=1) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+ARCHIVE = a_tar(FILES)
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Starts the command in a directory of its own."""
+
+    def start(*words: str | Path) -> subprocess.Popen[str]:
+        environ = {**os.environ, "OUTLAST_CACHE": str(tmp_path / "cache")}
+        command = [sys.executable, "-c", "from outlast.cli import main; main()", "data", "get", *map(str, words)]
+        return subprocess.Popen(command, env=environ, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    return start
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != place.MARKER)
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def looks_whole(directory: Path) -> bool:
+    """Whether somebody who looks for the marker or for the files would take it for complete."""
+    return (directory / place.MARKER).exists()
+
+
+def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start, tmp_path: Path) -> None:
+    url = f"{web.put('set.tar.gz', ARCHIVE)}#sha256={hashlib.sha256(ARCHIVE).hexdigest()}"
+    web.fault = lambda request: Fault(rate=700_000)
+    process = start(url, "--to", "to")
+    state = tmp_path / "to" / place.COMING / "0" / "state.json"
+    while not (state.exists() and json.loads(state.read_text())["done"]):  # after the first part
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert place.incomplete(tmp_path / "to")
+    assert not looks_whole(tmp_path / "to")
+    web.fault = lambda request: None
+    code, out, err = ended(start(url, "--to", "to"))
+    assert (code, out) == (0, f"got {url.partition('#')[0]}: 300 files, 1.4 MiB in to\n"), err
+    assert "outlast | going on with " in err
+    assert tree(tmp_path / "to") == FILES
+    assert web.requests[-1].range
+    assert web.requests[-1].range[0] > 0
+
+
+def test_what_is_interrupted_by_hand_says_how_to_go_on(web: Web, start: Start, tmp_path: Path) -> None:
+    url = web.put("set.tar.gz", ARCHIVE)
+    web.fault = lambda request: Fault(rate=100_000)
+    process = start(url, "--to", "to")
+    assert web.slowed.wait(60)
+    process.send_signal(signal.SIGINT)
+    code, _, err = ended(process)
+    assert code == 130
+    assert err.endswith("stopped; the same command goes on from here\n")
+    assert not looks_whole(tmp_path / "to")
+
+
+def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, rclone: Place, tmp_path: Path) -> None:
+    url = web.put("set.tar.gz", a_tar({"set/a.txt": b"a", "set/b.txt": b"b"}))
+    code, out, err = ended(start(url, "--to", f"{rclone.url}/set"))
+    assert (code, out) == (0, f"got {url}: 2 files, 2 B in {rclone.url}/set\n"), err
+    assert "what came was not compared with any checksum; to have that done, append #sha256=" in err
+    there = tree(rclone.directory / "set")
+    assert {name: content for name, content in there.items() if not name.startswith(".")} == {
+        "set/a.txt": b"a",
+        "set/b.txt": b"b",
+    }
+    assert list((tmp_path / "cache" / "get").iterdir()) == [], "nothing stays on this machine"
+    before = len(web.requests)
+    assert ended(start(url, "--to", f"{rclone.url}/set"))[1].startswith("already there: ")
+    assert len(web.requests) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["to", "store"])
+def test_killed_at_random_moments_and_run_again_it_is_complete(
+    web: Web, start: Start, rclone: Place, tmp_path: Path, target: str
+) -> None:
+    url = f"{web.put('set.tar.gz', ARCHIVE)}#sha256={hashlib.sha256(ARCHIVE).hexdigest()}"
+    web.fault = lambda request: Fault(rate=2_000_000)
+    chance = random.Random(int(os.environ.get("SEED", "0")))
+    for attempt in range(20):
+        to, directory = (f"{rclone.url}/{attempt}", rclone.directory / f"{attempt}") if target == "store" else (f"to-{attempt}", tmp_path / f"to-{attempt}")  # fmt: skip  # noqa: E501
+        for _ in range(2):
+            process = start(url, "--to", to)
+            time.sleep(chance.uniform(0.1, 2.5))
+            process.kill()
+            process.communicate()
+            if looks_whole(directory):
+                assert {k: v for k, v in tree(directory).items() if k in FILES} == FILES
+        code, _, err = ended(start(url, "--to", to))
+        assert code == 0, err
+        assert {k: v for k, v in tree(directory).items() if k in FILES} == FILES
+        assert looks_whole(directory)
+        if target == "to":
+            assert sorted(path.name for path in directory.iterdir()) == [place.MARKER, "set"]
