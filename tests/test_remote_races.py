@@ -50,7 +50,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
                 name: {"size": len(content(step, generation, name)), "crc32": checkpoints.checksum(draft / name)}
                 for name in FILES
             }
-            new = checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), RUN, generation, 2, 5.0)
+            path, metric = directory / contract.checkpoint_name(step), checkpoints.Metric(float((5 * step + generation) % 7))
+            new = checkpoints.Checkpoint(step, path, RUN, generation, 2, 5.0, metric=metric)
             found[generation, step] = checkpoints.commit(draft, new, files)
     return found
 
@@ -58,8 +59,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 class Truth:
     """What must be true of a store at any moment."""
 
-    def __init__(self, raw: Store) -> None:
-        self.raw = raw
+    def __init__(self, raw: Store, best: int = 0) -> None:
+        self.raw, self.best = raw, best
         self.latest = rules.Latest(RUN, 0)
         """What the register said last."""
         self.history: list[Place] = []
@@ -80,8 +81,9 @@ class Truth:
             assert not self.latest.generation, "the register is gone"
             return
         before, self.latest = self.latest, latest
+        best = checkpoints.Retention(2, self.best).best_of(latest.places)  # not known where the register is a set of names
         for place in latest.places:
-            if rules.obsolete(latest, place):  # a new owner may have copied it while it went
+            if rules.obsolete(latest, place) and place not in best:  # a new owner may have copied it while it went
                 continue
             assert place in finished, f"{place} counts and is not there"
             assert place in before.places or place.generation >= before.generation, f"{place} is a zombie's, after {before}"
@@ -110,9 +112,11 @@ class Truth:
 class Writer:
     """A generation of the run: takes the store over, and pushes steps: those given, or the next three."""
 
-    def __init__(self, place: Any, generation: int, saved: Saved, journals: Path, *, steps: Any = None, wait: int = 0) -> None:
+    def __init__(
+        self, place: Any, generation: int, saved: Saved, journals: Path, *, steps: Any = None, wait: int = 0, best: int = 0
+    ) -> None:
         self.place, self.generation, self.saved, self.journals = place, generation, saved, journals
-        self.steps, self.wait = steps, wait
+        self.steps, self.wait, self.best = steps, wait, best
         self.committed: list[int] = []
 
     def __call__(self) -> None:
@@ -125,7 +129,7 @@ class Writer:
                 local = self.saved[self.generation, step]
                 if self.again(lambda local=local: there.push(local, journals=self.journals)).kind == "committed":
                     self.committed.append(step)
-                self.again(lambda: there.prune(checkpoints.Retention(2)))
+                self.again(lambda: there.prune(checkpoints.Retention(2, self.best)))
         except Superseded:
             return
 
@@ -164,15 +168,17 @@ def fate(hand: Hand, rng: random.Random, *, dies: float = 0.0, fails: float = 0.
 
 def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bool) -> list[Place]:
     """A zombie and its successors, all at once; what has been the newest."""
-    rng = random.Random(seed)
-    truth = Truth(raw)
+    rng, best = random.Random(seed), seed % 3
+    truth = Truth(raw, best)
     turns = Turns(rng, truth)
     harm = rng.choice([{}, {}, {"fails": 0.1}, {"dies": 0.02}, {"dies": 0.02, "fails": 0.05}])
     writers = []
     for generation in range(1, rng.choice([2, 3, 3]) + 1):
         place = Watched(raw, fate(turns.hand(f"g{generation}"), rng, **harm), conditional=conditional)
         steps = rng.choice([None, range(1, 5), range(2, 7)])
-        writers.append(Writer(place, generation, saved, tmp_path, steps=steps, wait=rng.randrange(0, 40) * (generation - 1)))
+        writers.append(
+            Writer(place, generation, saved, tmp_path, steps=steps, wait=rng.randrange(0, 40) * (generation - 1), best=best)
+        )
     turns.run(**{f"g{writer.generation}": writer for writer in writers})
     # Whoever comes last, alone, restores the newest that was ever seen, and goes on from there.
     there = remote.Checkpoints(Watched(raw, lambda request, key, act: act(), conditional=conditional), RUN)
@@ -188,10 +194,13 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
             assert (restored.path / name).read_bytes() == content(restored.step, restored.generation, name)
     for step in range(newest.step + 1, newest.step + 4):
         assert there.push(saved[5, step], journals=tmp_path).kind == "committed"
-        there.prune(checkpoints.Retention(2))
+        there.prune(checkpoints.Retention(2, best))
         truth()
+    found = there.list_()
+    kept = {newest.step + 2, newest.step + 3} | {each.step for each in checkpoints.ranked(found)[:best]}
     steps = {disk.step_of(name) for name in raw.names(contract.CHECKPOINTS)} - {None}
-    assert min(steps) == newest.step + 2, "what is older than the last two was swept"
+    assert steps == kept == {each.step for each in found}, "all but the last two and the best was swept"
+    assert all(there.verify(each, deep=True) is None for each in found)
     return truth.history
 
 

@@ -565,7 +565,8 @@ def test_the_loop_in_the_readme_leaves_a_checkpoint_and_a_model(plain: Path):
 def test_the_script_in_the_guide_trains_and_resumes(plain: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "10 steps")
     guide = Path(__file__).parents[1] / "docs" / "guide" / "exact-resume.md"
-    train, read = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    train, best, read = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    compile(best, str(guide), "exec")
     for generation in (1, 2):
         names: dict[str, Any] = {}
         exec(train + read, names)
