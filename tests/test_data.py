@@ -134,6 +134,8 @@ def test_a_batch_of_the_wrong_form_is_refused_in_one_sentence(tmp_path: Path, co
 def test_a_directory_that_is_not_cifar_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere") == "there is no such directory"
     assert refusal(tmp_path) == f"it has no batches.meta and no {' and no '.join(cifar.TRAIN)}"
+    (tmp_path / ".outlast-get").mkdir()
+    assert refusal(tmp_path) == "its download was interrupted"
     root = a_dataset(tmp_path / "data")
     replace(root, "batches.meta", {b"label_names": [b"cat"]})
     assert refusal(root) == "label_names in batches.meta is not a list of 10 names"

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outlast import contract
+from outlast.data import place
 from outlast.errors import OutlastError
 
 TRAIN = tuple(f"data_batch_{i}" for i in range(1, 6))
@@ -36,7 +37,7 @@ class NotCifar(OutlastError):
     exit_code = contract.Exit.MISCONFIGURED
 
     def __init__(self, directory: Path | str, reason: str) -> None:
-        remedy = "unpack cifar-10-python.tar.gz there, or run: outlast data get digits --to DIR"
+        remedy = "unpack cifar-10-python.tar.gz there, or run: outlast data get cifar10 --to DIR (or digits)"
         super().__init__(f"{directory} is not CIFAR-10: {reason}; {remedy}")
 
 
@@ -99,6 +100,8 @@ def _read(directory: Path, files: Sequence[str]) -> Images:
     root = below if below.is_dir() and not (directory / META).exists() else directory
     if not root.is_dir():
         raise NotCifar(root, "there is no such directory")
+    if place.incomplete(directory):
+        raise NotCifar(directory, "its download was interrupted")
     missing = [file for file in (META, *files) if not (root / file).is_file()]
     if missing:
         raise NotCifar(root, f"it has no {' and no '.join(missing)}")

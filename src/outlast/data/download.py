@@ -270,6 +270,7 @@ class Download:
 
     def _parts(self, fd: int) -> None:
         """Fetch the missing parts over several connections."""
+        self._save(fd)
         waiting = deque(intervals.pieces(intervals.missing(intervals.merged(self._done), self._size), self._options.piece))
         failed = threading.Event()
 

@@ -1,6 +1,6 @@
 """CIFAR-10 with a network of six convolutions, 3,229,770 parameters, in one file. Copy it and change it.
 
-    outlast data get digits --to data/digits       # real images of the same form, from scikit-learn; or unpack CIFAR-10 itself
+    outlast data get digits --to data/digits       # real images of the same form, from scikit-learn; or: data get cifar10
     outlast run examples/digits.yaml               # two workers on this machine
     outlast evaluate digits                        # overall and per-class accuracy
 
