@@ -25,6 +25,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "getting-started.md",
     ROOT / "docs" / "guide" / "kubernetes.md",
     ROOT / "docs" / "guide" / "hugging-face.md",
+    ROOT / "docs" / "guide" / "tracking.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]

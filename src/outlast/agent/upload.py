@@ -136,12 +136,15 @@ class Uploader:
         self._growing.push(self._grown(), stop)
         ours = workdir.ours(self.output, self._place, self._environ)
         others = f"{contract.WORK}/"
+        theirs = () if self._first() else (f"{contract.TENSORBOARD}/metrics/",)  # rank 0's goes on in its own file
         report = sync.push(
             self.output,
             self._place,
             self.output / OWN / "manifest",
             sync.Options(
-                skip=lambda path: skipped(path) or (self._results.skipped(path) if ours else path.startswith(others)),
+                skip=lambda path: (
+                    skipped(path) or path.startswith(theirs) or (self._results.skipped(path) if ours else path.startswith(others))
+                ),
                 check=not self._checked,
                 stop=stop,
             ),

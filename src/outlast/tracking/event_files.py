@@ -7,9 +7,8 @@ the package `tensorboard` (extra `tracking`) but neither torch nor TensorFlow.
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,15 @@ from outlast.tracking.sinks import Status, text
 _HEADER, _CRC = 12, 4
 """Bytes of a record before its content (length, checksum of the length) and after it. The format is TFRecord's:
 https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details"""
+_VERIFIED = 1 << 20
+"""Bytes at the end of a file whose records are verified."""
 PREFIX = "events.out.tfevents.outlast"
 
 
 class EventFile:
     """A sink that writes event files into `directory`."""
 
-    pause_s = 2.0
+    pause_s = 3.0
 
     def __init__(self, directory: Path, run: str) -> None:
         self.title = f"TensorBoard ({directory})"
@@ -38,6 +39,7 @@ class EventFile:
     def open(self) -> Position:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
             from tensorboard.summary.writer import record_writer
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
@@ -56,7 +58,7 @@ class EventFile:
         if self.path.exists():
             with self.path.open("r+b") as file:
                 whole = 0
-                for content, end in records(file.read()):
+                for content, end in records(file.read(), masked_crc32c):
                     whole = end
                     event = self._event.FromString(content)
                     for value in event.summary.value:
@@ -103,16 +105,21 @@ class EventFile:
             for event in events:
                 writer.write(event.SerializeToString())
             file.flush()
-            os.fsync(file.fileno())
 
 
-def records(found: bytes) -> Iterator[tuple[bytes, int]]:
-    """The contents of whole records, each with the offset of its end."""
+def records(found: bytes, checksum: Callable[[bytes], int]) -> Iterator[tuple[bytes, int]]:
+    """The contents of whole records up to the first damaged one, each with the offset of its end.
+
+    Contents are verified near the end of a file only, where a power loss does its damage: `checksum` is slow.
+    """
     at = 0
     while len(found) >= at + _HEADER:
-        (size,) = struct.unpack_from("<Q", found, at)
+        size, head = struct.unpack_from("<QI", found, at)
         end = at + _HEADER + size + _CRC
-        if end > len(found):
+        if end > len(found) or head != checksum(found[at : at + 8]):
             return
-        yield found[at + _HEADER : end - _CRC], end
+        content = found[at + _HEADER : end - _CRC]
+        if len(found) - at < _VERIFIED and struct.unpack_from("<I", found, end - _CRC)[0] != checksum(content):
+            return
+        yield content, end
         at = end

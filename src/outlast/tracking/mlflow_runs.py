@@ -34,15 +34,17 @@ DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""Variables for MLflow's client, unless the user has set them: directories are allowed, and retries are ours (`forwarding`)."""
+"""Variables for MLflow's client, unless the user has set them: directories are allowed, retries are ours
+(`forwarding`), and the client reports nothing about itself."""
 
 
 class MLflow:
     """A sink that writes into the MLflow at `uri`."""
 
-    pause_s = 3.0
+    pause_s = 5.0
 
     def __init__(self, uri: str, experiment: str, run: Run) -> None:
         self._shown = re.sub(r"//[^/@]*@", "//", uri)

@@ -22,7 +22,7 @@ class WandB:
     """A sink that writes into Weights & Biases."""
 
     title = "Weights & Biases"
-    pause_s = 2.0
+    pause_s = 3.0
 
     def __init__(self, project: str, run: Run) -> None:
         self._project, self._run = project or run.name, run
