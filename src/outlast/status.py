@@ -83,6 +83,15 @@ class WorkerStatus(_Model):
     """Why it waits, where it stands still, or how it ended."""
 
 
+class BestStatus(_Model):
+    """The best of the committed checkpoints."""
+
+    step: int
+    value: float
+    by: str = ""
+    """What was measured."""
+
+
 class CheckpointStatus(_Model):
     """The newest committed checkpoint."""
 
@@ -90,6 +99,8 @@ class CheckpointStatus(_Model):
     path: str
     time: float
     bytes: int = 0
+    best: BestStatus | None = None
+    """The best one that is kept, where the training measures them; of jobs of this machine."""
 
 
 class SavedStatus(_Model):

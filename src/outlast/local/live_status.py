@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from outlast.local.state_dir import Run, StateDir
 from outlast.local.workers import Worker, WorkerPool
 from outlast.rendezvous.world import World
 from outlast.report import goodput
-from outlast.status import CheckpointStatus, JobStatus, RankStatus, SavedStatus, StoreStatus, WorkerStatus
+from outlast.status import BestStatus, CheckpointStatus, JobStatus, RankStatus, SavedStatus, StoreStatus, WorkerStatus
 from outlast.workerfiles import progress, saves
 
 SCAN_INTERVAL_S = 2.0
@@ -48,7 +48,7 @@ class LiveStatus:
     def start(self) -> None:
         """Fill in what earlier worlds of the run have saved."""
         if found := self._newest():
-            self.status.step, self.status.checkpoint = found.step, _checkpoint_status(found)
+            self.status.step, self.status.checkpoint = found.step, found
             self.status.reason = f"goes on from step {found.step}"
         else:
             self._find_saves(now=True)
@@ -93,7 +93,7 @@ class LiveStatus:
         self.has_session, self.status.saved = True, None
         self.warning = record.warning
         if self.status.checkpoint is None or record.committed != self.status.checkpoint.step:
-            self.status.checkpoint = _checkpoint_status(found) if (found := self._newest()) else self.status.checkpoint
+            self.status.checkpoint = self._newest() or self.status.checkpoint
 
     def update_workers(self, world: World | None) -> None:
         """Read what the agents report of their workers, and of uploads to the store."""
@@ -128,8 +128,9 @@ class LiveStatus:
         self._thread.shutdown(cancel_futures=True)
         self.status.goodput = self.goodput()
 
-    def _newest(self) -> checkpoints.Checkpoint | None:
-        return checkpoints.latest(checkpoints.list_(self._output / contract.CHECKPOINTS), self._run.run)
+    def _newest(self) -> CheckpointStatus | None:
+        found = [c for c in checkpoints.list_(self._output / contract.CHECKPOINTS) if c.run == self._run.run and not c.problem]
+        return _checkpoint_status(found) if found else None
 
     def _logged(self, world: World) -> tuple[int, int | None] | None:
         """The step that rank 0's worker read in its log, if the line was printed in this world: its file may be older."""
@@ -183,5 +184,10 @@ class LiveStatus:
         )
 
 
-def _checkpoint_status(found: checkpoints.Checkpoint) -> CheckpointStatus:
-    return CheckpointStatus(step=found.step, path=str(found.path), time=found.time, bytes=found.bytes)
+def _checkpoint_status(found: Sequence[checkpoints.Checkpoint]) -> CheckpointStatus:
+    """The newest of these, and which is best."""
+    newest = found[-1]
+    best = next(
+        (BestStatus(step=c.step, value=c.metric.value, by=c.metric.by) for c in checkpoints.ranked(found) if c.metric), None
+    )
+    return CheckpointStatus(step=newest.step, path=str(newest.path), time=newest.time, bytes=newest.bytes, best=best)
