@@ -134,7 +134,7 @@ def train(s: Settings) -> None:
         for sentence in ignored(s, run):
             log.line(sentence)
         corpus = Corpus(place(s), s.block_size)
-        model, record = first(s, corpus, log)
+        model, record = first(s, corpus)
         model.to(run.device)
         net = parallel(s, run, model)
         optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
@@ -339,7 +339,7 @@ def shape(s: Settings, vocab_size: int) -> Config:
     )
 
 
-def first(s: Settings, corpus: Corpus, log: Log) -> tuple[GPT, Record]:
+def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
     """The model before the first step."""
     digest = corpus.tokenizer.digest if corpus.tokenizer else ""
     if s.init_from in ("scratch", "resume"):
@@ -355,7 +355,6 @@ def first(s: Settings, corpus: Corpus, log: Log) -> tuple[GPT, Record]:
             "made by another tokenizer; prepare the text with the model's own"
         )
     corpus.vocab_size = found.config.vocab_size
-    log.line(f"weights of {found.name}")
     return found.model(), Record(found.config, digest or found.digest)
 
 

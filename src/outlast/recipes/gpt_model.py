@@ -216,7 +216,7 @@ def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
     """
     e = len(counts)
     mean = probabilities.mean(0)  # (e,)
-    u = (counts + 1) / (counts.sum() + e) + (mean - mean.detach())
+    u = (counts + 1).to(mean.dtype) / (counts.sum() + e) + (mean - mean.detach())
     if e == 1:
         return u.sum() * 0
     if kind == "entropy_regularization":
