@@ -16,6 +16,7 @@ metrics.jsonl and log.txt, at the end model.pt, ckpt.pt for nanoGPT's sample.py,
 # mypy: allow-untyped-calls
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 import os
@@ -31,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from outlast import accelerators, checkpoints, contract
-from outlast.errors import NotFound, OutlastError
+from outlast import accelerators, contract
+from outlast.errors import OutlastError
 from outlast.recipes import gpt_data, gpt_model, results, settings
 from outlast.recipes.gpt_data import Corpus, Pretrained, Record
 from outlast.recipes.gpt_model import GPT, Config, Losses
@@ -90,7 +91,11 @@ class Settings:
     eval_iters: int = flag(200, "micro-batches of an evaluation over all ranks, always the same", least=1)
     log_interval: int = flag(1, "steps between two lines of the log", least=1)
     always_save_checkpoint: bool = flag(True, "save at every evaluation, not only when the validation loss is the best so far")
-    num_checkpoints: int = flag(2, "checkpoints of the lowest validation loss to keep beside the newest", least=0)
+    num_checkpoints: int | None = flag(
+        None,
+        "checkpoints of the lowest validation loss to keep beside the newest; default 2, in a job its checkpoint.best",
+        least=0,
+    )
     save_current_ckpt: bool = flag(
         True, "nanoGPT's name for what a run always does: it keeps the newest checkpoints to resume from"
     )
@@ -106,6 +111,7 @@ class Settings:
     evaluate: bool = flag(
         False, "measure the newest weights on all of the validation text", group="instead of training", also=("eval_only",)
     )
+    checkpoint: str = flag("", "the checkpoint to measure or sample: best, or a step")
     sample: bool = flag(False, "print texts that the newest weights make")
     prompt: str = flag("\n", "how the texts begin", also=("start",))
     num_samples: int = flag(10, "texts to print", least=1)
@@ -136,6 +142,8 @@ def train(s: Settings) -> None:
         corpus = Corpus(place(s), s.block_size)
         model, record = first(s, corpus)
         model.to(run.device)
+        if run.device.type == "cpu":
+            keep_freed_memory()
         net = parallel(s, run, model)
         optimizer = model.optimizer(s.learning_rate, (s.beta1, s.beta2), s.weight_decay)
         pieces = s.batch_size if s.gradient_accumulation_steps >= run.world_size else None
@@ -157,7 +165,7 @@ def train(s: Settings) -> None:
                 trainer.measure(step)
                 log.clock(step)
             elif leaving or run.due(step):
-                run.save(step)
+                run.save(step, metric=math.nan)  # not measured, so it is never the best
         trainer.finish(step)
 
 
@@ -241,7 +249,7 @@ class Trainer:
         better = losses["val_loss"] < self.record.best
         self.record.best, self.record.measured = min(losses["val_loss"], self.record.best), step
         if step and (better or self.s.always_save_checkpoint):
-            self.run.save(step)
+            self.run.save(step, metric=losses["val_loss"])
             if self.s.export_nanogpt:
                 names = (gpt_data.CURRENT, gpt_data.CHECKPOINT) if better else (gpt_data.CURRENT,)
                 self.export(step, names)
@@ -308,6 +316,8 @@ def rate(s: Settings, step: int) -> float:
 
 def summed(run: Session, values: Mapping[str, float]) -> dict[str, float]:
     """Values averaged over the ranks, in rank order."""
+    if run.world_size == 1:
+        return dict(values)
     found = run.gather(list(values.values()))
     return {name: sum(each) / run.world_size for name, each in zip(values, zip(*found, strict=True), strict=True)}
 
@@ -358,6 +368,16 @@ def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
     return found.model(), Record(found.config, digest or found.digest)
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep large blocks that are freed. It would give them back, and the kernel clear them anew in every step.
+
+    That is a tenth of a step of a small model. mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for parameter in (-1, -3):
+            mallopt(parameter, 1 << 30)
+
+
 def parallel(s: Settings, run: Session, model: GPT) -> nn.Module:
     """What trains the model on all ranks; it is compiled in place if asked."""
     if s.parallel == "fsdp":
@@ -391,6 +411,9 @@ def ignored(s: Settings, run: Session) -> list[str]:
         found.append("init_from resume is ignored: a run goes on from its newest checkpoint, and begins where there is none")
     if s.output_dir and Path(s.output_dir).absolute() != run.output.absolute():
         found.append(f"output_dir {s.output_dir} is ignored: the job writes to {run.output}")
+    best = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").partition(" ")[0]
+    if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
+        found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
     if not s.save_current_ckpt:
         found.append("save_current_ckpt false is ignored: a run keeps its newest checkpoints, or it could not go on")
     return found
@@ -461,12 +484,9 @@ def newest(s: Settings) -> Pretrained:
     output = Path(os.environ.get(contract.Env.OUTPUT, "out"))
     if s.init_from not in ("scratch", "resume"):
         return gpt_data.pretrained(s.init_from)
-    if (path := output / gpt_data.CHECKPOINT).exists():
+    if (path := output / gpt_data.CHECKPOINT).exists() and not s.checkpoint:
         return gpt_data.pretrained(str(path))
-    for found in reversed(checkpoints.list_(output / contract.CHECKPOINTS)):
-        if not found.problem and checkpoints.verify(found.path) is None:
-            return gpt_data.trained(found.path)
-    raise NotFound(f"{output} has neither {gpt_data.CHECKPOINT} nor a valid checkpoint; train first, or give --output_dir")
+    return gpt_data.trained(results.checkpoint(output, s.checkpoint))
 
 
 @torch.inference_mode()
@@ -526,6 +546,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     s = settings.parse(Settings, argv, __doc__)
     if s.output_dir:
         os.environ.setdefault(contract.Env.OUTPUT, s.output_dir)
+    if contract.Env.STATE not in os.environ:  # a job says it for its store as well
+        number = 2 if s.num_checkpoints is None else s.num_checkpoints
+        os.environ.setdefault(contract.Env.CHECKPOINT_BEST, f"{number} min val_loss")
     (evaluate if s.evaluate else sample if s.sample else train)(s)
 
 
