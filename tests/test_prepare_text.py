@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -201,8 +202,10 @@ def test_a_killed_command_continues_and_its_processes_end_with_it(tmp_path: Path
     private = tmp_path / "out" / work.PRIVATE
     while not list(private.glob("*-000003.json")) and process.poll() is None:
         time.sleep(0.001)
+    helpers = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
+    assert psutil.wait_procs(helpers, timeout=60)[1] == []
     prepare(source, tmp_path / "out", settings, unit=300)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 

@@ -1,7 +1,7 @@
 """Units of work done by processes: each result is a note written last, so a killed run continues with what is missing.
 
 Below the target is `.prepare/`, with the lock, the plan's digest, a note per finished unit, and what units hand to a later stage.
-When the manifest is written it goes. Processes are spawned, not forked: tokenizers and PyAV have threads. They end when we do,
+When the manifest is written it goes. Processes are not forked from ours: tokenizers and PyAV have threads. They end when we do,
 even by SIGKILL.
 """
 
@@ -30,6 +30,7 @@ from outlast.errors import AlreadyRunning, OutlastError, Stopped
 PRIVATE = ".prepare"
 _OURS = re.compile(r"\.?(train|val)(-\d+)?\.(bin|safetensors)(\.partial)?|tokenizer\.json|meta\.pkl")
 """Names of files that an unfinished run leaves beside PRIVATE."""
+_PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _NOT_OURS = ("lost+found",)
 """What a new, empty volume contains."""
 Note = dict[str, Any]
@@ -186,10 +187,12 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Spawned processes that end with us."""
+    """Processes that end with us. They are forked from a server without threads that has imported what they need."""
     import multiprocessing
 
-    executor = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads,))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *_PRELOADED])
+    executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(threads,))
     try:
         yield executor
     except BaseException:
