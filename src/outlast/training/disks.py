@@ -92,6 +92,8 @@ class Disks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. A collective of all, in the thread that trains."""
+        if len(self.of) == 1:
+            return [value]
         values: list[Any] = [None] * len(self.of)
         dist.all_gather_object(values, value, group=self.group)
         return values
