@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +131,17 @@ def nanogpt(source: Path, data: Path, plan: Plan, device: str, work: Path, env: 
     return shown([sys.executable, "-W", "ignore", "train.py", *(f"--{k}={v}" for k, v in values.items())], root, env)
 
 
-def ours(data: Path, plan: Plan, more: Sequence[str], work: Path, env: Mapping[str, str]) -> Run:
-    """The recipe, as `python -m`."""
+def ours(data: Path, plan: Plan, more: Sequence[str], work: Path, env: Mapping[str, str], processes: int = 1) -> Run:
+    """The recipe, in one process, or in several with one thread each."""
     root = work / "ours"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     flags = [f"--{k}={v}" for k, v in plan.values().items()]
-    return shown([sys.executable, "-m", "outlast.recipes.gpt", f"--data={data}", "--output_dir=out", *flags, *more], root, env)
+    python, alone = [sys.executable, "-m"], {"OMP_NUM_THREADS": "1"}
+    if processes > 1:
+        python = [*python, "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    command = [*python, "outlast.recipes.gpt", f"--data={data}", "--output_dir=out", *flags, *more]
+    return shown(command, root, env if processes == 1 else {**env, **alone})
 
 
 def size(data: Path) -> int:
@@ -190,12 +194,15 @@ def beside_nanogpt(options: argparse.Namespace, work: Path, env: Mapping[str, st
         data = prepared(work, tokenizer)
         if options.gpu:  # GPT-2's 50,304 tokens, which both take without a vocabulary
             data = bare(data, work)
-        runs: dict[str, list[Run]] = {"nanoGPT": [], "outlast": []}
+        turns: list[tuple[str, Callable[[], Run]]] = [
+            ("nanoGPT", lambda data=data: nanogpt(options.nanogpt.resolve(), data, plan, device, work, env)),
+            ("outlast", lambda data=data: ours(data, plan, (), work, env)),
+        ]
+        if (cores := int(options.threads)) > 1 and not options.gpu:
+            apiece = f"outlast, {cores} processes of a thread"
+            turns.append((apiece, lambda data=data: ours(data, plan, (), work, env, cores)))
+        runs: dict[str, list[Run]] = {name: [] for name, _ in turns}
         for number in range(1 if options.quick else options.repeats):
-            turns = [
-                ("nanoGPT", lambda data=data: nanogpt(options.nanogpt.resolve(), data, plan, device, work, env)),
-                ("outlast", lambda data=data: ours(data, plan, (), work, env)),
-            ]
             for name, turn in turns if number % 2 == 0 else reversed(turns):
                 runs[name].append(turn())
         lines += ["", f"{tokenizer}, a vocabulary of {size(data) or 50304}, {described(plan)}.", ""]

@@ -332,7 +332,7 @@ def test_we_sample_from_nanogpt_s_checkpoint_and_train_on_from_it(tmp_path: Path
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith("def")
     trained(arguments(blocks, 3, f"--init-from={nanogpt / 'out' / 'ckpt.pt'}", "--learning-rate=1e-5"), tmp_path / "on")
-    assert logged(tmp_path / "on")[1] == pytest.approx(float(loss), abs=0.5), "not that of weights that know nothing"
+    assert logged(tmp_path / "on")[1] == pytest.approx(loss.item(), abs=0.5), "not that of weights that know nothing"
 
 
 # What it learns
