@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "docs" / "guide" / "kubernetes.md",
     ROOT / "docs" / "guide" / "hugging-face.md",
     ROOT / "docs" / "guide" / "tracking.md",
+    ROOT / "docs" / "guide" / "gpt.md",
     ROOT / "docs" / "guide" / "coming-from.md",
 ]
 COMING_FROM = PAGES[-1]
