@@ -46,11 +46,22 @@ class Fetched:
     def __init__(self, url: str, window: int, patience_s: float) -> None:
         self.name, self.keeps = url, window
         self._place = wants.Place(url, wants.cache(os.environ))
+        try:
+            self._place.home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutlastError(
+                f"the cache {self._place.cache} cannot be written: {error.strerror}; correct its permissions, or let "
+                "OUTLAST_CACHE name another directory"
+            ) from error
         self._patience_s = patience_s
+        self._reader: wants.Reader | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin as another reader: at the start, and in a process that was forked or got this by pickle."""
         self._ahead: list[Shard] = []
         self._files: list[str] = []
-        self._reader: wants.Reader | None = None
-        self._pid = 0
+        self._now, self._pid = 0, os.getpid()
 
     def manifest(self) -> Manifest:
         """The manifest as it is in the store now; if the store cannot be reached, the last one seen."""
@@ -87,9 +98,10 @@ class Fetched:
                 self._refused(said, name)
         return path
 
-    def want(self, shards: Sequence[Shard]) -> None:
-        """Announce the shards that are read now and next."""
-        self._ahead = list(shards)
+    def want(self, shards: Sequence[Shard], now: int) -> None:
+        """Announce the shards that are read next, the first `now` of them at once."""
+        self._ahead, self.keeps = list(shards), max(self.keeps, now)
+        self._now = now
         self._want()
         if any(not self._place.shard(shard.sha256).exists() for shard in shards):
             self._ensure_fetcher()
@@ -100,14 +112,18 @@ class Fetched:
     @property
     def _known(self) -> wants.Reader:
         """This process as a reader."""
-        if self._reader is None or self._pid != os.getpid():
-            self._reader, self._pid = wants.Reader(self._place), os.getpid()
+        if self._pid != os.getpid():
+            self._reader = None
+            self._forget()
+        if self._reader is None:
+            self._reader = wants.Reader(self._place)
         return self._reader
 
     def _want(self, first: Shard | None = None) -> None:
+        known = self._known  # first: a fork begins without what its parent wants
         ordered = [first, *(shard for shard in self._ahead if shard != first)] if first else self._ahead
         rows = [(shard.file, shard.bytes, shard.sha256) for shard in ordered]
-        self._known.want(wants.Want(rows, self.keeps, self._files))
+        known.want(wants.Want(rows, self._now + bool(first), self._files))
 
     def _held(self, shard: Shard) -> int | None:
         """The shared lock of a shard; None if it is not in the cache."""

@@ -44,6 +44,7 @@ class Place(Protocol):
     keeps: int
     """Most shards to hold open at a time."""
     remote: bool
+    """Whether it is a store."""
 
     def manifest(self) -> Manifest:
         """What there is. Raises OutlastError."""
@@ -54,8 +55,8 @@ class Place(Protocol):
     def file(self, name: str) -> Path:
         """A small file beside the shards. Raises OutlastError if there is none."""
 
-    def want(self, shards: Sequence[Shard]) -> None:
-        """Announce which shards are read now and next, in this order."""
+    def want(self, shards: Sequence[Shard], now: int) -> None:
+        """Announce which shards are read next, in this order, the first `now` of them at once."""
 
 
 class Directory:
@@ -82,7 +83,7 @@ class Directory:
             raise OutlastError(f"{self.name} has no {name}; prepare the data again, or copy it there")
         return path
 
-    def want(self, shards: Sequence[Shard]) -> None:
+    def want(self, shards: Sequence[Shard], now: int) -> None:
         """Nothing to do: the kernel reads ahead."""
 
 
@@ -185,17 +186,26 @@ class Shards:
         """The order of samples with so many shards shuffled together; None if that is all of them."""
         return Windows(self._sizes.tolist(), window, seed) if window < len(self._shards) else None
 
-    def reading(self, windows: Windows | None, position: int, epoch: int) -> None:
-        """Announce that samples are read from `position` on: in windows, or in any order if there are none."""
-        at = (epoch, windows.window(position, epoch) if windows else 0)
-        if at != self._announced:
-            self._announced = at
-            ahead = windows.ahead(position, epoch, AHEAD) if windows else range(len(self._shards))
-            self._place.want([self._shards[number] for number in ahead])
-            if self.remote:  # what was read may make room
-                with self._lock:
-                    for number in self._held.keys() - set(ahead):
-                        del self._held[number]
+    def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
+        """Announce that samples are read from `position` on: in windows; without them, over all shards or in sequence."""
+        count = len(self._shards)
+        if windows:
+            at = windows.window(position, epoch)
+        else:
+            at = 0 if shuffled else int(np.searchsorted(self._ends, position, side="right"))
+        if not self.remote or (epoch, at) == self._announced:
+            return
+        self._announced = epoch, at
+        if windows:
+            ahead, now = windows.ahead(position, epoch, AHEAD), len(windows.ahead(position, epoch, 1))
+        elif shuffled:  # of more shards than a window, nobody knows which comes next
+            ahead, now = (list(range(count)), count) if count <= self.window else ([], self.window)
+        else:
+            ahead, now = [number % count for number in range(at, at + min(count, AHEAD * self.window))], 1
+        self._place.want([self._shards[number] for number in ahead], now)
+        with self._lock:  # what was read may make room
+            for number in self._held.keys() - set(ahead):
+                del self._held[number]
 
     def take(self, indices: Indices) -> Any:
         """The samples at `indices`, not transformed: tokens of shape (n, block + 1), or a dict of columns."""

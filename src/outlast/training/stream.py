@@ -343,7 +343,7 @@ class Stream:
                 begin, end = (-(-size // piece) - 1) * piece, size
             positions = np.arange(start + begin, start + end)
             if self._shards:
-                self._shards.reading(windows, start, epoch)
+                self._shards.reading(windows, start, epoch, self.shuffle)
             if windows:
                 indices = windows.at(positions, epoch)
             else:
