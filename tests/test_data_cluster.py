@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def test_it_is_created_and_seen_by_the_commands_for_jobs(team: apiserver.ApiServ
     page = outlast("status", "data-cifar10", "-n", "n")[1]
     assert page.startswith("data-cifar10: Running: brings the data; its log says how far it is\n")
     assert "/efs/cifar10" in page
+    assert not re.search(r"^(world|step|checkpoint) ", page, re.MULTILINE), "it trains nothing"
     team.put(
         {**job, "status": {"conditions": [{"type": "Complete", "status": "True"}], "completionTime": "2026-01-01T00:01:00Z"}}
     )

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ import pytest
 from outlast.data import get, place, registry, stdlib
 from outlast.data.download import Options
 from outlast.errors import OutlastError
-from web import Web
+from web import Fault, Web
 
 
 def got(name: str, directory: Path, archive: Path | None = None, **remote: object) -> bool:
@@ -202,6 +203,27 @@ def test_what_was_downloaded_before_the_disk_was_full_is_used_again(
     assert got(url, tmp_path / "to")
     assert len(web.requests) == before
     assert tree(tmp_path / "to") == FILES
+
+
+def test_two_that_get_the_same_wait_for_each_other(web: Web, tmp_path: Path) -> None:
+    url = web.put("set.tar", packed("tar"))
+    web.fault = lambda request: Fault(rate=300_000)
+    with ThreadPoolExecutor(3) as pool:
+        written = list(pool.map(lambda _: got(url, tmp_path / "to"), range(3)))
+    assert sorted(written) == [False, False, True]
+    assert tree(tmp_path / "to") == FILES
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [place.MARKER, "set"]
+
+
+def test_an_archive_cannot_bring_a_marker_of_its_own(web: Web, tmp_path: Path) -> None:
+    forged = place.Marker("cifar10", "https://example.org").text().encode()
+    url = web.put("set.tar", packed("tar", {**FILES, place.MARKER: forged, f"{place.COMING}/name": b"x", "state.json": b"{}"}))
+    assert got(url, tmp_path / "to")
+    assert tree(tmp_path / "to") == {**FILES, "state.json": b"{}"}
+    found = place.marker(tmp_path / "to")
+    assert found is not None
+    assert (found.name, found.entries) == (url, ("set", "state.json"))
+    assert got(web.put("state.json", b"{}"), tmp_path / "other")
 
 
 def raises(error: Exception) -> Callable[..., None]:

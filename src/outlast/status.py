@@ -180,7 +180,8 @@ class JobStatus(_Model):
     steps: int | None = None
     """Total steps of the run, when the training says so."""
     told: str = ""
-    """Who tells the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: nobody yet."""
+    """Who tells the step: `session`, `script` (`outlast.training.progress`) or `log` (read from its lines); empty: nobody yet.
+    `data`: it has no steps, for it brings data."""
     rate: float | None = None
     """Steps per second, recently."""
     restarts: int = 0

@@ -19,6 +19,7 @@ from outlast.errors import OutlastError
 
 if TYPE_CHECKING:
     from outlast.cluster.backend import KubernetesBackend
+    from outlast.data.download import Progress
     from outlast.data.get import How
     from outlast.data.place import Marker
     from outlast.data.registry import Dataset
@@ -112,14 +113,14 @@ def get(
     with transfers.interruptible() as stop, transfers.shown("received") as tell:
         how = getting.How(
             say=_say,
-            progress=lambda done, total: tell(done, total or done),
+            progress=_since_the_beginning(tell),
             stop=stop,
             options=download.Options(connections=connections),
             archive=given,
         )
         if to and "://" in to and not to.startswith("file://"):
             found, written = _to_store(dataset, to, how)
-        elif name == "digits":
+        elif name == "digits" and not given:
             from outlast.data import digits
 
             print(digits.write(_directory(dataset, to)))
@@ -160,6 +161,18 @@ def list_(output: OutputOption = Output.TABLE) -> None:
         ],
         output,
     )
+
+
+def _since_the_beginning(tell: transfers.Tell) -> Progress:
+    """Shows how much of what was missing has arrived: with what an earlier command has left, the rate would be too high."""
+    first: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        if not first or done < first[0]:  # another file, or the same one from its beginning
+            first[:] = [done]
+        tell(done - first[0], total - first[0] if total else done)
+
+    return progress
 
 
 def _dataset(name: str) -> Dataset:

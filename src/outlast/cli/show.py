@@ -164,21 +164,28 @@ def failure(failed: Failure) -> str:
     return "\n".join([head, *(f"    {line}" for line in words)])
 
 
+def _training(status: JobStatus, now: float) -> dict[str, str | None]:
+    """The fields of a job that trains."""
+    rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
+    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
+    return {
+        "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
+        "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
+        "metrics": metrics(status),
+        "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
+    }
+
+
 def page(status: JobStatus, now: float) -> str:
     """Everything known about a job, for people."""
     running = units.human_seconds(lasted(status, now))
-    rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
-    left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
     parts = [
         f"{status.name}: {state(status)}",
         "",
         fields(
             {
                 "run": status.run,
-                "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
-                "step": f"{steps(status)}{rate}{left}{_TOLD.get(status.told, '')}" if _steps_known(status) else _UNTOLD,
-                "metrics": metrics(status),
-                "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",
+                **({} if status.told == "data" else _training(status, now)),
                 "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
                 "goodput": percent(status.goodput),
                 "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",

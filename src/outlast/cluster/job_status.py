@@ -75,7 +75,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         world=[pods.index(pod) for _, pod in sorted(newest.items()) if pods.ready(pod)],
         step=round(max((m.get("step", 0) for m in told), default=0)),
         steps=round(max((m.get("target_step", 0) for m in told), default=0)) or None,
-        told="log" if any(m.get("step_logged") for m in told) else "",
+        told="data" if _brings_data(snapshot.workload) else "log" if any(m.get("step_logged") for m in told) else "",
         restarts=sum(end.counted for end in ends) + sum(_again(pod) for pod in snapshot.pods),
         interruptions=sum(not end.counted for end in ends),
         checkpoint=CheckpointStatus(step=committed, path="", time=0.0) if committed else None,

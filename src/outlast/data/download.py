@@ -41,6 +41,8 @@ _FIRST = 1 << 18
 """Bytes of the first request, after which several connections fetch the rest, and the state is saved."""
 _STOPPED = "the download was stopped; the same command goes on from here"
 _COMPLAIN_S = 10.0
+_LARGE = 1 << 30
+"""Bytes whose checksum takes seconds."""
 _SAVE_S = 2.0
 """Interval at which the state is written: a kill loses what arrived since."""
 _BEGINNINGS = 4
@@ -112,7 +114,7 @@ class Download:
         options: Options = Options(),
     ) -> None:
         self._remote, self._address = remote, Address.parse(remote.url)
-        self._directory, self.path = directory, directory / remote.file
+        self._directory, self.path = directory, directory / "content"
         self._state = directory / "state.json"
         self._say, self._progress, self._stop, self._options = say, progress, stop, options
         self._lock = threading.Lock()
@@ -145,6 +147,8 @@ class Download:
                 self._forget()
                 resumed, whole = False, True
                 continue
+            if self._remote.checked and self._size > _LARGE:
+                self._say(f"checking {self._remote.file}")
             problem = mismatch(self.path, self._remote, self._address.shown)
             if not problem:
                 return self.path

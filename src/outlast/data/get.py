@@ -95,7 +95,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
     for remote, path in paths.items():
         try:
             if unpack.kind(remote.file):
-                how.say(f"unpacking {path.name}")
+                how.say(f"unpacking {remote.file}")
             _unpacked(remote, path, tree, given=bool(given))
         except OutlastError:
             if not given:
@@ -105,7 +105,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
         Marker(
             dataset.name,
             dataset.remotes[0].shown,
-            sha256=unpack.checksum(paths[dataset.remotes[0]]) if len(paths) == 1 else "",
+            sha256=remote.sha256 or unpack.checksum(path) if len(paths) == 1 else "",
             checked=all(remote.checked for remote in paths),
         )
     )

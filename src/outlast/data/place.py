@@ -25,6 +25,8 @@ from outlast.errors import OutlastError
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
+_NOTED = 1000
+"""Most names that a marker lists."""
 _NOT_OURS = ("lost+found",)
 """What a new, empty volume contains."""
 
@@ -47,7 +49,7 @@ class Marker:
     size: int = 0
     """Bytes of all files, unpacked."""
     entries: tuple[str, ...] = ()
-    """The names in the directory that belong to it."""
+    """The first names in the directory that belong to it."""
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
@@ -100,24 +102,28 @@ class Place:
 
     def leave(self) -> None:
         """Remove what is not needed to go on: the directory as a whole, when nothing has been downloaded."""
+        if not self.coming.is_dir():
+            return
         for directory in self.coming.glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 directory.rmdir()
         if {entry.name for entry in self.coming.iterdir()} <= {"lock", "name"}:
             shutil.rmtree(self.coming, ignore_errors=True)
-            if self._new:
+            if self._new:  # and empty
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
 
     def finish(self, found: Marker) -> Marker:
         """Move what is in the tree to its place, and mark it complete; returns the marker with what was counted."""
         tree = self.coming / "tree"
+        for name in (MARKER, COMING):  # of an archive of such a directory; those here are ours
+            _removed(tree / name)
         sizes = [os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(tree) for name in names]
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
-        found = dataclasses.replace(found, files=len(sizes), size=sum(sizes), entries=entries)
+        found = dataclasses.replace(found, files=len(sizes), size=sum(sizes), entries=entries[:_NOTED])
         files.flush(tree)
         for name in entries:
-            _replaced(self.directory / name)
+            _removed(self.directory / name)
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, found.text(), durable=True)
         shutil.rmtree(self.coming, ignore_errors=True)
@@ -137,9 +143,8 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
             _begun(place, what)
             try:
                 yield place
-            except BaseException:
+            finally:
                 place.leave()
-                raise
     except OSError as problem:
         raise unwritable(problem, directory, what) from problem
 
@@ -192,8 +197,8 @@ def _begun(place: Place, what: str) -> None:
     files.replace(note, what)
 
 
-def _replaced(path: Path) -> None:
-    """Remove what an interrupted attempt has left there."""
+def _removed(path: Path) -> None:
+    """Remove a file or directory, if there is one: what an interrupted attempt has left there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
