@@ -20,7 +20,9 @@ import pytest
 
 import ports
 import processes
+from outlast import contract
 from outlast.contract import Env
+from test_run_pods import pods  # noqa: F401 (fixture)
 from test_tracking import shown
 
 TRAIN = """
@@ -106,6 +108,30 @@ def test_a_job_has_one_run_in_mlflow_over_a_kill_and_says_how_it_has_ended(machi
     last = [json.loads(line)["step"] for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()][-1]
     assert steps(flow.as_uri(), child, "loss") == list(range(1, last + 1))
     assert [step for step, _ in shown(machine.backend.output(name) / "tensorboard/metrics")["loss"]] == list(range(1, last + 1))
+
+
+@pytest.mark.slow
+def test_a_job_whose_tracker_is_away_succeeds_and_its_status_says_what_is_not_there(machine):
+    uri = f"http://127.0.0.1:{ports.free()}"
+    path = machine.job(args=("--steps=40", "--pause=0.02"), workers={"replicas": 1}, tracking={"mlflow": uri})
+    status = machine.run(path, timeout_s=300)
+    lacks = "steps 1 to 40 of the metrics are not there (connection refused)"
+    assert status.state == "Succeeded"
+    assert status.warnings == [f"MLflow ({uri}): {lacks}; metrics.jsonl has all, and the next start sends it"]
+
+
+@pytest.mark.slow
+def test_pods_tell_the_trackers_that_their_run_has_failed(pods, monkeypatch):  # noqa: F811 (the fixture)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    two = pods(args=("--fail-at=15",), restarts={"limit": 1})
+    flow = two.directory / "mlruns"
+    two.start(0, 1, **{Env.MLFLOW: str(flow), Env.TENSORBOARD: "1"})
+    assert set(two.codes(hurry=False, timeout_s=300).values()) == {contract.Exit.GIVEN_UP}
+    child, parent = runs(flow.as_uri(), "job")
+    assert (child.info.status, parent.info.status) == ("FAILED", "FAILED"), two.log(0)
+    last = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()][-1]
+    assert steps(flow.as_uri(), child, "loss") == list(range(1, last + 1))
+    assert [step for step, _ in shown(two.output / "tensorboard/metrics")["loss"]] == list(range(1, last + 1))
 
 
 def client(uri: str) -> Any:

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outlast import manifests, spec
 from outlast.contract import Env
 from outlast.errors import OutlastError
 from outlast.tracking import event_files, follower, forwarding, lines, process
@@ -135,6 +136,22 @@ def test_a_file_that_was_cut_back_and_has_grown_beyond_is_read_again(tmp_path: P
 def test_the_job_file_wins_over_the_trackers_own_variables(environ: Mapping[str, str], asked: Wanted):
     found = wanted(environ)
     assert (found, bool(found)) == (asked, bool(asked.tensorboard or asked.mlflow or asked.wandb))
+
+
+def test_pods_get_the_fields_as_variables_and_a_relative_path_is_refused():
+    text = (
+        "apiVersion: outlast.dev/v1alpha1\nkind: ElasticJob\nmetadata: {name: a}\n"
+        "spec: {module: m, image: i, tracking: {tensorboard: true, mlflow: MLFLOW, experiment: e}}\n"
+    )
+    [job] = [
+        each for each in manifests.render(spec.parse(text.replace("MLFLOW", "/shared/$(x)")), "job") if each["kind"] == "Job"
+    ]
+    given = {each["name"]: each.get("value") for each in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert (given[Env.TENSORBOARD], given[Env.MLFLOW], given[Env.EXPERIMENT]) == ("1", "/shared/$$(x)", "e")
+    for uri in ("http://flow", "sqlite:////a.db", "databricks", "none"):
+        spec.parse(text.replace("MLFLOW", uri))
+    with pytest.raises(OutlastError, match=r"mlflow \(mlruns\) must be a URI, such as http://mlflow:5000, or an absolute path"):
+        spec.parse(text.replace("MLFLOW", "mlruns"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ With `--end STATUS` it sends what is left and the run's end, once. A lock makes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -78,6 +79,15 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # they are the training's, and it tells us
     output, environ = Path(argv[0]), os.environ
     session = Session(Ending(Status(argv[2]), process.FLUSH_S) if len(argv) > 1 else None, environ)
+    try:
+        return locked(output, session, environ)
+    except OSError as error:
+        say(f"metrics are not forwarded: {output / contract.TRACKING} cannot be written: {error.strerror}")
+        return 1
+
+
+def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
+    """Wait for the lock of the output, and follow. Raises OSError."""
     directory = output / contract.TRACKING
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
@@ -156,10 +166,11 @@ def identity(output: Path) -> str:
 
 def report(directory: Path, problems: Sequence[str]) -> None:
     """Leave the problems for the session, which shows them in the status."""
-    if text := "; ".join(filter(None, problems)):
-        files.replace(directory / process.PROBLEM, text)
-    else:
-        (directory / process.PROBLEM).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a full disk; it is in the log, too
+        if text := "; ".join(filter(None, problems)):
+            files.replace(directory / process.PROBLEM, text)
+        else:
+            (directory / process.PROBLEM).unlink(missing_ok=True)
 
 
 def say(sentence: str) -> None:

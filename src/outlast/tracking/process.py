@@ -140,11 +140,11 @@ def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | 
 
 def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "outlast.tracking", str(output), *words]
-    return subprocess.Popen(command, stdin=stdin, env=dict(environ), start_new_session=True)
+    return subprocess.Popen(command, stdin=stdin, stdout=2, env=dict(environ), start_new_session=True)
 
 
-_STATUS = {"Succeeded": Status.FINISHED, "Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""By the job's final state (`status.State`)."""
+_STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
+"""By the job's final state (`status.State`). Success the session itself has told them."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
