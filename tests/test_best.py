@@ -363,7 +363,8 @@ def test_the_best_is_fetched_to_be_evaluated(memory: Store, tmp_path: Path, caps
     assert capsys.readouterr().err == f"outlast | fetching the checkpoint of step 1 (1 B) from {memory.url}\n"
     assert results.checkpoint(tmp_path, "1") == results.checkpoint(tmp_path, "best") == here / contract.checkpoint_name(1)
     assert results.checkpoint(tmp_path) == here / contract.checkpoint_name(3)
-    assert restore.evaluated(tmp_path, None, RUN, ["--checkpoint=best"]) == ["--checkpoint=1"]
+    for run in (RUN, "of-a-later-file"):
+        assert restore.evaluated(tmp_path, None, run, ["--checkpoint=best"]) == ["--checkpoint=1"]
     (here / contract.checkpoint_name(1) / "a").write_bytes(b"?")
     with pytest.raises(NotFound, match=r"step-00000001 is damaged: a has crc32 \d+ instead of \d+; name another one with"):
         results.checkpoint(tmp_path, "best")

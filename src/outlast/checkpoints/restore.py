@@ -40,6 +40,8 @@ def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[
     if not asked:
         return [*args]
     directory = output / contract.CHECKPOINTS
+    if not place:  # on a volume the run may have been begun by an earlier version of the job
+        run = disk.owner(directory) or run
     here = {c.step: c for c in disk.list_(directory) if c.run == run and not c.problem}
     stored = remote.Checkpoints(place, run) if place else None
     there = {c.step: c for c in stored.list_() if not c.problem} if stored else {}
