@@ -115,7 +115,7 @@ def test_encoded_images_keep_their_bytes(tmp_path: Path) -> None:
 
 
 def test_tiny_imagenet_takes_its_val_labels_from_the_list(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+    source = tmp_path / "source" / "tiny-imagenet-200"
     for i, name in enumerate(("n01", "n02")):
         an_image(source / "train" / name / "images" / f"{name}_0.JPEG", (i, i, i))
         an_image(source / "val" / "images" / f"val_{i}.JPEG", (i, i, i))

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from outlast.data import shards
-from outlast.data.prepare import plan, text, tokenizer, work
+from outlast.data.prepare import ascii_words, plan, text, tokenizer, work
 from outlast.data.prepare.text import Settings
 from outlast.errors import OutlastError, Stopped
 
@@ -141,6 +141,18 @@ def test_the_fast_encoder_is_the_library(bpe: Path, whole: str) -> None:
     assert isinstance(fast, tokenizer._Words)
     expected = tokenizer.load(bpe).encode(whole, add_special_tokens=False).ids
     assert np.frombuffer(fast(whole), "<u2").tolist() == expected
+
+
+@given(st.text(st.sampled_from("ab'sdmtlvre  \n\n\t!(19\x1c\x7f"), max_size=300) | st.text(st.characters(max_codepoint=127)))
+@example("it's 's ''s 'll've're'd'l 'vx\n\n  'm   'sab  ")
+@example("averyveryverylongword averyveryverylongwore averyveryverylong\n" * 3)
+def test_the_table_of_ascii_words_is_the_library(bpe: Path, whole: str) -> None:
+    known = tokenizer.load(bpe)
+    table = ascii_words.Table(lambda word: known.encode(word, add_special_tokens=False).ids, np.dtype("<u2"))
+    whole = whole.replace("\0", "") or "x"
+    expected = known.encode(whole, add_special_tokens=False).ids
+    for _ in range(2):  # with words to learn, and with all known
+        assert np.frombuffer(table(whole.encode()), "<u2").tolist() == expected
 
 
 @given(st.text("ab \n!'é\u2003", max_size=200), st.integers(1, 20))

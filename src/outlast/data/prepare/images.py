@@ -59,6 +59,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     if settings.size is not None and (settings.size < 1 or settings.encoded):
         raise OutlastError(f"--size {settings.size} cannot be met: it is 1 or more pixels, and not for --encoded; leave it out")
     pillow()
+    request = dataclasses.replace(request, source=_inside(request.source))
     batch_files = _cifar(request.source)
     found = plan.listed(batch_files or request.source)
     about = dataclasses.asdict(settings)
@@ -91,6 +92,12 @@ def pillow() -> Any:
     except ModuleNotFoundError as error:
         raise OutlastError("decoding images needs the library pillow; run: pip install 'outlast[data]'") from error
     return Image
+
+
+def _inside(source: Path) -> Path:
+    """The source, or the only directory in it, if that has parts: as archives are unpacked, `tiny-imagenet-200/train/...`."""
+    inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
+    return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
 
 # ---- which image is what

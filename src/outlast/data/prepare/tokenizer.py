@@ -2,10 +2,7 @@
 
 The only module that knows the library `tokenizers`. All three kinds are written as `tokenizer.json`, so one function, `encoder`,
 reads them. A byte-level BPE in GPT-2's manner never joins two words, so the encoder looks each word up in a table and asks the
-library for those it has not seen: 3.5 times as fast as the library alone on Python's sources. Special tokens that stand in a text
-are encoded as text.
-
-GPT-2's words: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+library for those it has not seen, see `ascii_words`. Special tokens that stand in a text are encoded as text.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import numpy as np
 
 from outlast import files
 from outlast.data import shards
-from outlast.data.prepare import plan
+from outlast.data.prepare import ascii_words, plan
 from outlast.errors import OutlastError
 
 SEPARATOR = "<|endoftext|>"
@@ -33,12 +30,8 @@ GPT2_VOCABULARY = 50_257
 PIECE = 1 << 18
 """Characters encoded at a time: bounds the memory of the encoder."""
 _CHARACTER = r"[\s\S]"
-_WORDS = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII)
-"""GPT-2's pattern for text in ASCII."""
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 """Where a text may be cut, and its parts have the words of the whole: no word of GPT-2's pattern goes on with a space."""
-_KNOWN = 300_000
-"""Words in an encoder's table, at most; about 40 MiB."""
 
 
 class Encoder(Protocol):
@@ -158,7 +151,10 @@ class _Plain:
         return b"".join(self._encoded(piece) for piece in pieces(text))
 
     def _encoded(self, text: str) -> bytes:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, self._dtype).tobytes()
+        return np.array(self._ids(text), self._dtype).tobytes()
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class _Words(_Plain):
@@ -166,36 +162,22 @@ class _Words(_Plain):
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)
-        self._known = _Table(self._encoded)
+        self._known = ascii_words.Table(self._ids, dtype)
 
-    def __call__(self, text: str) -> bytes:
-        known = self._known.__getitem__
-        found: list[bytes] = []
-        for piece in pieces(text):
-            if piece.isascii():
-                found += map(known, _WORDS.findall(piece))
-                continue
-            for ascii_only, lines in itertools.groupby(_CUT_LINES.split(piece), str.isascii):
-                some = "".join(lines)
-                found += map(known, _WORDS.findall(some)) if ascii_only else [self._encoded(some)]
-        if len(self._known) > _KNOWN:
+    def _encoded(self, text: str) -> bytes:
+        if self._known.full:
             self._known.clear()
-        return b"".join(found)
+        if text.isascii():
+            return self._known(text.encode()) if len(text) > _SHORT and "\0" not in text else super()._encoded(text)
+        groups = itertools.groupby(_LINES.split(text), str.isascii)
+        some = [(ascii_only, "".join(lines)) for ascii_only, lines in groups]
+        encoded = super()._encoded
+        return b"".join(self._encoded(each) if ascii_only else encoded(each) for ascii_only, each in some)
 
 
-_CUT_LINES = re.compile(r"(?<=\S)(?=\n)")
-
-
-class _Table(dict[str, bytes]):
-    """The tokens of words, filled as they come."""
-
-    def __init__(self, encoded: Any) -> None:
-        self._encoded = encoded
-
-    def __missing__(self, word: str) -> bytes:
-        found: bytes = self._encoded(word)
-        self[word] = found
-        return found
+_LINES = re.compile(r"(?<=\S)(?=\n)")
+_SHORT = 100
+"""Characters that the library encodes as fast as the table."""
 
 
 class _Characters:

@@ -1,0 +1,111 @@
+"""Tokens of ASCII text under a byte-level BPE, a piece of text at a time in numpy, without a Python object per word.
+
+`starts` finds GPT-2's words from the classes of neighbouring characters; `Table` knows the tokens of words of up to 16 bytes by
+their bytes, as two integers, in a direct-mapped table, and of all others in a dict. Exact: `tests/test_prepare_text.py` compares
+both with the library.
+
+The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all others but spaces:
+https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_SPACE, _LETTER, _DIGIT, _OTHER = range(4)
+_CLASS = np.full(256, _OTHER, np.uint8)
+_CLASS[[9, 10, 11, 12, 13, 32]] = _SPACE
+_CLASS[[*range(65, 91), *range(97, 123)]] = _LETTER
+_CLASS[48:58] = _DIGIT
+_CONTRACTED = np.zeros(256, bool)
+_CONTRACTED[list(b"sdmtlvr")] = True
+_MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
+"""The first n bytes of a little-endian integer."""
+_LONGEST = 16
+_SLOTS = 18
+"""Logarithm of the number of slots: 262,144, 6 MiB."""
+_WORDS, _BYTES = 300_000, 16 << 20
+"""Words in a table, and their bytes, at most; some 60 MiB in all. Arbitrary: Python's sources have 95,000 words."""
+_MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
+"""Odd, with bits everywhere: their products' highest bits depend on all bytes of a word."""
+
+
+def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Where the words of a text begin; `data` are its bytes, ASCII and at least one."""
+    kind = _CLASS[data]
+    begins = np.ones(len(data), bool)
+    np.not_equal(kind[1:], kind[:-1], out=begins[1:])
+    after = np.flatnonzero(begins[1:] & (kind[:-1] == _SPACE)) + 1  # the first character after spaces
+    begins[after - 1] = True  # the last of several spaces is a word of its own,
+    begins[after[data[after - 1] == 32]] = False  # to which, if it is a blank, the next word belongs
+    quotes = begins[:-1] & (data[:-1] == 39) & _CONTRACTED[data[1:]]
+    for quote in np.flatnonzero(quotes).tolist():
+        tail = data[quote + 1 : quote + 3].tobytes()
+        length = 2 if tail[:1] in (b"s", b"d", b"m", b"t") else 3 if tail in (b"ll", b"ve", b"re") else 0
+        if length:
+            begins[quote + 1] = False
+            if quote + length < len(data):
+                begins[quote + length] |= kind[quote + length] == _LETTER
+    return np.flatnonzero(begins)
+
+
+class Table:
+    """The tokens of words, asked for once each."""
+
+    def __init__(self, encoded: Callable[[str], list[int]], dtype: np.dtype[Any]) -> None:
+        self._encoded, self._dtype = encoded, dtype
+        self.clear()
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds as much as it should: forget all words then."""
+        return len(self._known) > _WORDS or self._bytes > _BYTES
+
+    def clear(self) -> None:
+        """Forget all words."""
+        self._known: dict[bytes, tuple[int, int]] = {}
+        self._store = array("H" if self._dtype.itemsize == 2 else "I")
+        self._bytes = 0
+        self._keys = np.zeros((2, 1 << _SLOTS), np.uint64)
+        self._at = np.zeros(1 << _SLOTS, np.int64)
+        self._length = np.zeros(1 << _SLOTS, np.int64)
+
+    def __call__(self, text: bytes) -> bytes:
+        """The tokens of a text of ASCII without a zero byte, little-endian."""
+        padded = np.zeros(len(text) + _LONGEST, np.uint8)
+        padded[: len(text)] = np.frombuffer(text, np.uint8)
+        begin = starts(padded[: len(text)])
+        size = np.diff(begin, append=len(text))
+        eight = np.ndarray(len(text) + 8, "<u8", padded, strides=(1,))  # the eight bytes from each position on
+        low = eight[begin] & _MASK[np.minimum(size, 8)]
+        high = eight[np.minimum(begin + 8, len(text) + 7)] & _MASK[np.clip(size - 8, 0, 8)]
+        slot = ((low * _MIX[0]) ^ (high * _MIX[1])) >> np.uint64(64 - _SLOTS)
+        slot = slot.astype(np.int64)
+        hit = (self._keys[0, slot] == low) & (self._keys[1, slot] == high) & (size <= _LONGEST)
+        at, length = self._at[slot], self._length[slot]
+        for i in np.flatnonzero(~hit).tolist():
+            word = text[begin[i] : begin[i] + size[i]]
+            found = self._known.get(word)
+            if found is None:
+                found = self._learned(word)
+                if size[i] <= _LONGEST and not self._keys[0, slot[i]]:  # first come: frequent words come early
+                    self._keys[:, slot[i]] = low[i], high[i]
+                    self._at[slot[i]], self._length[slot[i]] = found
+            at[i], length[i] = found
+        ends = np.cumsum(length)
+        index = np.repeat(at - (ends - length), length)
+        index += np.arange(len(index))
+        store = np.frombuffer(self._store, self._dtype.newbyteorder("=")) if self._store else np.empty(0, self._dtype)
+        return bytes(store[index].astype(self._dtype).tobytes())
+
+    def _learned(self, word: bytes) -> tuple[int, int]:
+        tokens = self._encoded(word.decode("ascii"))
+        found = self._known[word] = len(self._store), len(tokens)
+        self._store.extend(tokens)
+        self._bytes += len(word)
+        return found
