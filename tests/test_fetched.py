@@ -16,6 +16,7 @@ import torch
 
 from faults import Proxy
 from outlast import file_locks, store
+from outlast.data import shards as prepared
 from outlast.errors import OutlastError
 from outlast.hangs import stall
 from outlast.prepare import cache, room
@@ -69,6 +70,8 @@ def test_shards_of_a_store_are_the_same_samples_in_the_same_order(home: Path, tm
     assert shards.file("tokenizer.json").read_text() == "{}"
     with pytest.raises(OutlastError, match=r"file://.*/data has no meta.pkl; see that nothing writes there"):
         shards.file("meta.pkl")
+    with pytest.raises(OutlastError, match=r"'\.\./tokenizer.json' is not the name of a file beside the shards"):
+        shards.file("../tokenizer.json")
     assert len(list(home.glob("places/*"))) == 1, "one for train and val, whoever reads them"
 
 
@@ -160,6 +163,10 @@ def test_a_shard_that_is_not_what_the_manifest_says_is_refused(
 def test_a_place_without_data_is_refused(home: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(OutlastError, match=r"file://.*/empty has no manifest.json; prepare data there \(outlast data prepare\)"):
+        Shards(f"file://{tmp_path}/empty", block=10)
+    outside = prepared.Part((prepared.Shard("train.bin", 1, 22, "../../outside"),), 11)
+    prepared.write(tmp_path / "empty", prepared.Manifest("text", {"train": outside}, dtype="uint16"))
+    with pytest.raises(OutlastError, match=r"train.bin of \S+ has the sha256 '../../outside', which is none"):
         Shards(f"file://{tmp_path}/empty", block=10)
     (tmp_path / "empty" / "manifest.json").write_text("{")
     with pytest.raises(OutlastError, match=r"manifest.json is not JSON"):

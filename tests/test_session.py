@@ -392,6 +392,23 @@ def test_saving_the_same_step_twice_saves_it_once(plain: Path):
     assert [c.step for c in checkpoints.list_(plain / "out" / "checkpoints")] == [1]
 
 
+def test_what_steps_wait_for_data_is_in_the_ledger(plain: Path):
+    class Late(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            time.sleep(0.02 if index >= 4 else 0.0)
+            return super().__getitem__(index)
+
+    with session.open(quiet=True) as run:
+        stream = Stream(Late(range(8)), 2, shuffle=False)
+        step = run.resume({"stream": stream})
+        for _ in stream:
+            step += 1
+            run.log(step)
+    told = [event.get("waited_s", 0.0) for event in ledger.read(plain / "out" / "ledger") if event["kind"] == "step"]
+    assert sum(told) == pytest.approx(stream.waited_s, abs=1e-5)
+    assert sum(told) >= 0.08
+
+
 def test_steps_are_told_although_nothing_is_logged(plain: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(contract.Env.STATE, str(plain))
     with session.open() as run:

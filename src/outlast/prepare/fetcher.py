@@ -107,7 +107,7 @@ class Fetcher:
                 if text != self._place.manifest():
                     files.replace(self._place.home / wants.MANIFEST, text, durable=True)
                 self._tell(looked=[*self._said.looked, *new])
-        for name in {name for want in self._readers.values() for name in want.files}:
+        for name in {name for want in self._readers.values() for name in want.files if wants.plain(name)}:
             path = self._place.file(name)
             if self._said.looked and not path.exists() and name not in self._said.refused:
                 with self._answering(name):
@@ -187,6 +187,8 @@ class Fetcher:
         rows: dict[str, tuple[int, int, str, int]] = {}
         for want in self._readers.values():
             for rank, (file, size, sha256) in enumerate(want.shards):
+                if not wants.named(str(sha256)) or not wants.plain(str(file)):
+                    continue  # no reader asks for that
                 found = (int(rank >= want.now), rank, str(file), int(size))
                 rows[str(sha256)] = min(found, rows.get(str(sha256), found))
         self._ranks = {sha256: rank if later else -1 for sha256, (later, rank, *_) in rows.items()}

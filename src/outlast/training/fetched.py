@@ -72,7 +72,13 @@ class Fetched:
                 log.warning("outlast: %s; going on with what is in this machine's cache", said.away)
                 break
             self._refused(said, wants.MANIFEST)
-        return prepared.parse(self._place.manifest(), self.name)
+        manifest = prepared.parse(self._place.manifest(), self.name)
+        for shard in (shard for part in manifest.parts.values() for shard in part.shards):
+            if not wants.named(shard.sha256):
+                raise OutlastError(
+                    f"{shard.file} of {self.name} has the sha256 {shard.sha256[:70]!r}, which is none; prepare the data again"
+                )
+        return manifest
 
     def hold(self, shard: Shard) -> tuple[Path, int | None]:
         """A shard in the cache, with its shared lock."""
@@ -88,6 +94,8 @@ class Fetched:
 
     def file(self, name: str) -> Path:
         """A small file in the cache."""
+        if not wants.plain(name):
+            raise OutlastError(f"{name!r} is not the name of a file beside the shards of {self.name}; correct it")
         path = self._place.file(name)
         if not path.exists():
             self._files.append(name)

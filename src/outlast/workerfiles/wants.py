@@ -41,6 +41,16 @@ def cache(environ: Mapping[str, str]) -> Path:
     return Path(home) / "outlast"
 
 
+def named(sha256: str) -> bool:
+    """Whether a shard has a checksum, by which the cache can name it."""
+    return re.fullmatch(r"[0-9a-f]{64}", sha256) is not None
+
+
+def plain(name: str) -> bool:
+    """Whether a name is one of a file beside the shards, and no path to elsewhere."""
+    return re.fullmatch(r"\w[\w.-]*", name) is not None
+
+
 def shards(cache: Path) -> Path:
     """The directory of all shards of this machine."""
     return cache / "shards"
