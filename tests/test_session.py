@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -342,6 +343,23 @@ def test_logged_values_are_printed_now_and_then_and_at_the_end(
     assert capsys.readouterr().err == (
         "outlast: step 1 of 5: loss 2.303\noutlast: step 5 of 5: loss 1e-09, accuracy 0.5\noutlast: step 6: loss nan\n"
     )
+
+
+def test_what_was_logged_before_the_first_checkpoint_is_logged_once(tmp_path: Path):
+    killed = worlds.ended(worlds.started(killed_after_step_0, tmp_path, 1), tmp_path)
+    assert killed.codes == [-9]
+    again = worlds.ended(worlds.started(killed_after_step_0, tmp_path, 1, generation=2), tmp_path)
+    assert again.codes == [0], again.errors
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["generation"]) for line in lines] == [(0, 2)]
+
+
+def killed_after_step_0() -> None:
+    with session.open() as run:
+        run.resume({"model": nn.Linear(1, 1)})
+        run.log(0, val_loss=1.0)
+        if run.generation == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_metrics_are_cut_after_the_restored_step(tmp_path: Path):

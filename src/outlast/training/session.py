@@ -288,9 +288,10 @@ class Session:
             log.warning("outlast: %s", change)
         if self.rank == 0:
             self._ledger.write("restored", generation=self.generation, step=step, path=str(chosen.path) if chosen else None)
+        known = step if chosen else -1  # without a checkpoint, what an earlier start logged at step 0 comes again, too
         if not self._disks.several and self.rank == 0:
-            metrics.forget_after(self._copy.path, step)
-        elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, step)):
+            metrics.forget_after(self._copy.path, known)
+        elif self._disks.several and self._disks.leader and (problem := self._copy.even_out(self._disks, known)):
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
         self._step = self._committed = self._last_saved_step = self._resumed = step
