@@ -208,6 +208,48 @@ def leaving(argv: list[str], consumed: Path) -> None:
     program(argv, consumed)
 
 
+# Measured
+
+
+def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tmp_path: Path, blocks: Path) -> None:
+    """The learning rate grows until the loss rises. 3 micro-batches for 2 ranks: one of them makes a call that does not count."""
+    argv = arguments(blocks, 20, "--learning-rate=1", "--warmup-iters=20", "--weight-decay=0", "--grad-clip=0")
+    argv += ["--eval-interval=5", "--eval-iters=3", "--batch-size=2", "--export-nanogpt"]
+    end = worlds.ended(worlds.started(functools.partial(measuring, argv), tmp_path, 2), tmp_path)
+    assert end.codes == [0, 0], end.errors
+    calls = [len((tmp_path / f"measured-{rank}").read_text().splitlines()) for rank in range(2)]
+    assert calls[0] == calls[1] == 2 * 2 * len(logged(tmp_path, "val_loss")), (
+        "half of 4 calls, for both parts, at every evaluation"
+    )
+    losses = logged(tmp_path, "val_loss")
+    assert losses[20] > min(losses.values())
+    assert final(tmp_path)["best_val_loss"] == min(losses.values())
+    best = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert (best["best_val_loss"], losses[best["iter_num"]]) == (min(losses.values()), min(losses.values()))
+    assert torch.load(tmp_path / "current_ckpt.pt", weights_only=True)["iter_num"] == 20
+
+
+def measuring(argv: list[str]) -> None:
+    """A rank that counts its forward passes without gradient."""
+    forward = gpt.Trainer.forward
+
+    def counted(self: gpt.Trainer, net: Any, tokens: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            with (self.run.output / f"measured-{self.run.rank}").open("a") as file:
+                file.write(f"{len(tokens)}\n")
+        return forward(self, net, tokens)
+
+    gpt.Trainer.forward = counted  # type: ignore[method-assign] # in a process of its own
+    gpt.main(argv)
+
+
+def test_a_model_keeps_no_counts_beside_its_weights() -> None:
+    """Counts of usage in a checkpoint would tie it to a number of experts, and to how long it ran; buffers make DDP send them."""
+    model = GPT(Config(**LAYERS, vocab_size=20, num_experts=5, static_experts=1))
+    assert list(model.buffers()) == []
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+
+
 # Samples
 
 
