@@ -39,6 +39,8 @@ Progress = Callable[[int, int], None]
 _BUFFER = 1 << 18
 _FIRST = 1 << 18
 """Bytes of the first request, after which several connections fetch the rest, and the state is saved."""
+_SMALLEST = 1 << 20
+"""Bytes for which another connection is worth its start."""
 _STOPPED = "the download was stopped; the same command goes on from here"
 _COMPLAIN_S = 10.0
 _LARGE = 1 << 30
@@ -275,7 +277,9 @@ class Download:
     def _parts(self, fd: int) -> None:
         """Fetch the missing parts over several connections."""
         self._save(fd)
-        waiting = deque(intervals.pieces(intervals.missing(intervals.merged(self._done), self._size), self._options.piece))
+        missing = intervals.missing(intervals.merged(self._done), self._size)
+        share = -(-intervals.count(missing) // self._options.connections)  # a small file, too, is for all connections
+        waiting = deque(intervals.pieces(missing, min(self._options.piece, max(share, _SMALLEST))))
         failed = threading.Event()
 
         def work() -> None:
