@@ -154,7 +154,6 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, name: str) -> None
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(1, 9))) for _ in range(5000)]
     piece = " ".join(rng.choices(words, k=20_000)) + "\n"
-    piece = json.dumps({"text": piece}) + "\n" if name.endswith("l") else piece
     tokenizer = tmp_path / "small" / shards.TOKENIZER
     outlast = str(Path(sys.executable).with_name("outlast"))
     peaks = []
@@ -162,8 +161,8 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, name: str) -> None
         (tmp_path / f"{size}-source").mkdir()
         source = tmp_path / f"{size}-source" / name
         with source.open("w") as file:
-            for _ in range(pieces):
-                file.write(piece)
+            for i in range(pieces):
+                file.write(json.dumps({"text": f"{i} {piece}"}) + "\n" if name.endswith("l") else piece)
         which = ["--vocab-size", "1000"] if size == "small" else ["--tokenizer", str(tokenizer)]
         command = [outlast, "data", "prepare", "text", str(source), "--to", str(tmp_path / size), "--processes", "2", *which]
         peaks.append(peak(command))

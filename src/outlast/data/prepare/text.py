@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from outlast.data import shards
 from outlast.data.prepare import plan, records, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, File, Piece, Unit
@@ -88,11 +90,12 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
             sample = units[:: -(-sum(unit.bytes for unit in units) // SAMPLE) or 1]  # evenly chosen if there are many
             make_tokenizer(place, path, settings, functools.partial(_train, reader=reader, units=sample))
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        separator = tokenizer.separator(tokenizer.load(path), settings.separator)
-        encode = functools.partial(_encode, reader=reader, path=path, digest=digest, separator=separator, into=place.private)
-        notes = place.results("encode", encode, units)
         known = tokenizer.load(path)
         size = tokenizer.vocab_size(known)
+        separator = tokenizer.separator(known, settings.separator)
+        end = b"" if separator is None else np.array(separator, np.dtype(shards.dtype(size)).newbyteorder("<")).tobytes()
+        encode = functools.partial(_encode, reader=reader, path=path, digest=digest, end=end, into=place.private)
+        notes = place.results("encode", encode, units)
         tokenizer.write_vocabulary(request.to / shards.META, known)
         parts = _assembled(place, settings, notes, shards.dtype(size))
         source["damaged"] = sum(note["damaged"] for note in notes)
@@ -154,8 +157,6 @@ def _documents(
 
 def _survey(unit: Unit, *, reader: Reader) -> work.Note:
     """The characters of a unit, and how many it has."""
-    import numpy as np
-
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -272,11 +273,9 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
     tokenizer.save(path, tokenizer.train(sample(), size))
 
 
-def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, separator: int | None, into: Path) -> work.Note:
+def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work.Note:
     """Write the tokens of a unit, a file per part; documents and bytes of each."""
     encoder = tokenizer.encoder(path, digest)
-    size = tokenizer.vocab_size(tokenizer.load(path)) if separator is not None else 0
-    end = b"" if separator is None else separator.to_bytes(2 if shards.dtype(size) == "uint16" else 4, "little")
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}
     damaged: list[str] = []
