@@ -316,9 +316,10 @@ class _CrossEntropy(torch.autograd.Function):
         for start in range(0, len(x), rows):
             some, wanted = x[start : start + rows], targets[start : start + rows]
             each = torch.arange(len(some), device=x.device)
-            logits = F.linear(some, weight).to(exact)  # (rows, v)
-            p = logits.softmax(-1)
-            total += (logits.amax(-1) - p.amax(-1).log() - logits[each, wanted]).sum()  # log of the sum, less the right one
+            p = F.linear(some, weight).to(exact)  # (rows, v), first the logits
+            total += (p.amax(-1) - p[each, wanted]).sum()
+            p = torch.softmax(p, -1, out=p)
+            total -= p.amax(-1).log().sum()  # the log of the sum, less the right logit
             p[each, wanted] -= 1  # the gradient of the logits
             p = p.to(x.dtype)
             by_x[start : start + rows] = p @ weight
@@ -337,8 +338,8 @@ class _CrossEntropy(torch.autograd.Function):
         return by_x * scale.to(by_x.dtype), (by_weight * scale).to(by_x.dtype), None
 
 
-_LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 20
-"""Logits at a time, 1 GiB on a GPU and 4 MiB on a CPU: enough rows for a fast product, few enough to fit."""
+_LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
+"""Logits at a time, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, few enough to fit."""
 
 
 @torch.inference_mode()
