@@ -362,7 +362,7 @@ class Session:
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
                 try:
-                    metrics.append(self.output / contract.METRICS, line)
+                    metrics.append(self._copy.path, line)
                 except OSError as error:  # a full disk is no reason to stop
                     problem = {"warning": f"{contract.METRICS} cannot be written: {error.strerror}"}
                 self._screen.show(step, numbers, self._steps)
