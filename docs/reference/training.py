@@ -42,7 +42,10 @@ ENTRIES: dict[str, Any] = {
 } | {name: thing for name, thing in vars(training).items() if name in training.__all__ and inspect.isfunction(thing)}
 
 
-OURS = {"ended", "fingerprint", "reading", "remedy", "remote", "sample", "saved_with", "saves", "take", "undealt", "windows"}
+OURS = {
+    *("await_", "ended", "fingerprint", "reading", "remedy", "remote", "sample", "saved_with", "saves", "take", "undealt"),
+    "windows",
+}
 """Attributes and methods of a Stream and of Shards that are not for scripts."""
 
 

@@ -207,6 +207,12 @@ class Shards:
             for number in self._held.keys() - set(ahead):
                 del self._held[number]
 
+    def await_(self, indices: Indices) -> None:
+        """Return once the shards of these samples are in the cache; processes that read them cannot tell that they wait."""
+        if self.remote:
+            for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
+                self._open(int(shard))
+
     def take(self, indices: Indices) -> Any:
         """The samples at `indices`, not transformed: tokens of shape (n, block + 1), or a dict of columns."""
         shards = np.searchsorted(self._ends, indices, side="right")

@@ -372,7 +372,7 @@ class Stream:
         loader = iter(
             DataLoader(
                 samples,
-                batch_sampler=_Pieces(plans, queued),
+                batch_sampler=_Pieces(plans, queued, self._shards),
                 num_workers=self._workers,
                 collate_fn=collate,
                 prefetch_factor=max(1, self._prefetch),
@@ -545,13 +545,15 @@ class _Seeded(Dataset[Any]):
 class _Pieces(Sampler[list[tuple[int, int]]]):
     """Gives a DataLoader's workers the indices to read, and records their plan."""
 
-    def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan]) -> None:
-        self._plans, self._queued = plans, queued
+    def __init__(self, plans: Iterator[_Plan], queued: queue.SimpleQueue[_Plan], shards: Shards | None) -> None:
+        self._plans, self._queued, self._shards = plans, queued, shards
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for plan in self._plans:
             self._queued.put(plan)
             for part, _ in plan.cuts:
+                if self._shards:
+                    self._shards.await_(part)
                 yield [(plan.epoch, int(i)) for i in part]
 
 
