@@ -130,6 +130,23 @@ def test_the_short_last_batch_keeps_every_rank_busy_and_counts_samples_once():
     assert all(b.ends_epoch and b.size == 1 for b in last)
 
 
+@pytest.mark.parametrize(("samples", "ranks"), [(10, 3), (16, 2), (3, 4)])
+def test_fsdp_computes_as_many_micro_batches_on_every_rank(samples: int, ranks: int):
+    class Sharded(torch.nn.Linear):
+        def set_requires_gradient_sync(self, needed: bool) -> None:
+            exchanged.append(needed)
+
+    streams = [a_stream(samples, batch=16, microbatch=2) for _ in range(ranks)]
+    (batches,) = of_all_ranks(streams)
+    most = -(-samples // (2 * ranks))
+    for batch in batches:
+        exchanged: list[bool] = []
+        pieces = list(batch.split(Sharded(1, 1)))
+        assert exchanged == [False] * (most - 1) + [True]
+        shares = [share for _, share in batch.split()]
+        assert [share for _, share in pieces] == [0.0] * (most - len(shares)) + shares
+
+
 def test_a_world_larger_than_the_batch_is_refused():
     with pytest.raises(OutlastError, match=r"batch \(2\), fewer than the 3 ranks.*raise batch"):
         next(a_stream(batch=2).batches(0, 3))
