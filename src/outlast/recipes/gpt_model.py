@@ -155,7 +155,7 @@ def _kind(x: Tensor) -> torch.dtype:
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
     """Whether torch multiplies groups of these in one call: it wants rows of whole 16 bytes."""
-    kinds = (torch.bfloat16,) if x.is_cuda else (torch.bfloat16, torch.float32)
+    kinds = (torch.bfloat16,) if x.is_cuda or torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
 
