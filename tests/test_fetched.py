@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -267,6 +268,29 @@ def test_old_data_goes_when_room_is_needed_and_what_a_run_has_pinned_stays(tmp_p
     assert (pinned.tree.exists(), gone.tree.exists(), third.tree.exists()) == (True, False, True)
     acquire("d", "run-d")
     assert any(text.endswith("larger than it should be: 50 B more than OUTLAST_CACHE_SIZE are in use") for text in said)
+
+
+def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "file").write_bytes(b"data")
+
+    def source(run: str) -> cache.Source:
+        url = f"file://{tmp_path / 'data'}"
+        return cache.Source(tmp_path / "cache", url, field="data[0].from", pins=tmp_path / run, say=lambda _: None)
+
+    first = source("first").acquire()
+    first.close()
+    shutil.rmtree(tmp_path / "first")
+    read, taken = cache._read_text, []
+
+    def read_text(note: Path) -> str:
+        taken.append(source("second")._taken(first.version))
+        return read(note)
+
+    monkeypatch.setattr(cache, "_read_text", read_text)
+    (thing,) = cache.things(tmp_path / "cache")
+    removed = thing.remove()
+    assert taken == [None] or not removed, "a worker has a version that is removed"
 
 
 def test_the_wants_of_a_reader_end_with_it(tmp_path: Path):

@@ -212,8 +212,8 @@ class Source:
         """Remove versions that are neither locked nor pinned by a run, and leftovers of abandoned fetches."""
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
-            if directory.is_dir() and directory.name != pinned and not _used(directory):
-                _remove(directory)
+            if directory.is_dir() and directory.name != pinned:
+                _cleared(directory)
 
 
 def things(cache: Path) -> Iterator[room.Thing]:
@@ -222,28 +222,27 @@ def things(cache: Path) -> Iterator[room.Thing]:
         with contextlib.suppress(OSError):
             listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
             size = sum(row.size for row in _read(listing))
-            yield room.Thing(directory, size, (directory / "lock").stat().st_mtime, partial(_removed, directory))
+            lock = directory / "lock"  # which one that has never been whole does not have
+            used = (lock if lock.exists() else directory).stat().st_mtime
+            yield room.Thing(directory, size, used, partial(_removed, directory))
 
 
 def _removed(directory: Path) -> bool:
     """Remove a version unless it is in use; returns whether it did."""
     with file_locks.attempted(directory.parent / "lock") as ours:  # else something is fetched there
-        if not ours or _used(directory):
+        return ours and _cleared(directory)
+
+
+def _cleared(directory: Path) -> bool:
+    """Remove a version unless a worker uses it, or a run has pinned it; returns whether it did. Needs the lock of its place."""
+    with file_locks.attempted(directory / "lock") as ours:  # held to the end: nobody begins to use it meanwhile
+        notes = (directory / "runs").glob("*")
+        if not ours or any(_pinned(Path(_read_text(note))) == directory.name for note in notes):
             return False
-        _remove(directory)
+        for marker in (_LISTING, _PARTIAL):
+            (directory / marker).unlink(missing_ok=True)  # first: half a version is none
+        shutil.rmtree(directory, ignore_errors=True)
         return True
-
-
-def _used(directory: Path) -> bool:
-    """Whether a worker uses a version, or a run has pinned it."""
-    notes = (directory / "runs").glob("*")
-    return not file_locks.free(directory / "lock") or any(_pinned(Path(_read_text(note))) == directory.name for note in notes)
-
-
-def _remove(directory: Path) -> None:
-    for marker in (_LISTING, _PARTIAL):
-        (directory / marker).unlink(missing_ok=True)  # first: half a version is none
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 class Web(Source):
