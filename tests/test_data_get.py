@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import pytest
 
 from outlast.data import get, place, registry, stdlib
 from outlast.data.download import Options
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, Stopped
 from web import Fault, Web
 
 
@@ -291,6 +292,48 @@ def test_a_dataset_without_its_marker_or_one_of_its_files_is_completed(web: Web,
     assert got(url, tmp_path)
     assert tree(tmp_path) == FILES
     assert not place.incomplete(tmp_path)
+
+
+def test_a_dataset_is_not_complete_while_its_files_are_replaced(
+    web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = web.put("set.tar", packed("tar", {"a/x": b"x", "b/y": b"y"}))
+    assert got(url, tmp_path)
+    shutil.rmtree(tmp_path / "a")
+    removed = place._removed
+
+    def killed(path: Path) -> None:
+        removed(path)
+        if path == tmp_path / "b":
+            path.mkdir()  # half of what was there
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, "_removed", killed)
+        with pytest.raises(KeyboardInterrupt):
+            got(url, tmp_path)
+    assert place.marker(tmp_path) is None
+    assert place.incomplete(tmp_path)
+    assert got(url, tmp_path)
+    assert tree(tmp_path) == {"a/x": b"x", "b/y": b"y"}
+
+
+@pytest.mark.parametrize("kind", ["tar.gz", "zip", "gz"])
+def test_unpacking_can_be_stopped_and_the_download_is_kept(web: Web, tmp_path: Path, kind: str) -> None:
+    content = gzip.compress(bytes(100)) if kind == "gz" else packed(kind)
+    url = web.put(f"set.{kind}", content)
+    stop = threading.Event()
+
+    def say(sentence: str) -> None:
+        if sentence.startswith("unpacking"):
+            stop.set()
+
+    with pytest.raises(Stopped):
+        get.get(registry.of_url(url), tmp_path, get.How(say, stop=stop))
+    assert place.incomplete(tmp_path)
+    asked = len(web.requests)
+    assert got(url, tmp_path)
+    assert len(web.requests) == asked
 
 
 def test_a_directory_with_other_files_or_another_dataset_is_refused(tmp_path: Path) -> None:

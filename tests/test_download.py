@@ -96,6 +96,9 @@ FAULTS: dict[str, Callable[[Request], Fault | None]] = {
     "other parts than asked for": lambda request: (
         Fault(headers={"Content-Range": f"bytes 5-9/{len(CONTENT)}"}) if request.number == 2 else None
     ),
+    "another part than asked for at first": lambda request: (
+        Fault(content=CONTENT[5:], headers={"Content-Range": f"bytes 5-10004/{len(CONTENT)}"}) if request.number == 0 else None
+    ),
     "length of a part that is too long": lambda request: (
         Fault(headers={"Content-Length": "10100"}) if request.number == 2 else None
     ),
@@ -122,6 +125,8 @@ def test_a_server_with_a_fault_costs_time_but_no_byte(web: Web, said: Said, tmp_
         (lambda r: Fault(ranges=False, headers={"Content-Length": "99999"}), {}, "{url}: the connection ended at byte 95,123 of 99,999"),
         (lambda r: Fault(ranges=False, headers={"Content-Length": "900"}), {"sha256": SHA256}, "{url} has the SHA-256 "),
         (lambda r: Fault(ranges=False, headers={"Content-Length": ""}), {}, "{url}: the server does not say how long the file is, so"),
+        (lambda r: Fault(206, {"Content-Range": "bytes 0-9/*"}), {}, "{url}: the server sends a part of the file where all of it was"),
+        (lambda r: Fault(headers={"Content-Encoding": "gzip"}), {}, "{url}: the server sends the file packed (gzip), although it was"),
         (lambda r: None, {"size": 95_124}, "{url} has 95,123 bytes and must have 95,124; it is not the file that is wanted"),
         (lambda r: None, {"sha256": "0" * 64}, f"{{url}} has the SHA-256 {SHA256}, and must have {'0' * 64}; it is not the file"),
         (lambda r: None, {"md5": "0" * 32}, f"{{url}} has the MD5 {hashlib.md5(CONTENT).hexdigest()}, and must have {'0' * 32}"),

@@ -23,6 +23,7 @@ import os
 import stat
 import sys
 import tarfile
+import threading
 import time
 import zipfile
 import zlib
@@ -31,7 +32,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, NoReturn, cast
 
 from outlast import units
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, Stopped
 
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -88,15 +89,16 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
-def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "") -> None:
+def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "", stop: threading.Event | None = None) -> None:
     """Unpack an archive into an empty directory. `name` is what it is called in sentences; `kind` is `zip` or `tar`, by default
     as the file's name says.
 
-    Raises OutlastError for one that is damaged, too large, or holds what may not be unpacked; OSError when the disk is at fault.
+    Raises OutlastError for one that is damaged, too large, or holds what may not be unpacked; Stopped soon after `stop` is set;
+    OSError when the disk is at fault.
     """
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:
-        tree = _Tree(into, name, limits, limits.bytes(os.fstat(file.fileno()).st_size))
+        tree = _Tree(into, name, _Budget(name, limits, limits.bytes(os.fstat(file.fileno()).st_size), stop))
         if kind == "zip":
             _unzip(file, tree)
         else:
@@ -104,13 +106,13 @@ def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str =
         tree.finish()
 
 
-def decompress(packed: Path, into: Path, *, name: str, limits: Limits) -> None:
+def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: threading.Event | None = None) -> None:
     """Write what a compressed file holds to a new file. Raises as `extract` does."""
     with _sentences(name, "is not compressed as its name says, or is damaged", limits), open(packed, "rb") as file:
         stream = _decompressed(file)
         if stream is file:
             raise ValueError("its first bytes are of no compression that we know")
-        budget = _Budget(name, limits, limits.bytes(os.fstat(file.fileno()).st_size))
+        budget = _Budget(name, limits, limits.bytes(os.fstat(file.fileno()).st_size), stop)
         with contextlib.closing(stream), open(into, "xb") as out:
             while data := stream.read(_CHUNK):
                 budget.bytes(len(data))
@@ -139,15 +141,18 @@ def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
 
 
 class _Budget:
-    """Counts what has been unpacked."""
+    """Counts what has been unpacked. Raises Stopped soon after `stop` is set."""
 
-    def __init__(self, name: str, limits: Limits, most: int) -> None:
+    def __init__(self, name: str, limits: Limits, most: int, stop: threading.Event | None) -> None:
         self.name, self.limits, self.most = name, limits, most
+        self._stop = stop or threading.Event()
         self._bytes = self._entries = 0
 
     def bytes(self, count: int) -> None:
         """Count bytes; raises OutlastError when there are too many."""
         self._bytes += count
+        if self._stop.is_set():
+            raise Stopped(f"unpacking {self.name} was stopped")
         if self._bytes > self.most:
             limit = units.human_bytes(self.most)
             raise OutlastError(
@@ -167,9 +172,9 @@ class _Budget:
 class _Tree:
     """The directory that an archive is unpacked into."""
 
-    def __init__(self, root: Path, name: str, limits: Limits, most: int) -> None:
+    def __init__(self, root: Path, name: str, budget: _Budget) -> None:
         self._root, self._name = root, name
-        self.budget = _Budget(name, limits, most)
+        self.budget = budget
         self._directories = {root}
         self._links: dict[Path, str] = {}
         self._now = time.time()

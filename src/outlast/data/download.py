@@ -26,7 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from outlast import backoff, files, units
+from outlast import backoff, files, units, unpack
 from outlast.data import http, intervals
 from outlast.data.http import Address, Answer, Away, OutOfRange, Version
 from outlast.data.intervals import Interval
@@ -37,6 +37,7 @@ Progress = Callable[[int, int], None]
 """Gets how many bytes have arrived, and of how many; 0 when that is not known."""
 
 _BUFFER = 1 << 18
+_READ = 1 << 20
 _FIRST = 1 << 18
 """Bytes of the first request, after which several connections fetch the rest, and the state is saved."""
 _SMALLEST = 1 << 20
@@ -151,7 +152,7 @@ class Download:
                 continue
             if self._remote.checked and self._size > _LARGE:
                 self._say(f"checking {self._remote.file}")
-            problem = mismatch(self.path, self._remote, self._address.shown)
+            problem = mismatch(self.path, self._remote, self._address.shown, self._stop)
             if not problem:
                 return self.path
             proven = whole or (self._version.strong and not resumed)
@@ -230,6 +231,10 @@ class Download:
                         self._whole(fd, answer)
                     except Away as cut:
                         raise _Whole(str(cut)) from cut
+                elif answer.first:
+                    raise _Whole("the server sends other parts than it is asked for")
+                elif answer.encoding:
+                    raise _Whole(f"the server packs parts ({answer.encoding})")
                 elif answer.total is None or not (answer.version.known or self._remote.checked):
                     raise _Whole("its length or its version is not known, so parts may not belong together")
                 else:
@@ -254,6 +259,11 @@ class Download:
             raise OutlastError(
                 f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "
                 "whole; give its checksum (URL#sha256=...)"
+            )
+        if answer.encoding and not (self._remote.checked or unpack.kind(self._remote.file)):
+            raise OutlastError(
+                f"{self._address.shown}: the server sends the file packed ({answer.encoding}), although it was asked not to; "
+                "download it by hand (outlast data get --from FILE)"
             )
         if answer.total is not None:
             self._sized(answer.total)
@@ -419,17 +429,24 @@ class Download:
         return f"{self._address.shown}: {problem}, again and again; run the same command later, which goes on from here"
 
 
-def mismatch(path: Path, remote: Remote, name: str) -> str:
-    """The sentence for a file that is not the one that is wanted; empty when it is, as far as can be known."""
+def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
+    """The sentence for a file that is not the one that is wanted; empty when it is, as far as can be known.
+
+    Raises Stopped soon after `stop` is set.
+    """
     size = path.stat().st_size
     if remote.size not in (0, size):
         return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"
     for algorithm, wanted in (("sha256", remote.sha256), ("md5", remote.md5)):
         if not wanted:
             continue
+        digest = hashlib.new(algorithm, usedforsecurity=False)
         with open(path, "rb") as file:
-            found = hashlib.file_digest(file, algorithm).hexdigest()
-        if found != wanted:
+            while data := file.read(_READ):
+                digest.update(data)
+                if stop.is_set():
+                    raise Stopped(_STOPPED)
+        if (found := digest.hexdigest()) != wanted:
             kind = {"sha256": "SHA-256", "md5": "MD5"}[algorithm]
             return f"{name} has the {kind} {found}, and must have {wanted}; it is not the file that is wanted, or it is damaged"
     return ""

@@ -20,7 +20,7 @@ from outlast.data import download, place
 from outlast.data.download import Download, Options, Progress, Remote
 from outlast.data.place import Marker, Place, Say
 from outlast.data.registry import Dataset
-from outlast.errors import OutlastError
+from outlast.errors import OutlastError, Stopped
 
 LIMITS = unpack.Limits(
     "data",
@@ -84,7 +84,7 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
     paths: dict[Remote, Path] = {}
     for number, remote in enumerate(dataset.remotes):
         if remote in given:
-            if problem := download.mismatch(given[remote], remote, str(given[remote])):
+            if problem := download.mismatch(given[remote], remote, str(given[remote]), how.stop):
                 raise OutlastError(problem)
             paths[remote] = given[remote]
         else:
@@ -96,7 +96,9 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
         try:
             if unpack.kind(remote.file):
                 how.say(f"unpacking {remote.file}")
-            _unpacked(remote, path, tree, given=bool(given))
+            _unpacked(remote, path, tree, how.stop, given=bool(given))
+        except Stopped:
+            raise
         except OutlastError:
             if not given:
                 shutil.rmtree(path.parent)  # what is damaged there, too, is not to be tried again and again
@@ -111,13 +113,13 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
     )
 
 
-def _unpacked(remote: Remote, path: Path, tree: Path, *, given: bool) -> None:
+def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, given: bool) -> None:
     """Put what a download holds into the tree."""
     kind, name = unpack.kind(remote.file), str(path) if given else remote.shown
     if kind in ("tar", "zip"):
-        unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind)
+        unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind, stop=stop)
     elif kind:
-        unpack.decompress(path, tree / Path(remote.file).stem, name=name, limits=LIMITS)
+        unpack.decompress(path, tree / Path(remote.file).stem, name=name, limits=LIMITS, stop=stop)
     elif given:
         shutil.copyfile(path, tree / remote.file)
     else:

@@ -125,6 +125,8 @@ class Answer:
     bounded: bool
     """Whether the end of the body can be told from a broken connection."""
     version: Version
+    encoding: str
+    """How the server has packed the body although nobody asked for that, e.g. `gzip`; mostly empty."""
     _body: Any
 
     def read(self, most: int) -> bytes:
@@ -149,7 +151,7 @@ def request(address: Address, *, first: int, last: int | None, version: Version 
     with _mapped(address):
         body = _opener().open(asked, timeout=timeout_s)
     with contextlib.closing(body):
-        yield _answer(body, address)
+        yield _answer(body, address, part=last is not None)
 
 
 def look(url: str, *, timeout_s: float) -> None:
@@ -161,22 +163,25 @@ def look(url: str, *, timeout_s: float) -> None:
         pass
 
 
-def _answer(body: Any, address: Address) -> Answer:
+def _answer(body: Any, address: Address, *, part: bool) -> Answer:
+    """The answer to a request for a `part`, or for the whole file."""
     headers = body.headers
+    encoding = headers.get("Content-Encoding", "").strip().lower().replace("identity", "")
     version = Version(headers.get("ETag", "").strip(), headers.get("Last-Modified", "").strip())
     chunked = headers.get("Transfer-Encoding", "").lower() == "chunked"
     if body.status == 206:
         found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range", "").strip())
-        if not found:
+        if not found or not part:
             remedy = "download it by hand (outlast data get --from FILE)"
-            raise OutlastError(f"{address.shown}: the server sends a part without saying which; {remedy}")
+            what = "a part without saying which" if part else "a part of the file where all of it was asked for"
+            raise OutlastError(f"{address.shown}: the server sends {what}; {remedy}")
         total = None if found[3] == "*" else int(found[3])
-        return Answer(True, int(found[1]), total, True, version, body)
+        return Answer(True, int(found[1]), total, True, version, encoding, body)
     if body.status != 200:
         raise OutlastError(f"{address.shown}: the server answers {body.status}, which is no file; correct the URL")
     length = headers.get("Content-Length", "").strip()
     total = int(length) if length.isdecimal() and not chunked else None
-    return Answer(False, 0, total, total is not None or chunked, version, body)
+    return Answer(False, 0, total, total is not None or chunked, version, encoding, body)
 
 
 def _opener() -> urllib.request.OpenerDirector:

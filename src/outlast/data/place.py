@@ -87,6 +87,7 @@ class Place:
         self.directory = directory
         self.coming = directory / COMING
         self._new = not directory.exists()
+        self._finished = False
 
     def tree(self) -> Path:
         """A new, empty directory for the files of the dataset."""
@@ -102,7 +103,7 @@ class Place:
 
     def leave(self) -> None:
         """Remove what is not needed to go on: the directory as a whole, when nothing has been downloaded."""
-        if not self.coming.is_dir():
+        if self._finished or not self.coming.is_dir():  # what is there now is another process's
             return
         for directory in self.coming.glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -122,10 +123,13 @@ class Place:
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
         found = dataclasses.replace(found, files=len(sizes), size=sum(sizes), entries=entries[:_NOTED])
         files.flush(tree)
+        (self.directory / MARKER).unlink(missing_ok=True)  # of an earlier attempt, of which something has been deleted
+        files.sync(self.directory)
         for name in entries:
             _removed(self.directory / name)
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, found.text(), durable=True)
+        self._finished = True
         shutil.rmtree(self.coming, ignore_errors=True)
         return found
 
