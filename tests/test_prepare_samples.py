@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import wave
 from collections.abc import Callable
 from fractions import Fraction
@@ -79,8 +80,9 @@ def some_images(source: Path) -> None:
 
 def test_a_directory_per_class_becomes_pixels_and_labels(tmp_path: Path) -> None:
     some_images(tmp_path / "source")
+    os.rename(tmp_path / "source" / "dog", os.fsencode(tmp_path / "source") + b"/dog\xff")  # no UTF-8
     made = images.prepare(request(tmp_path), images.Settings(shard_size=600))
-    assert made.source["classes"] == ["cat", "dog"]
+    assert made.source["classes"] == ["cat", "dog\udcff"]
     found = rows(tmp_path / "out", "train") + rows(tmp_path / "out", "val")
     assert {tuple(row["image"].shape) for row in found} == {(6, 8, 3)}
     assert sorted((int(row["image"][0, 0, 0]), int(row["label"])) for row in found) == [(i, i % 2) for i in range(12)]

@@ -260,6 +260,26 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
         prepare(source, tmp_path / "out", Settings("char"), progress=progress)
 
 
+def test_what_another_run_has_just_finished_is_not_removed(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source")
+    prepare(source, tmp_path / "out", Settings("char"))
+    before = digests(tmp_path / "out")
+    late = work.opened(work.Request(source, tmp_path / "out"), {}, [])  # it saw no manifest a moment ago
+    with pytest.raises(OutlastError, match=r"has just written .*; run the same command again"), late:
+        pass
+    shutil.rmtree(tmp_path / "out" / work.PRIVATE)
+    assert digests(tmp_path / "out") == before
+
+
+def test_what_is_written_inside_the_source_is_no_source(tmp_path: Path) -> None:
+    source = a_source(tmp_path / "source")
+    first = prepare(source, source / "out", Settings("char"))
+    assert prepare(source, source / "out", Settings("char")) == first
+    (source / "loop").symlink_to(source)
+    with pytest.raises(OutlastError, match="loop links to a directory that it is in; remove it, or name another source"):
+        prepare(source, tmp_path / "out", Settings("char"))
+
+
 def test_named_parts_are_obeyed(tmp_path: Path) -> None:
     for name in ("train", "val", "test"):
         (tmp_path / "source" / name).mkdir(parents=True)
@@ -336,6 +356,7 @@ def test_what_is_not_utf_8_is_named(tmp_path: Path, processes: int) -> None:
     [
         ('{"text": "a"', "r.jsonl, line 31 is not JSON: Expecting ',' delimiter"),
         ("[1]", "r.jsonl, line 31 is not a JSON object"),
+        ("[" * 200_000, "r.jsonl, line 31 is not JSON: maximum recursion depth"),
         ('{"txt": "a"}', "r.jsonl, line 31 has no text; each record needs a text there"),
         ('{"text": 5}', "r.jsonl, line 31 has int as text; each record needs a text there"),
         ('{"text": "\\ud800"}', "r.jsonl, line 31 has half a surrogate pair in text"),

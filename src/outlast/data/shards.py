@@ -118,7 +118,8 @@ class Manifest:
             about["vocab_size"] = self.vocab_size
         if self.tokenizer:
             about["tokenizer"] = self.tokenizer
-        return json.dumps({**about, "parts": parts}, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps({**about, "parts": parts}, indent=1, ensure_ascii=False) + "\n"
+        return text.encode(errors="backslashreplace").decode()  # as JSON writes what is no UTF-8 in names of files
 
 
 def dtype(vocab_size: int) -> str:

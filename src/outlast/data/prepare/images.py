@@ -61,7 +61,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     pillow()
     request = dataclasses.replace(request, source=_inside(request.source))
     batch_files = _cifar(request.source)
-    found = plan.listed(batch_files or request.source)
+    found = plan.listed(batch_files or request.source, request.to)
     about = dataclasses.asdict(settings)
     source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
     if there := work.before(request, "images", about, source):

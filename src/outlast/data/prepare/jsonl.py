@@ -68,7 +68,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         raise OutlastError(
             "records need --tokenizer bpe, gpt2-like or a tokenizer.json, and --max-length 1 or more; correct them"
         )
-    found = plan.listed(request.source, settings.patterns)
+    found = plan.listed(request.source, request.to, settings.patterns)
     about = dataclasses.asdict(settings) | {"patterns": list(settings.patterns)}
     about |= {key: text.described(settings.of_text)[key] for key in ("tokenizer", "vocab_size")}
     source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}

@@ -78,10 +78,11 @@ class Unit:
         return sum(piece.bytes for piece in self.pieces)
 
 
-def listed(source: Path, patterns: Sequence[str] = ()) -> list[File]:
+def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     """The files of a source that match one of the patterns, sorted by name; a single file is a source, too. Raises BadSource.
 
-    Names that begin with a dot are left out. A pattern matches the name or the path below the source: `*.py`, `src/*.md`.
+    Names that begin with a dot are left out, and the directory `to` that is written. A pattern matches the name or the path below
+    the source: `*.py`, `src/*.md`.
     """
     if source.is_file():
         about = source.stat()
@@ -90,7 +91,8 @@ def listed(source: Path, patterns: Sequence[str] = ()) -> list[File]:
         raise BadSource(f"{source} does not exist; name a file or a directory")
     if (source / place.COMING).exists() and not (source / place.MARKER).exists():
         raise BadSource(f"{source} is not complete: `outlast data get` has not finished there; run it again")
-    found = sorted(_below(source, ""), key=lambda file: file.name.encode(errors="surrogateescape"))
+    ours = to.stat() if to.exists() else None
+    found = sorted(_below(source, "", [source.stat()], ours), key=lambda file: file.name.encode(errors="surrogateescape"))
     if patterns:
         found = [file for file in found if any(_matches(file.name, pattern) for pattern in patterns)]
     if not found:
@@ -105,14 +107,19 @@ def root(source: Path) -> Path:
     return source.parent if source.is_file() else source
 
 
-def _below(directory: Path, prefix: str) -> Iterator[File]:
+def _below(directory: Path, prefix: str, above: list[os.stat_result], ours: os.stat_result | None) -> Iterator[File]:
+    """The files below a directory; `above` are it and those that it is in."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():  # links are followed: large datasets are often linked together
-                yield from _below(Path(entry.path), f"{name}/")
+                about = entry.stat()
+                if any(os.path.samestat(about, each) for each in above):
+                    raise BadSource(f"{entry.path} links to a directory that it is in; remove it, or name another source")
+                if ours is None or not os.path.samestat(about, ours):
+                    yield from _below(Path(entry.path), f"{name}/", [*above, about], ours)
             elif entry.is_file():
                 about = entry.stat()
                 yield File(name, about.st_size, about.st_mtime_ns)

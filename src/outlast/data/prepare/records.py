@@ -30,7 +30,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
     """The JSON object in a line. Raises BadSource, with the file and the number of the line."""
     try:
         content = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadSource(f"{where(file, at)} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise BadSource(f"{where(file, at)} is not a JSON object")

@@ -75,7 +75,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
 
     Raises BadSource, and OutlastError for settings that cannot be met, or a target that holds something else.
     """
-    found = plan.listed(request.source, settings.patterns)
+    found = plan.listed(request.source, request.to, settings.patterns)
     about = described(settings)
     source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
     if there := work.before(request, "text", about, source):

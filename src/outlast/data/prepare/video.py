@@ -74,7 +74,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     if min(settings.frames, settings.size, settings.clips) < 1:
         raise OutlastError("--frames, --size and --clips are 1 or more; correct them")
     pyav()
-    found = plan.listed(request.source)
+    found = plan.listed(request.source, request.to)
     listed = Path(settings.labels).read_bytes() if settings.labels and Path(settings.labels).is_file() else b""
     if settings.labels and not listed:
         raise BadSource(f"there is no list of labels {settings.labels}, or it is empty; name a CSV with file,label")

@@ -235,6 +235,8 @@ def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.F
             raise AlreadyRunning(
                 f"another `outlast data prepare` writes to {request.to}; wait for it, or choose another directory"
             )
+        if (request.to / shards.MANIFEST).exists():
+            raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
         names = [[file.name, file.size, file.changed] for file in found]
         about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
         digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
