@@ -293,9 +293,10 @@ def test_event_files_go_on_after_any_kill(tmp_path: Path):
         Forwarder(sink, a_run(tmp_path), print).forward()
         return sink.path.read_bytes()
 
+    append(tmp_path, 2, parameters=7.0)  # the name of a metric and of the settings' text
     (tmp_path / "parameters.json").write_text('{"lr": 0.1}')
     first = forwarded()
-    assert shown(tmp_path / "tb") == {"loss": [(1, 1.0), (2, 0.5)], "val": [(2, 5.0)]}
+    assert shown(tmp_path / "tb") == {"loss": [(1, 1.0), (2, 0.5)], "val": [(2, 5.0)], "parameters": [(2, 7.0)]}
     assert forwarded() == first, "nothing is new"
     append(tmp_path, 3, 4)
     whole = forwarded()
@@ -375,6 +376,29 @@ def test_mlflow_has_one_run_below_one_for_the_job(tmp_path: Path, mlflow_client:
         "changed.lr": "0.2",
         "checkpoint.step-00000004": "s3://bucket/runs/digits/checkpoints/step-00000004",
     }
+
+
+NAMES = ["", ".", "..", "/loss", "loss/", "a//b", "./c", "d/../e", "loss", "loss/main", "acc@5", "\N{GREEK SMALL LETTER ALPHA}"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_name_of_a_metric_has_one_that_mlflow_accepts(tmp_path: Path, mlflow_client: Any):
+    from mlflow.utils.validation import _validate_metric_name
+
+    run = a_run(tmp_path)
+    server = MLflow("http://mlflow:5000", "", run)
+    for name in NAMES:
+        _validate_metric_name(server.rename(name))
+    assert [server.rename(name) for name in ("loss/main", "a//b", "acc@5")] == ["loss/main", "a/b", "acc_5"]
+    append(tmp_path, 1, **dict.fromkeys(NAMES, 1.0))
+    Forwarder(MLflow(str(tmp_path / "mlruns"), "", run), run, print).forward()  # here each is a file, too
+    [found] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name(run.name).experiment_id])
+    assert found.data.metrics.keys() == {"_", "loss", "a.b", "c", "d._.e", "loss.main", "acc_5", NAMES[-1]}
+
+
+def test_no_sentence_has_a_password():
+    error = OSError("API request to http://user:p@ss@mlflow:5000/api failed with exception ('Connection broken: ...')")
+    assert forwarding.sentence(error) == "API request to http://mlflow:5000/api failed with exception ('Connection broken: ...')"
 
 
 @pytest.mark.filterwarnings("ignore")

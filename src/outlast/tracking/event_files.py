@@ -62,7 +62,7 @@ class EventFile:
                     whole = end
                     event = self._event.FromString(content)
                     for value in event.summary.value:
-                        if value.tag == "parameters":
+                        if value.HasField("tensor"):  # a metric may have that name, too
                             self._settings = value.tensor.string_val[0].decode()
                         else:
                             position[value.tag] = max(position.get(value.tag, -1), event.step)

@@ -12,8 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from outlast.errors import OutlastError
+from outlast.tracking import forwarding
 from outlast.tracking.lines import Point, Position
 from outlast.tracking.sinks import Run, Status, text
 
@@ -47,9 +49,11 @@ class MLflow:
     pause_s = 5.0
 
     def __init__(self, uri: str, experiment: str, run: Run) -> None:
-        self._shown = re.sub(r"//[^/@]*@", "//", uri)
+        self._shown = forwarding.without_secrets(uri)
         self.title = f"MLflow ({self._shown})"
         self._uri = Path(uri).as_uri() if uri.startswith("/") else uri
+        files = urlsplit(self._uri).scheme in ("", "file")
+        self._between = "." if files else "/"  # in a directory `loss` is a file, so it cannot hold `loss/main`
         self._experiment, self._run = experiment or run.name, run
         self._id = self._parent = ""
         self._places: dict[str, str] = {}
@@ -95,7 +99,8 @@ class MLflow:
         return str(made.info.run_id)
 
     def rename(self, name: str) -> str:
-        return _REFUSED.sub("_", name)[:250]
+        parts = (part for part in _REFUSED.sub("_", name)[:250].split("/") if part not in ("", "."))
+        return self._between.join("_" if part == ".." else part for part in parts) or "_"
 
     def send(self, points: Sequence[Point]) -> None:
         metrics = [self._metric(point.name, point.value, int(point.time * 1000), point.step) for point in points]
