@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import re
 import shlex
@@ -17,6 +18,7 @@ from typer import Exit
 from typer.main import get_command
 
 from outlast import cli, contract, spec
+from outlast.recipes import settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -96,6 +98,17 @@ def test_what_a_section_submits_renders(
         cli.main(words)
     printed = capsys.readouterr()
     assert ended.value.code == 0, printed.err
+
+
+GIVEN = re.compile(r"-m (outlast\.recipes\.\w+) (--(?!help)[^`\n]*)")
+
+
+@pytest.mark.parametrize(("module", "flags"), sorted({each for page in PAGES for each in GIVEN.findall(page.read_text())}))
+def test_a_recipe_takes_the_flags_that_a_page_gives_it(module: str, flags: str, tmp_path: Path) -> None:
+    config = tmp_path / "conf.yaml"
+    config.write_text("{}")
+    words = [str(config) if word == "conf.yaml" else word for word in shlex.split(flags, comments=True)]
+    assert settings.parse(importlib.import_module(module).Settings, words, "")
 
 
 FIELDS = [field.alias or name for name, field in spec.Spec.model_fields.items()]
