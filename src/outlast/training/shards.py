@@ -183,8 +183,8 @@ class Shards:
         return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
 
     def windows(self, window: int, seed: int) -> Windows | None:
-        """The order of samples with so many shards shuffled together; None if that is all of them."""
-        return Windows(self._sizes.tolist(), window, seed) if window < len(self._shards) else None
+        """The order of samples with so many shards shuffled together; None if that is all of them, or `window` is 0."""
+        return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
         """Announce that samples are read from `position` on: in windows; without them, over all shards or in sequence."""

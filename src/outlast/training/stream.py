@@ -282,7 +282,7 @@ class Stream:
                 f"the stream was saved over shards with other checksums ({theirs}) than those there now ({ours}); "
                 "resume with the same data or start a new run"
             )
-        self._window = state["window"] if name == "windows" else self.samples  # of samples there are at least as many as shards
+        self._window = state["window"] if name == "windows" else 0
 
     def __len__(self) -> int:
         """Batches still to come."""
