@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -278,6 +279,21 @@ def test_what_is_written_inside_the_source_is_no_source(tmp_path: Path) -> None:
     (source / "loop").symlink_to(source)
     with pytest.raises(OutlastError, match="loop links to a directory that it is in; remove it, or name another source"):
         prepare(source, tmp_path / "out", Settings("char"))
+
+
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = a_source(tmp_path / "source")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shards.Writer, "write", full)
+        with pytest.raises(OutlastError, match=r"the disk of .* is full; make room there and run the same command again"):
+            prepare(source, tmp_path / "out", Settings("char"))
+    prepare(source, tmp_path / "out", Settings("char"))
+    prepare(source, tmp_path / "fresh", Settings("char"))
+    assert digests(tmp_path / "out") == digests(tmp_path / "fresh")
 
 
 def test_named_parts_are_obeyed(tmp_path: Path) -> None:

@@ -91,8 +91,11 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
         raise BadSource(f"{source} does not exist; name a file or a directory")
     if (source / place.COMING).exists() and not (source / place.MARKER).exists():
         raise BadSource(f"{source} is not complete: `outlast data get` has not finished there; run it again")
-    ours = to.stat() if to.exists() else None
-    found = sorted(_below(source, "", [source.stat()], ours), key=lambda file: file.name.encode(errors="surrogateescape"))
+    try:
+        ours = to.stat() if to.exists() else None
+        found = sorted(_below(source, "", [source.stat()], ours), key=lambda file: file.name.encode(errors="surrogateescape"))
+    except OSError as error:
+        raise BadSource(f"cannot read {error.filename}: {error.strerror}; correct that, or name another source") from error
     if patterns:
         found = [file for file in found if any(_matches(file.name, pattern) for pattern in patterns)]
     if not found:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from outlast import file_locks, files
-from outlast.data import shards
+from outlast.data import place, shards
 from outlast.data.prepare import plan
 from outlast.errors import AlreadyRunning, OutlastError, Stopped
 
@@ -224,26 +224,35 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> Iterator[Place]:
-    """The target, locked. What an earlier run has left there is used if settings and source are the same, else it is removed."""
+    """The target, locked. What an earlier run has left there is used if settings and source are the same, else it is removed.
+
+    Raises OutlastError when it cannot be written, or its disk is full.
+    """
     private = request.to / PRIVATE
     try:
         private.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutlastError(f"cannot write to {request.to}: {error.strerror or error}; choose another directory") from error
-    with file_locks.attempted(private / "lock") as ours:
-        if not ours:
-            raise AlreadyRunning(
-                f"another `outlast data prepare` writes to {request.to}; wait for it, or choose another directory"
-            )
-        if (request.to / shards.MANIFEST).exists():
-            raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
-        names = [[file.name, file.size, file.changed] for file in found]
-        about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
-        digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
-        noted = private / "plan"
-        if not noted.exists() or noted.read_text() != digest:
-            stale = [path for path in request.to.iterdir() if _OURS.fullmatch(path.name)]
-            for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
-                path.unlink()
-            files.replace(noted, digest, durable=True)
-        yield Place(request, private)
+        with file_locks.attempted(private / "lock") as ours:
+            if not ours:
+                raise AlreadyRunning(
+                    f"another `outlast data prepare` writes to {request.to}; wait for it, or choose another directory"
+                )
+            if (request.to / shards.MANIFEST).exists():
+                raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
+            _cleaned(request, settings, found)
+            yield Place(request, private)
+    except OSError as problem:
+        raise place.unwritable(problem, request.to, "the dataset") from problem
+
+
+def _cleaned(request: Request, settings: Mapping[str, Any], found: Iterable[plan.File]) -> None:
+    """Remove what an earlier run has left, unless it had the same settings and source."""
+    private = request.to / PRIVATE
+    names = [[file.name, file.size, file.changed] for file in found]
+    about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
+    digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
+    noted = private / "plan"
+    if not noted.exists() or noted.read_text() != digest:
+        stale = [path for path in request.to.iterdir() if _OURS.fullmatch(path.name)]
+        for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
+            path.unlink()
+        files.replace(noted, digest, durable=True)
