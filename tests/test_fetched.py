@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -20,7 +21,7 @@ from outlast import file_locks, store
 from outlast.data import shards as prepared
 from outlast.errors import OutlastError
 from outlast.hangs import stall
-from outlast.prepare import cache, room
+from outlast.prepare import cache, fetcher, room
 from outlast.prepare.room import Thing
 from outlast.training import Shards, Stream, fetched
 from outlast.workerfiles import wants
@@ -245,6 +246,8 @@ def test_what_was_used_least_recently_goes_first_and_what_is_used_stays(tmp_path
     assert make(60) == (10, ["old", "new", "late", "soon"])
     with pytest.raises(OutlastError, match=r"OUTLAST_CACHE_SIZE is much; it must be a size, e.g. 200GiB"):
         room.make(tmp_path, 1, things, {"OUTLAST_CACHE_SIZE": "much"})
+    disk = shutil.disk_usage(tmp_path)
+    assert disk.free / 2 < room.limit(tmp_path, {"OUTLAST_CACHE_SIZE": f"{disk.total}"}, 0) < disk.total - disk.used
     assert 0 < room.limit(tmp_path, {}, 0) < os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize / 2 + 1
 
 
@@ -291,6 +294,18 @@ def test_what_a_worker_takes_while_it_is_being_removed_stays(tmp_path: Path, mon
     (thing,) = cache.things(tmp_path / "cache")
     removed = thing.remove()
     assert taken == [None] or not removed, "a worker has a version that is removed"
+
+
+def test_a_full_disk_refuses_what_is_needed_now_and_only_delays_what_is_read_ahead(tmp_path: Path):
+    one = fetcher.Fetcher(Place("file:///data", tmp_path), {})
+    one._place.home.mkdir(parents=True)
+    one._ranks = {"later": 3, "now": -1}
+    for sha256 in one._ranks:
+        one._troubled(sha256, "train-00000.bin", OSError(errno.ENOSPC, "No space left on device"))
+    said = one._place.said()
+    assert list(said.refused) == ["now"]
+    assert "is full, of which the cache has 0 B; make room" in said.refused["now"]
+    assert said.full
 
 
 def test_the_wants_of_a_reader_end_with_it(tmp_path: Path):

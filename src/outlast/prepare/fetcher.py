@@ -35,6 +35,8 @@ _TRIES = 3
 _STORE_S = 20.0
 """How long a request is repeated before readers are told that the store is away."""
 _LONGEST_PAUSE_S = 15.0
+_FULL_S = 1.0
+"""Pause after the disk was full."""
 _VERSIONS_S = 30.0
 _REST = "see that nothing writes there, or prepare the data again and start a new run"
 
@@ -149,6 +151,9 @@ class Fetcher:
             self._pause_until = time.monotonic() + backoff.jittered(backoff.exponential(self._failed, 1.0, _LONGEST_PAUSE_S))
             self._failed += 1
             self._tell(away=str(error))
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) and self._ranks.get(what, -1) >= 0:
+            self._pause_until = time.monotonic() + _FULL_S  # what is read ahead can wait until something may go
+            self._tell(full=f"the disk of the cache {self._place.cache} is full")
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             used = units.human_bytes(sum(thing.size for thing in self._things()))
             self._refuse(
@@ -178,7 +183,7 @@ class Fetcher:
                     self._arrived(one.key, sha256)
                 elif wrong is not None:
                     self._troubled(sha256, one.key, wrong)
-                if self._said.away:
+                if self._said.away or time.monotonic() < self._pause_until:
                     break
         self._coming.clear()
 

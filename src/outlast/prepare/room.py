@@ -22,6 +22,8 @@ _SHARE = 0.5
 """Of the disk, what the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05
 """Of the disk, what it leaves free then; arbitrary."""
+_LEAST_SPARE = 1 << 20
+"""Bytes that it leaves free in any case: files take whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,17 @@ class Thing:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Bytes that the cache may hold, of which `used` are there: OUTLAST_CACHE_SIZE, else half of the disk, less if it is full
-    otherwise. Raises OutlastError."""
+    """Bytes that the cache may hold, of which `used` are there: OUTLAST_CACHE_SIZE, else half of the disk; less if the disk has
+    not so much left. Raises OutlastError."""
+    disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
-            return units.memory(text)
+            most, spare = units.memory(text), _LEAST_SPARE
         except ValueError as error:
             raise OutlastError(f"OUTLAST_CACHE_SIZE is {text}; it must be a size, e.g. 200GiB") from error
-    disk = shutil.disk_usage(cache)
-    return max(0, min(int(disk.total * _SHARE), used + disk.free - int(disk.total * _SPARE)))
+    else:
+        most, spare = int(disk.total * _SHARE), int(disk.total * _SPARE)
+    return max(0, min(most, used + disk.free - spare))
 
 
 def make(
