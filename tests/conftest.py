@@ -49,6 +49,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("jobs")
 
 
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """A recipe that runs in this process sets variables of a run, which would be those of the tests after it, too."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("OUTLAST_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("OUTLAST_")]:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def namespace() -> Iterator[Namespace]:
     """A namespace of a real cluster."""

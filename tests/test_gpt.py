@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -416,7 +417,10 @@ def test_it_trains_measures_and_samples(
 
     gpt.main([*args, "--evaluate"])
     found = json.loads((tmp_path / "evaluation.json").read_text())
-    assert found["weights"] == "ckpt.pt"
+    assert found["weights"] == "step-00000006", "ckpt.pt is that of the best step, or of an earlier run"
+    shutil.rmtree(tmp_path / "checkpoints")
+    gpt.main([*args, "--evaluate"])
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == found | {"weights": "ckpt.pt"}
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
     capsys.readouterr()
     sampling = ["--sample", "--prompt=def ", "--num-samples=2", "--max-new-tokens=9", *args[1:]]
@@ -426,6 +430,26 @@ def test_it_trains_measures_and_samples(
     assert said.count("---------------\n") == 2
     gpt.main(sampling)
     assert capsys.readouterr().out == said
+
+
+def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path))
+    args = [f"--data={data}", *SMALL, "--max-iters=4", "--eval-interval=3", "--eval-iters=2", "--gradient-accumulation-steps=1"]
+    export, written = gpt.Trainer.export, []
+
+    def interrupted(trainer: gpt.Trainer, step: int, names: Any) -> Any:
+        if not written:
+            written.append(step)
+            raise KeyboardInterrupt
+        written.append(step)
+        return export(trainer, step, names)
+
+    monkeypatch.setattr(gpt.Trainer, "export", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpt.main([*args, "--export-nanogpt"])
+    torch.distributed.destroy_process_group()
+    gpt.main([*args, "--export-nanogpt"])
+    assert written == [3, 3, 4, 4]
 
 
 def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: Path):

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from outlast import accelerators, contract
-from outlast.errors import OutlastError
+from outlast.errors import NotFound, OutlastError
 from outlast.recipes import gpt_data, gpt_model, results, settings
 from outlast.recipes.gpt_data import Corpus, Pretrained, Record
 from outlast.recipes.gpt_model import GPT, Config, Losses
@@ -249,10 +249,10 @@ class Trainer:
         better = losses["val_loss"] < self.record.best
         self.record.best, self.record.measured = min(losses["val_loss"], self.record.best), step
         if step and (better or self.s.always_save_checkpoint):
-            self.run.save(step, metric=losses["val_loss"])
-            if self.s.export_nanogpt:
+            if self.s.export_nanogpt:  # first: who is killed here measures again, and writes them again
                 names = (gpt_data.CURRENT, gpt_data.CHECKPOINT) if better else (gpt_data.CURRENT,)
                 self.export(step, names)
+            self.run.save(step, metric=losses["val_loss"])
 
     @torch.no_grad()
     def mean(self, blocks: Tensor) -> float:
@@ -480,13 +480,16 @@ class Log:
 
 
 def newest(s: Settings) -> Pretrained:
-    """The weights to measure or sample: those --init_from names, or else ckpt.pt, or else the newest valid checkpoint."""
+    """The weights to measure or sample: those --init_from names, or else the newest valid checkpoint, or else ckpt.pt alone."""
     output = Path(os.environ.get(contract.Env.OUTPUT, "out"))
     if s.init_from not in ("scratch", "resume"):
         return gpt_data.pretrained(s.init_from)
-    if (path := output / gpt_data.CHECKPOINT).exists() and not s.checkpoint:
+    try:
+        return gpt_data.trained(results.checkpoint(output, s.checkpoint))
+    except NotFound:
+        if s.checkpoint or not (path := output / gpt_data.CHECKPOINT).exists():
+            raise
         return gpt_data.pretrained(str(path))
-    return gpt_data.trained(results.checkpoint(output, s.checkpoint))
 
 
 @torch.inference_mode()
