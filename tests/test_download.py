@@ -247,6 +247,8 @@ def test_redirects_are_followed_but_not_to_files_of_this_machine(web: Web, said:
     assert said.fetch(f"{web.url}/other", tmp_path / "a") == CONTENT
     web.fault = lambda r: Fault(302, {"Location": "file:///etc/passwd"})
     assert said.refusal(url, tmp_path / "b").startswith(f"{url}: 302 ")
+    web.fault = lambda r: Fault(302, {"Location": r.path})
+    assert "would lead to an infinite loop; correct the URL" in said.refusal(url, tmp_path / "c")
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "https:///x", "https://[::1", "http://host:port/x"])

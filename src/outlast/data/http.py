@@ -232,8 +232,9 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
     if error.code in _AGAIN:
         return Away(f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or ""))
     where = address.shown if address else "the server"
+    reason = str(error.reason).partition("\n")[0].rstrip(".")  # of redirects without end, urllib says more
     remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (outlast data get --from FILE)")
-    return OutlastError(f"{where}: {error.code} {error.reason}".rstrip() + f"; {remedy}")
+    return OutlastError(f"{where}: {error.code} {reason}".rstrip() + f"; {remedy}")
 
 
 class OutOfRange(Exception):

@@ -67,11 +67,18 @@ class Marker:
 
 
 def marker(directory: Path) -> Marker | None:
-    """The marker of a complete dataset; None when there is none, or something that belongs to it is missing."""
+    """The marker of a complete dataset; None when there is none, or something that belongs to it is missing.
+
+    Raises OutlastError when it cannot be read.
+    """
     try:
         found = Marker.parse((directory / MARKER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as problem:
+        raise OutlastError(
+            f"cannot read {directory / MARKER}: {problem.strerror}; correct that, or choose another directory"
+        ) from problem
     return found if found and all(os.path.lexists(directory / name) for name in found.entries) else None
 
 
