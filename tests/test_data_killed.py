@@ -108,6 +108,7 @@ def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, 
         "set/a.txt": b"a",
         "set/b.txt": b"b",
     }
+    assert place.COMING not in there
     assert list((tmp_path / "cache" / "get").iterdir()) == [], "nothing stays on this machine"
     before = len(web.requests)
     assert ended(start(url, "--to", f"{rclone.url}/set"))[1].startswith("already there: ")

@@ -195,6 +195,16 @@ def test_the_url_of_one_object_gives_a_directory_with_that_file(runs: Runs, plac
     assert contents(runs.source(url=f"{place.url}/train.bin").acquire().tree) == {"train.bin": "tokens"}
 
 
+def test_a_dataset_that_is_still_being_sent_is_no_data(runs: Runs, place: Store):
+    put(place, **{"a.txt": "a", ".outlast-get": "cifar10"})
+    with pytest.raises(OutlastError) as caught:
+        runs.source().acquire()
+    reason = "is not complete: outlast data get has not finished there; wait for it, or run it again"
+    assert str(caught.value) == f"data[0].from ({place.url}) {reason}"
+    put(place, **{".outlast-data.json": "{}"})
+    assert "a.txt" in contents(runs.source().acquire().tree)
+
+
 def test_a_url_with_nothing_behind_it_is_said(runs: Runs, place: Store):
     with pytest.raises(OutlastError) as caught:
         runs.source().acquire()

@@ -215,6 +215,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
         return found, False
     home = cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = getting.get(dataset, home / "tree", how)
+    there.put(place.COMING, dataset.name.encode())  # until the marker is there, nobody takes a part for the dataset
     _say(f"sending {show.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
     with transfers.shown("sent") as tell:
         report = sync.push(
@@ -230,6 +231,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     for path, reason in report.failed[:1]:
         raise OutlastError(f"{len(report.failed):,} files could not be sent to {url}, the first of them {path}: {reason}")
     there.put(place.MARKER, found.text().encode())
+    there.delete([place.COMING])
     shutil.rmtree(home, ignore_errors=True)
     return found, True
 

@@ -4,7 +4,8 @@
     DIR/...                    the dataset: files and directories, renamed out of there
     DIR/.outlast-data.json     the marker: what this is, where it came from, its checksum
 
-A directory with `.outlast-get` and no marker is not complete, whatever is in it; `outlast data get` again completes it.
+A directory with `.outlast-get` and no marker is not complete, whatever is in it; `outlast data get` again completes it. So is a
+place in a store with an object `.outlast-get`.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from outlast import store, units
+from outlast.data import place as data_place
 from outlast.errors import Changed, Missing, OutlastError, StoreError
 from outlast.store import Entry, Store
 from outlast.sync import pool, sync
@@ -62,8 +63,8 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError if it is empty or
-    its names cannot be a directory tree."""
+    """List the place at `url`; `field` is where the job file names it. Raises StoreError, and OutlastError if it is empty or not
+    complete, or its names cannot be a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # An object that is called as the prefix itself is how consoles make a directory.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != sync.MANIFEST]))
@@ -77,6 +78,8 @@ def look(url: str, field: str) -> Listing:
     if not entries:
         raise OutlastError(f"{name} holds nothing; put something there, or correct the URL")
     keys = {entry.key for entry in entries}
+    if data_place.COMING in keys and data_place.MARKER not in keys:
+        raise OutlastError(f"{name} is not complete: outlast data get has not finished there; wait for it, or run it again")
     for key in keys:
         parts = key.split("/")
         if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
