@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from outlast.data.registry import Dataset
     from outlast.manifests.dataset import Wanted
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Get datasets, and prepare them for training.")
 
 
 @app.callback()
 def group() -> None:
-    """Get datasets."""
+    """Get datasets, and prepare them for training."""
 
 
 def _names() -> list[str]:
