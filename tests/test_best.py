@@ -98,10 +98,12 @@ def test_what_has_gone_would_never_have_come_back(later: list[tuple[int, Metric 
         assert steps(kept) == [s for s in steps(all_) if s not in steps(rule.expired(all_))]
 
 
-def test_of_equal_ones_the_newer_is_better_and_what_cannot_be_compared_is_never_best() -> None:
+def test_of_equal_ones_the_older_is_better_and_what_cannot_be_compared_is_never_best() -> None:
     found = [at(1, loss(0.1)), at(2, loss(0.2)), at(3, loss(0.1)), at(4, loss(math.nan)), at(5), at(6, loss(math.inf))]
-    assert steps(retention.ranked(found)) == [3, 1, 2]
+    assert steps(retention.ranked(found)) == [1, 3, 2]
     assert steps(Retention(2, 2).expired(found)) == [2, 4]
+    until = [at(step, loss(1.0 if step < 20 else 5.0)) for step in range(10, 31, 2)]  # logged at 10 and 20
+    assert steps(Retention(2, 1).best_of(until)) == [10]
     other = [*found, at(7, Metric(9.0, "acc", "max")), at(8, Metric(8.0, "acc", "max"))]
     assert steps(retention.ranked(other)) == [7, 8]
     damaged = [at(1, loss(0.3)), at(3, loss(0.1)), at(2, loss(0.2), generation=2)]  # generation 2 went back before step 3
@@ -425,7 +427,7 @@ def test_the_last_value_logged_counts_though_another_process_logged_it(tmp_path:
     assert {step: metric and metric.value for step, metric in found.items()} == {2: 20, 3: 20, 5: 50, 6: 50}
     assert metrics.last(tmp_path / contract.METRICS, "acc", 4) == 20
     assert metrics.last(tmp_path / contract.METRICS, "acc", 1) is metrics.last(tmp_path / "none", "acc", 1) is None
-    assert results.checkpoint(tmp_path, "best").name == contract.checkpoint_name(6), "the newer of equal ones"
+    assert results.checkpoint(tmp_path, "best").name == contract.checkpoint_name(5), "the older of equal ones"
 
 
 @pytest.mark.parametrize(

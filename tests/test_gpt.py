@@ -11,9 +11,10 @@ import re
 import shutil
 import signal
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -269,7 +270,9 @@ def test_files_of_other_models_are_refused(model: GPT, tmp_path: Path):
     )
     assert refusal(weights, model_args={"n_layer": 2, "lora": 8}) == " is a model of another kind: its model_args have lora"
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(OutlastError, match=r"ckpt\.pt cannot be read as a checkpoint of nanoGPT: "):
+    with pytest.raises(
+        OutlastError, match=r"ckpt\.pt cannot be read as a checkpoint of nanoGPT: it is none, or it holds objects"
+    ):
         gpt_data.pretrained(str(path))
     with pytest.raises(OutlastError, match=r"^init_from gpt2-xl: there is no such file or directory; .*nothing is downloaded"):
         gpt_data.pretrained("gpt2-xl")
@@ -450,6 +453,21 @@ def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_
     torch.distributed.destroy_process_group()
     gpt.main([*args, "--export-nanogpt"])
     assert written == [3, 3, 4, 4]
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "log.txt").mkdir()
+    log = gpt.Log(cast(Session, types.SimpleNamespace(rank=0, output=tmp_path)))
+    log.line("one")
+    log.line("two")
+    assert capsys.readouterr().out == "one\nlog.txt cannot be written: Is a directory; training goes on\ntwo\n"
+
+
+def test_more_ranks_than_micro_batches_balance_experts_otherwise():
+    run: Any = types.SimpleNamespace(world_size=3, device=torch.device("cpu"), output=Path("out"))
+    for accumulated, said in ((2, 1), (3, 0)):
+        s = settings.parse(gpt.Settings, ["--use-moe", f"--gradient-accumulation-steps={accumulated}"], "")
+        assert sum("balance of experts" in sentence for sentence in gpt.ignored(s, run)) == said
 
 
 def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: Path):

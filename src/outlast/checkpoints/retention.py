@@ -75,8 +75,9 @@ def counted(found: Iterable[C]) -> list[C]:
 
 
 def ranked(found: Iterable[C]) -> list[C]:
-    """The checkpoints that have a metric, best first; of equal ones the newer first.
+    """The checkpoints that have a metric, best first; of equal ones the older first.
 
+    For a logged value is that of every checkpoint until the next is logged, and the first of them is what was measured.
     Those measured by another metric than the newest of them are left out: their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(found) if each.metric and math.isfinite(each.metric.value)]
@@ -84,7 +85,7 @@ def ranked(found: Iterable[C]) -> list[C]:
         return []
     by, mode = measured[-1][1].by, measured[-1][1].mode
     sign = 1 if mode == "min" else -1
-    alike = [(sign * metric.value, -each.step, each) for each, metric in measured if (metric.by, metric.mode) == (by, mode)]
+    alike = [(sign * metric.value, each.step, each) for each, metric in measured if (metric.by, metric.mode) == (by, mode)]
     return [each for _, _, each in sorted(alike, key=lambda entry: entry[:2])]
 
 

@@ -74,7 +74,7 @@ class Settings:
 
     batch_size: int = flag(12, "samples of a micro-batch", least=1, group="training")
     gradient_accumulation_steps: int = flag(
-        40, "micro-batches of a step over all ranks: any number of ranks computes the same step", least=1
+        40, "micro-batches of a step over all ranks: any number of ranks up to this one computes the same step", least=1
     )
     max_iters: int = flag(600000, "steps", least=1)
     learning_rate: float = flag(6e-4, "highest learning rate", least=0)
@@ -400,7 +400,7 @@ def bfloat16(s: Settings, where: torch.device) -> bool:
 
 
 def ignored(s: Settings, run: Session) -> list[str]:
-    """What nanoGPT's settings ask for, and a run decides by itself: a sentence for each."""
+    """What settings ask for, and a run does otherwise: a sentence for each."""
     found = []
     if s.device and s.device.partition(":")[0] != run.device.type:
         found.append(f"device {s.device} is ignored: this run computes on {run.device.type}, what torch finds here")
@@ -414,6 +414,11 @@ def ignored(s: Settings, run: Session) -> list[str]:
     best = os.environ.get(contract.Env.CHECKPOINT_BEST, "0").partition(" ")[0]
     if s.num_checkpoints is not None and str(s.num_checkpoints) != best:
         found.append(f"num_checkpoints {s.num_checkpoints} is ignored: the job's checkpoint.best is {best}")
+    if s.use_moe and s.moe_loss and s.gradient_accumulation_steps < run.world_size:
+        found.append(
+            f"gradient_accumulation_steps {s.gradient_accumulation_steps} is below {run.world_size} ranks, so micro-batches are "
+            "smaller than batch_size, and the balance of experts is another one than on fewer ranks"
+        )
     if not s.save_current_ckpt:
         found.append("save_current_ckpt false is ignored: a run keeps its newest checkpoints, or it could not go on")
     return found
@@ -439,12 +444,18 @@ class Log:
         self._run = run
         self._since, self._step = time.monotonic(), 0
         self._tokens = self._flops = 0.0
+        self._unwritten = False
 
     def line(self, text: str) -> None:
         if self._run.rank == 0:
             print(text, flush=True)
-            with (self._run.output / "log.txt").open("a") as file:
-                file.write(text + "\n")
+            try:
+                with (self._run.output / "log.txt").open("a") as file:
+                    file.write(text + "\n")
+            except OSError as error:  # a full disk is no reason to stop
+                if not self._unwritten:
+                    print(f"log.txt cannot be written: {error.strerror}; training goes on", flush=True)
+                self._unwritten = True
 
     def begin(self, s: Settings, model: GPT, batch: int, corpus: Corpus) -> None:
         """What is trained, on how much."""

@@ -178,7 +178,10 @@ def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pr
 def _nanogpt(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except pickle.UnpicklingError as error:  # torch advises to load it in a way that may run code
+        reason = "it is none, or it holds objects, which may run code, beside tensors and plain values"
+        raise OutlastError(f"{path} cannot be read as a checkpoint of nanoGPT: {reason}") from error
+    except (RuntimeError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise OutlastError(f"{path} cannot be read as a checkpoint of nanoGPT: {reason}") from error
     if not (isinstance(found, dict) and {"model", "model_args"} <= found.keys()):
