@@ -421,6 +421,8 @@ def test_it_trains_measures_and_samples(
     gpt.main([*args, "--evaluate"])
     found = json.loads((tmp_path / "evaluation.json").read_text())
     assert found["weights"] == "step-00000006", "ckpt.pt is that of the best step, or of an earlier run"
+    gpt.main(args)
+    assert "all 6 steps are done; --max-iters sets more\n" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "checkpoints")
     gpt.main([*args, "--evaluate"])
     assert json.loads((tmp_path / "evaluation.json").read_text()) == found | {"weights": "ckpt.pt"}

@@ -141,6 +141,12 @@ def test_a_mistake_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, s
     assert refusal(["--config", a_file(tmp_path, text)]) == f"{tmp_path}/{sentence}"
 
 
+def test_a_config_file_of_nanogpt_is_python() -> None:
+    assert refusal(["--config=train.py"]) == (
+        "--config train.py is Python; write its settings in a YAML file, `name: value` instead of `name = value`"
+    )
+
+
 def test_what_is_required_may_come_from_either(tmp_path: Path) -> None:
     assert refusal([], Needy) == "--data-dir is required; give it, or data_dir in a file named by --config; see --help"
     assert settings.parse(Needy, ["--data_dir=here"], None) == Needy(data_dir="here")

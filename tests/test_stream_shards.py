@@ -220,7 +220,10 @@ def test_data_and_arguments_that_do_not_fit_are_refused(tmp_path: Path):
     for wrong, sentence in (
         (lambda: Shards(text), "holds text, which needs a block of 1 token or more: block is None"),
         (lambda: Shards(text, block=0), "needs a block of 1 token or more: block is 0"),
-        (lambda: Shards(images, block=8), "holds images, which needs no block"),
+        (
+            lambda: Shards(images, block=8),
+            r"holds images, and a block \(here 8\) is for text; leave block out, or name prepared text",
+        ),
         (lambda: Shards(text, block=1000), "no shard of train in .* has the 1001 tokens.*use a smaller block"),
         (lambda: Shards(text, block=8, window=0), r"window \(0\) must be a number of shards"),
         (lambda: Shards(tmp_path / "gone", block=8), "does not exist"),

@@ -104,7 +104,7 @@ def text(
 
     \b
     Examples:
-      outlast data prepare text data/python --to data/python-bpe --vocab-size 4096
+      outlast data prepare text data/python-stdlib --to data/python --vocab-size 2048
       outlast data prepare text input.txt --to data/shakespeare --tokenizer char
       outlast data prepare text docs --glob '*.jsonl' --to s3://bucket/docs --shard-size 64Mi
     """
@@ -233,7 +233,7 @@ def verify(
 
     \b
     Examples:
-      outlast data verify data/python-bpe
+      outlast data verify data/python
       outlast data verify s3://bucket/docs
     """
     from outlast.data import shards

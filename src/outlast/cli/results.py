@@ -85,8 +85,9 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a job.
 
-    Runs the module of the job with --evaluate in one process; in a cluster in a pod of its own, whose log is shown.
-    With --best or --step the module gets --checkpoint=STEP as well, and the checkpoint is fetched if it is only in the store.
+    Runs the module or script of the job with --evaluate in one process; in a cluster in a pod of its own, whose log is shown.
+    A script of your own must know --evaluate: one that ignores its arguments goes on training.
+    With --best or --step it gets --checkpoint=STEP as well, and the checkpoint is fetched if it is only in the store.
 
     \b
     Examples:

@@ -252,7 +252,8 @@ def _plain(directory: Path) -> Manifest:
             f"it has neither {MANIFEST}, which is written last, nor train.bin" if directory.is_dir() else "it does not exist"
         )
         raise BadDataset(
-            f"{directory} is not a prepared dataset: {unfinished}; run: outlast data prepare SOURCE --to {directory}"
+            f"{directory} is not a prepared dataset: {unfinished}; "
+            f"run: outlast data prepare text SOURCE --to {directory} (or images, jsonl, video)"
         )
     parts = {}
     for part, path in bins.items():

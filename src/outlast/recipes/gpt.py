@@ -1,13 +1,13 @@
 """GPT-2 and mixtures of experts in nanoGPT's manner: trains, measures and samples. Copy it and change it.
 
-    outlast data get python-stdlib --to data/python          # text; or any of yours
-    outlast data prepare text data/python --to data/tokens   # train.bin, val.bin, tokenizer.json; nanoGPT's directories do, too
-    outlast run examples/gpt.yaml                            # two workers on this machine
-    outlast evaluate gpt                                     # loss and perplexity on all of the validation text
+    outlast data get python-stdlib                                   # text; or any of yours
+    outlast data prepare text data/python-stdlib --to data/python    # train.bin, val.bin, tokenizer.json; or nanoGPT's directory
+    outlast run examples/gpt.yaml                                    # two workers on this machine
+    outlast evaluate gpt                                             # loss and perplexity on all of the validation text
 
-    python -m outlast.recipes.gpt --data data/tokens --size tiny --block-size 128 --max-iters 500
+    python -m outlast.recipes.gpt --data data/python --size tiny --block-size 128 --max-iters 500
     torchrun --nproc-per-node 4 -m outlast.recipes.gpt --config conf.yaml --output_dir out
-    python -m outlast.recipes.gpt --output_dir out --sample --prompt "def "
+    python -m outlast.recipes.gpt --output_dir out --sample --prompt "def __init__(self"
 
 Settings have the names of nanoGPT. Writes to the job's output, --output_dir without a job (default: out): checkpoints/,
 metrics.jsonl and log.txt, at the end model.pt, ckpt.pt for nanoGPT's sample.py, and final.json; evaluation.json with --evaluate.
@@ -155,6 +155,8 @@ def train(s: Settings) -> None:
         if (step % s.eval_interval == 0 or step == s.max_iters) and record.measured < step:
             trainer.measure(step)
         log.clock(step)
+        if step >= s.max_iters:
+            log.line(f"all {s.max_iters} steps are done; --max-iters sets more")
 
         for batch in stream:
             trainer.update(step, batch)

@@ -206,6 +206,10 @@ def _dashed(argv: Sequence[str], kinds: dict[str, _Kind]) -> Iterator[str]:
 
 def _read(file: str, kinds: dict[str, _Kind]) -> dict[str, Any]:
     """The settings in a YAML file."""
+    if file.endswith(".py"):  # nanoGPT's are assignments
+        raise OutlastError(
+            f"--config {file} is Python; write its settings in a YAML file, `name: value` instead of `name = value`"
+        )
     try:
         with open(file, encoding="utf-8") as text:
             root = yaml.compose(text, Loader=yaml.SafeLoader)

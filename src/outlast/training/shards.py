@@ -139,8 +139,14 @@ class Shards:
         """Samples in a shard. Raises OutlastError when `block` does not fit the kind of data."""
         text = self.manifest.kind == "text"
         if text != (self.block is not None) or (self.block is not None and self.block < 1):
-            needs = "a block of 1 token or more" if text else "no block, which is for text"
-            raise OutlastError(f"{self._place.name} holds {self.manifest.kind}, which needs {needs}: block is {self.block}")
+            if text:
+                raise OutlastError(
+                    f"{self._place.name} holds text, which needs a block of 1 token or more: block is {self.block}"
+                )
+            raise OutlastError(
+                f"{self._place.name} holds {self.manifest.kind}, and a block (here {self.block}) is for text; "
+                "leave block out, or name prepared text"
+            )
         if self.block is None:
             return shard.samples
         tokens = prepared.whole(shard.bytes, self.manifest.dtype, f"{self._place.name}/{shard.file}")
