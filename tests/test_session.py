@@ -22,6 +22,7 @@ import worlds
 from outlast import checkpoints, contract, ledger
 from outlast.errors import OutlastError
 from outlast.local import state_dir
+from outlast.report import goodput
 from outlast.training import Batch, Stream, checkpoint, metrics, session
 from outlast.workerfiles import progress
 from worlds import LAST, Calm, Training, damage, hashes, world
@@ -360,6 +361,23 @@ def killed_after_step_0() -> None:
         run.log(0, val_loss=1.0)
         if run.generation == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_is_logged_before_the_first_step_is_no_step(tmp_path: Path):
+    ended = worlds.ended(worlds.started(measured_before_and_after, tmp_path, 1), tmp_path)
+    assert ended.codes == [0], ended.errors
+    account = goodput.buckets(ledger.read(tmp_path / "ledger"), None)
+    assert (account.steps_kept, account.steps_replayed) == (3, 0)
+
+
+def measured_before_and_after() -> None:
+    with session.open() as run:
+        stream = Stream(torch.zeros(3, 1), batch=1)
+        step = run.resume({"stream": stream})
+        run.log(step, val_loss=1.0)
+        for _ in stream:
+            step += 1
+            run.log(step)
 
 
 def test_metrics_are_cut_after_the_restored_step(tmp_path: Path):

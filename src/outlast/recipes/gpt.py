@@ -527,7 +527,7 @@ def evaluate(s: Settings) -> None:
         "tokens": blocks * found.config.block_size,
     }
     results.write_json(output / "evaluation.json", {**document, "loss": loss, "perplexity": math.exp(loss)})
-    print(f"val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {document['tokens']:,} tokens")
+    print(f"{document['weights']}: val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {document['tokens']:,} tokens")
 
 
 def sample(s: Settings) -> None:

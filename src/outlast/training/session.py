@@ -113,7 +113,7 @@ class Session:
         """Whether any checkpoint had a metric."""
         self._logged = 0, 0
         """The same for `log`, which perhaps not all ranks call."""
-        self._saved_position = self._last = self._loops = 0
+        self._saved_position = self._begun = self._last = self._loops = 0
         self._waits = stalls.Stalls(time.monotonic())
         self._thread = threading.get_ident()
         self._screen = metrics.Screen(quiet or self.rank > 0)
@@ -295,7 +295,8 @@ class Session:
             log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
         self._trackers.follow()
         self._step = self._committed = self._last_saved_step = self._resumed = step
-        self._moved, self._saved_position, self._measured = None, self._position(), None
+        self._moved, self._measured = None, None
+        self._saved_position = self._begun = self._position()
         self._waits.since(time.monotonic(), mistakes.streams_of(state))
         self._last_save = time.monotonic()
         for stream in mistakes.streams_of(state):
@@ -358,7 +359,10 @@ class Session:
         waited_s = self._waited()
         if self.rank == 0:
             problem |= self._trackers.news()
-            self._ledger.step(self.generation, step, waited_s)
+            if self._position() > self._begun or not mistakes.streams_of(
+                self._state
+            ):  # else it is measured before its first step
+                self._ledger.step(self.generation, step, waited_s)
             if numbers:
                 line = {"step": step, "time": round(time.time(), 3), "generation": self.generation, **numbers}
                 try:
