@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import dataclasses
 import errno
 import gzip
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from outlast import file_locks
 from outlast.data import get, place, registry, stdlib
 from outlast.data.download import Options
 from outlast.errors import OutlastError, Stopped
@@ -216,6 +218,26 @@ def test_two_that_get_the_same_wait_for_each_other(web: Web, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [place.MARKER, "set"]
 
 
+def test_a_directory_that_another_process_finishes_meanwhile_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exclusive, tries = file_locks.exclusive, []
+
+    def removed_first(path: Path, **more: Callable[[], None]) -> contextlib.AbstractContextManager[int]:
+        tries.append(path)
+        if len(tries) < 3:
+            shutil.rmtree(path.parent)
+            raise (FileNotFoundError, FileExistsError)[len(tries) - 1]
+        return exclusive(path, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(file_locks, "exclusive", removed_first)
+    with place.opened(tmp_path / "to", "set", say=print, stop=threading.Event()) as opened:
+        opened.tree()
+        opened.finish(place.Marker("set", "here"))
+    assert len(tries) == 3
+    assert place.marker(tmp_path / "to") is not None
+
+
 def test_an_archive_cannot_bring_a_marker_of_its_own(web: Web, tmp_path: Path) -> None:
     forged = place.Marker("cifar10", "https://example.org").text().encode()
     url = web.put("set.tar", packed("tar", {**FILES, place.MARKER: forged, f"{place.COMING}/name": b"x", "state.json": b"{}"}))
@@ -247,6 +269,11 @@ def test_another_version_of_a_dataset_is_not_taken_for_it(web: Web, tmp_path: Pa
 def test_a_checksum_that_is_none_is_refused(pin: str) -> None:
     with pytest.raises(OutlastError, match=rf"^#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints"):
         registry.of_url(f"https://example.org/x#{pin}")
+
+
+def test_the_directory_of_a_url_is_no_other_directory() -> None:
+    names = {"set.tar.gz": "set", "...zip": "data", "..tar": "data", ".gz": "data", "%2e%2e": "data", "a%2Fb.zip": "a_b"}
+    assert {name: registry.of_url(f"https://host/{name}").directory for name in names} == names
 
 
 def test_the_registry_is_sorted_and_every_url_is_one() -> None:

@@ -26,6 +26,8 @@ from outlast.errors import OutlastError
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
+_VAIN = 100
+"""Attempts at a directory that is removed each time."""
 _NOTED = 1000
 """Most names that a marker lists."""
 _NOT_OURS = ("lost+found",)
@@ -138,6 +140,10 @@ class Place:
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, found.text(), durable=True)
         self._finished = True
+        for entry in self.coming.iterdir():  # the lock last: whoever comes then finds nothing that we still remove
+            if entry.name != "lock":
+                with contextlib.suppress(OSError):
+                    _removed(entry)
         shutil.rmtree(self.coming, ignore_errors=True)
         return found
 
@@ -164,13 +170,17 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
 @contextlib.contextmanager
 def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
     """Hold the lock of a place."""
-    lock = place.coming / "lock"
+    lock, vain = place.coming / "lock", 0
     while True:
-        place.coming.mkdir(parents=True, exist_ok=True)
-        with file_locks.exclusive(lock, waiting=waiting, stop=stop) as fd:
+        with contextlib.ExitStack() as held:
             try:
+                place.coming.mkdir(parents=True, exist_ok=True)
+                fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
                 ours = os.path.samestat(os.fstat(fd), os.stat(lock))
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):  # it has been removed in between
+                vain += 1
+                if vain > _VAIN:
+                    raise
                 ours = False
             if ours:  # if not, who had it has ended, and removed it
                 yield
@@ -193,7 +203,9 @@ def _refuse_others(directory: Path) -> None:
         raise OutlastError(f"{directory} is a file; choose a directory")
     if not directory.is_dir() or (directory / COMING).is_dir() or (directory / MARKER).is_file():
         return
-    if others := sorted(entry.name for entry in directory.iterdir() if entry.name not in _NOT_OURS):
+    there = {entry.name for entry in directory.iterdir()}
+    others = sorted(there.difference(_NOT_OURS))
+    if others and not there & {COMING, MARKER}:  # else another process has begun, or even ended, just now
         raise OutlastError(f"{directory} holds other files ({others[0]}); choose a new or an empty directory")
 
 

@@ -48,7 +48,7 @@ class Dataset:
         lower = self.remotes[0].file
         for suffix in (*unpack.TARS, ".zip", *unpack.COMPRESSED):
             lower = lower.removesuffix(suffix)
-        return lower or "data"
+        return lower if lower.strip(".") else "data"
 
     @property
     def size(self) -> int | None:
