@@ -26,7 +26,7 @@ class Some:
     world: int | None = flag(None, "ranks", least=1)
     evaluate: bool = flag(False, "a switch")
     output_dir: str = flag("out", "where to write", group="files")
-    betas: tuple[float, float] = flag((0.9, 0.95), "decay rates", least=0, group="optimizer")
+    betas: tuple[float, float] = flag((0.9, 0.95), "decay rates", least=0, most=1, group="optimizer")
     target_modules: tuple[str, ...] = flag((), "modules to adapt")
     sizes: tuple[int, ...] = flag((1, 2), "sizes")
     dtype: Literal["float32", "bfloat16", "float16"] = flag("bfloat16", "type of the activations", group="speed")
@@ -80,6 +80,7 @@ def test_settings_are_a_command_line(argv: str, changes: dict[str, Any]) -> None
     ("argv", "sentence"),
     [
         ("--log-every=0", "argument --log-every: 0 is below 1; see --help"),
+        ("--betas 0.9 1.5", "argument --betas: 1.5 is above 1; see --help"),
         ("--world=two", "argument --world: 'two' is not a whole number; see --help"),
         ("--log-every=2.5", "argument --log-every: '2.5' is not a whole number; see --help"),
         ("--log-every=inf", "argument --log-every: 'inf' is not a whole number; see --help"),

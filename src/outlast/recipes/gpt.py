@@ -58,7 +58,7 @@ class Settings:
     n_head: int | None = flag(None, "heads of the attention; default by --size", least=1)
     n_embd: int | None = flag(None, "width of the residual stream; default by --size", least=1)
     block_size: int = flag(1024, "tokens the model looks at, and tokens of a sample", least=1)
-    dropout: float = flag(0.0, "share of activations dropped in training", least=0)
+    dropout: float = flag(0.0, "share of activations dropped in training", least=0, most=1)
     bias: bool = flag(False, "biases in linear layers and norms, as GPT-2 has them")
 
     use_moe: bool = flag(False, "a mixture of experts in each block", group="mixture of experts")
@@ -83,8 +83,8 @@ class Settings:
     lr_decay_iters: int | None = flag(None, "step at which it has reached min_lr; default max_iters", least=1)
     min_lr: float = flag(6e-5, "lowest learning rate after that", least=0)
     weight_decay: float = flag(0.1, "pull of matrices towards 0", least=0)
-    beta1: float = flag(0.9, "AdamW's decay rate of the mean gradient", least=0)
-    beta2: float = flag(0.95, "AdamW's decay rate of its square", least=0)
+    beta1: float = flag(0.9, "AdamW's decay rate of the mean gradient", least=0, most=0.9999999)
+    beta2: float = flag(0.95, "AdamW's decay rate of its square", least=0, most=0.9999999)
     grad_clip: float = flag(1.0, "longest gradient; 0: any", least=0)
 
     eval_interval: int = flag(2000, "steps between two evaluations, each with a checkpoint", least=1, group="evaluation and logs")

@@ -45,13 +45,21 @@ _NONE = ("none", "null", "~")
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-def flag(default: Any, reason: str, *, least: float | None = None, group: str = "", also: tuple[str, ...] = ()) -> Any:
-    """A field with its default, what it is for (unit and reason), and the smallest value that makes sense.
+def flag(
+    default: Any,
+    reason: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    group: str = "",
+    also: tuple[str, ...] = (),
+) -> Any:
+    """A field with its default, what it is for (unit and reason), and the smallest and largest values that make sense.
 
     The default `...` makes it required, and keyword-only. `group` is the heading of the help that begins with this field. `also`
     are other names for it in flags and files.
     """
-    metadata = {"help": reason, "least": least, "group": group, "also": also}
+    metadata = {"help": reason, "least": least, "most": most, "group": group, "also": also}
     if default is ...:
         return dataclasses.field(metadata=metadata, kw_only=True)
     return dataclasses.field(default=default, metadata=metadata)
@@ -106,6 +114,7 @@ class _Kind:
     optional: bool = False
     """Whether it may be None."""
     least: float | None = None
+    most: float | None = None
     required: bool = False
     also: tuple[str, ...] = ()
     """Other names of the field."""
@@ -127,7 +136,8 @@ class _Kind:
                 f"{field.name} is of type {hint}; a setting is an int, float, str, bool, Literal, or a tuple of one of those"
             )
         required = field.default is dataclasses.MISSING
-        return cls(item, choices, count, optional, field.metadata["least"], required, field.metadata["also"])
+        bounds = field.metadata["least"], field.metadata["most"]
+        return cls(item, choices, count, optional, *bounds, required, field.metadata["also"])
 
     @property
     def metavar(self) -> str:
@@ -148,6 +158,8 @@ class _Kind:
             raise ValueError(f"{text!r} is not one of {', '.join(map(str, self.choices))}{meant}")
         if self.least is not None and not value >= self.least:
             raise ValueError(f"{text} is below {self.least}")
+        if self.most is not None and not value <= self.most:
+            raise ValueError(f"{text} is above {self.most}")
         return value
 
     def several(self, texts: Sequence[str]) -> tuple[Any, ...]:

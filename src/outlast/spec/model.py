@@ -307,6 +307,14 @@ class Tracking(Checked):
     """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
     `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
 
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.mlflow and re.search("//[^/@]*:[^/@]+@", self.mlflow):
+            yield (
+                ("mlflow",),
+                "tracking.mlflow holds a password, and job files are copied into the output; leave it out here and set "
+                "MLFLOW_TRACKING_PASSWORD, or the whole MLFLOW_TRACKING_URI, by secrets or in the shell",
+            )
+
     def variables(self) -> dict[str, str]:
         """The same as environment variables of the workers, see `tracking.wanted`."""
         return {
