@@ -152,7 +152,7 @@ def test_pods_get_the_fields_as_variables_and_a_relative_path_is_refused():
         spec.parse(text.replace("MLFLOW", uri))
     with pytest.raises(OutlastError, match=r"mlflow \(mlruns\) must be a URI, such as http://mlflow:5000, or an absolute path"):
         spec.parse(text.replace("MLFLOW", "mlruns"))
-    with pytest.raises(OutlastError, match="tracking.mlflow holds a password.* MLFLOW_TRACKING_PASSWORD") as refused:
+    with pytest.raises(OutlastError, match=r"tracking.mlflow holds a password.* MLFLOW_TRACKING_PASSWORD") as refused:
         spec.parse(text.replace("MLFLOW", "http://me:hunter2@flow"))
     assert "hunter2" not in str(refused.value)
 
