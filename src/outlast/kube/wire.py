@@ -42,12 +42,16 @@ _PLAIN = rb"[^\"{}\[\]]*+(?:" + _STRING + rb"[^\"{}\[\]]*+)*+"
 
 
 def _flat(inside: bytes) -> bytes:
-    """The expression for texts that match `inside`, and for objects and lists of them."""
-    return _PLAIN + rb"(?:(?:\{" + inside + rb"\}|\[" + inside + rb"\])" + _PLAIN + rb")*+"
+    """The expression for texts that match `inside`, and for up to 1,000 objects and lists of them.
+
+    An atomic group: before Python 3.11.5 a possessive quantifier goes wrong over alternatives (cpython#106052). Bounded, since it
+    takes memory for each repetition.
+    """
+    return _PLAIN + rb"(?>(?:(?:\{" + inside + rb"\}|\[" + inside + rb"\])" + _PLAIN + rb"){0,1000})"
 
 
 # Three levels are skipped in one match, such as a list of a million empty objects: a step of our own for each would take seconds.
-_STEP = re.compile(_flat(_flat(_flat(_PLAIN))) + rb"(?:(?P<open>[{\[]++)|(?P<close>[}\]]++))", re.DOTALL)
+_STEP = re.compile(_flat(_flat(_flat(_PLAIN))) + rb"(?:(?P<open>[{\[]++)|(?P<close>[}\]]++))?", re.DOTALL)
 _SCALAR = re.compile(_STRING + rb"|[^\s,\]}\"{\[]++", re.DOTALL)
 _SPACE = re.compile(rb"[ \t\r\n]*+")
 
@@ -208,13 +212,13 @@ def _value(text: bytes, begin: int) -> _Span:
     at, depth, deepest = begin + 1, 1, 1
     while depth > 0:
         step = _STEP.match(text, at)
-        if step is None:
+        if step is None or step.end() == at:
             raise _broken(text, at)
         at = step.end()
         if step.lastgroup == "open":
             depth += at - step.start("open")
             deepest = max(deepest, depth)
-        else:
+        elif step.lastgroup == "close":
             depth -= at - step.start("close")
     return _Span(begin, at + depth, deepest)  # what closes more is not of this value
 
