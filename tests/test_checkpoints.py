@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from outlast import checkpoints, contract
 from outlast.checkpoints import Checkpoint
@@ -160,6 +161,25 @@ def test_saving_a_step_again_keeps_the_valid_checkpoint(tmp_path: Path):
     checkpoints.acquire(tmp_path, "r", 2)
     assert written(tmp_path, 10, generation=2, content=b"other") == first
     assert {path.name for path in tmp_path.iterdir()} == {"FENCE", ".lock", "step-00000010"}
+
+
+def test_metadata_that_an_early_python_3_11_wrote_are_read_and_its_getattr_reaches_nothing_else() -> None:
+    class By:
+        """Pickled as Python before 3.11.4 pickles a member of an enumeration."""
+
+        def __init__(self, *asked: Any) -> None:
+            self.asked = asked
+
+        def __reduce__(self) -> Any:
+            return getattr, self.asked
+
+    def read(thing: By) -> Any:
+        return checkpoint._Metadata(io.BytesIO(pickle.dumps(thing))).load()
+
+    assert read(By(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    for asked in ((_MEM_FORMAT_ENCODING, "__class__"), (torch.Size, "__init__"), (torch.Size([2]), "numel")):
+        with pytest.raises(OutlastError, match=r"holds a builtins\.getattr"):
+            read(By(*asked))
 
 
 def test_saving_a_step_again_moves_a_damaged_one_aside(tmp_path: Path):

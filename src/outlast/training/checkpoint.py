@@ -17,6 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import enum
 import io
 import pathlib
 import pickle
@@ -231,9 +232,20 @@ class _Metadata(pickle.Unpickler):
         described = module == "torch.distributed.checkpoint.metadata" and getattr(found, "__module__", "") == module
         if described or isinstance(found, torch.dtype) or (module, name) in _IN_METADATA:
             return super().find_class(module, name)
-        raise OutlastError(
-            f"the checkpoint's .metadata holds a {module}.{name}, which has no business there; it is damaged or forged"
-        )
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        raise _no_metadata(f"{module}.{name}")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """The member of an enumeration: Python before 3.11.4 pickles one as `getattr(kind, name)`."""
+    if isinstance(kind, enum.EnumType) and name in kind.__members__:
+        return kind[name]
+    raise _no_metadata("builtins.getattr")
+
+
+def _no_metadata(what: str) -> OutlastError:
+    return OutlastError(f"the checkpoint's .metadata holds a {what}, which has no business there; it is damaged or forged")
 
 
 _IN_METADATA = {
