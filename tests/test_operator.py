@@ -897,7 +897,11 @@ def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "last"), [("SIGTERM", 0, "stopped"), ("lost", 1, "stopped: this operator is not the leader any more")]
+    ("end", "code", "last"),
+    [
+        ("SIGTERM", 0, "stopped"),
+        pytest.param("lost", 1, "stopped: this operator is not the leader any more", marks=pytest.mark.slow),
+    ],
 )
 def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
     world: World, end: str, code: int, last: str

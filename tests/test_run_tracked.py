@@ -89,6 +89,7 @@ def test_event_files_of_a_script_that_was_killed_are_whole(tmp_path: Path):
     assert (script.output / ".tracking/ended").read_text() == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_job_has_one_run_in_mlflow_over_a_kill_and_says_how_it_has_ended(machine, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     flow = machine.directory / "mlruns"
