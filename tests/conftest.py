@@ -19,9 +19,11 @@ from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
 from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)
-from outlast import cli, spec
+from outlast import cli, spec, store
 from outlast.local.backend import LocalBackend
 from outlast.status import JobStatus
+from outlast.store import Store
+from servers import Place as Bucket
 from servers import moto, moto_server, rclone, rclone_server, s3  # noqa: F401 (fixtures)
 from web import web  # noqa: F401 (a fixture)
 from worlds import calm  # noqa: F401 (fixture)
@@ -141,6 +143,17 @@ class Machine:
                 state = process.environ().get("OUTLAST_WORKER_STATE", "")
                 if process.pid != os.getpid() and (state.startswith(mine) or any(mine in part for part in process.cmdline())):
                     process.send_signal(signal.SIGKILL)
+
+
+@pytest.fixture(params=["memory", "file", "moto", "rclone"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A job's place in a store of each kind, with a register of either kind."""
+    if request.param == "memory":
+        return store.open_(f"memory://{tmp_path.name}-{id(request)}/runs/job")
+    if request.param == "file":
+        return store.open_(f"file://{tmp_path}/store/runs/job")
+    bucket: Bucket = request.getfixturevalue(request.param)
+    return store.open_(f"{bucket.url}/runs/job")
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from outlast.recipes import results
 from outlast.spec import Checkpoint as Spec
 from outlast.store import Store
 from outlast.training import metrics, session
-from servers import Place as Bucket
 from watched import Killed, Watched
 
 RUN = "r"
@@ -190,17 +189,6 @@ def test_a_best_one_keeps_nothing_else_that_is_old(tmp_path: Path) -> None:
 
 
 # In a store
-
-
-@pytest.fixture(params=["memory", "file", "moto", "rclone"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A job's place in a store, with a register of either kind."""
-    if request.param == "memory":
-        return store.open_(f"memory://{tmp_path.name}-{id(request)}/runs/job")
-    if request.param == "file":
-        return store.open_(f"file://{tmp_path}/store/runs/job")
-    bucket: Bucket = request.getfixturevalue(request.param)
-    return store.open_(f"{bucket.url}/runs/job")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import apiserver
-from outlast import accelerators, cli, runs, store
+from outlast import accelerators, runs, store
 from outlast.cli import show
 from outlast.report import goodput
 
@@ -37,19 +37,6 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
         api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
         yield api
-
-
-@pytest.fixture
-def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
-    """Runs a command as a person does: nothing is given to it but words."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
 
 
 def a_job(output: str, **status: Any) -> Document:

@@ -11,7 +11,7 @@ import pytest
 from kubernetes_validate import utils as schemas
 
 import apiserver
-from outlast import cli, kube
+from outlast import kube
 from outlast.manifests import dataset
 from outlast.manifests.dataset import Wanted
 
@@ -30,17 +30,6 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         api.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n"}})
         api.put({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "efs-pvc", "namespace": "n"}})
         yield api
-
-
-@pytest.fixture
-def outlast(capsys: pytest.CaptureFixture[str]) -> Outlast:
-    def call(*words: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
-
-    return call
 
 
 GET = ("data", "get", "cifar10", "--on", "kubernetes", "-n", "n", "--claim", "efs-pvc:/efs")

@@ -167,17 +167,6 @@ def test_other_contents_have_another_place():
 # Pushing and fetching, against stores of each kind
 
 
-@pytest.fixture(params=["memory", "file", "moto", "rclone"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A job's place in a store."""
-    if request.param == "memory":
-        return store.open_(f"memory://{tmp_path.name}-{id(request)}/runs/job")
-    if request.param == "file":
-        return store.open_(f"file://{tmp_path}/store/runs/job")
-    bucket: Bucket = request.getfixturevalue(request.param)
-    return store.open_(f"{bucket.url}/runs/job")
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Store:
     return store.open_(f"memory://{tmp_path.name}-{time.monotonic_ns()}/runs/job")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
 import sys
@@ -18,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from outlast import backoff, file_locks, files, store, units
+from outlast import backoff, file_locks, files, store, units, unpack
 from outlast.data import shards as prepared
 from outlast.errors import Changed, Missing, OutlastError, StoreError
 from outlast.prepare import cache, room
@@ -244,9 +243,7 @@ class Fetcher:
     def _arrived(self, file: str, sha256: str) -> None:
         """Check a shard that has come, and give it its name."""
         path = self._place.home / "coming" / sha256
-        with path.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-        if found == sha256:
+        if (found := unpack.checksum(path)) == sha256:
             path.chmod(0o444)
             path.replace(self._place.shard(sha256))
             self._answered()

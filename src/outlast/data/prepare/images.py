@@ -63,7 +63,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     batch_files = _cifar(request.source)
     found = plan.listed(batch_files or request.source, request.to)
     about = dataclasses.asdict(settings)
-    source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
+    source = plan.described(found)
     if there := work.before(request, "images", about, source):
         return there
     with work.opened(request, about, found) as place:

@@ -71,7 +71,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     found = plan.listed(request.source, request.to, settings.patterns)
     about = dataclasses.asdict(settings) | {"patterns": list(settings.patterns)}
     about |= {key: text.described(settings.of_text)[key] for key in ("tokenizer", "vocab_size")}
-    source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
+    source = plan.described(found)
     if there := work.before(request, "jsonl", about, source):
         return there
     named = plan.named(found)

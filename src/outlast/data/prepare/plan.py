@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from outlast.data import place
 from outlast.errors import OutlastError
@@ -133,10 +133,11 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name.rpartition("/")[2], pattern)
 
 
-def listing(files: Iterable[File]) -> str:
-    """A digest of names and sizes: two sources with the same are taken for one."""
+def described(files: Sequence[File]) -> dict[str, Any]:
+    """What a manifest says of its source. `listing` digests names and sizes: two sources with the same are taken for one."""
     lines = (f"{file.name}\0{file.size}\n".encode(errors="surrogateescape") for file in files)
-    return hashlib.sha256(b"".join(lines)).hexdigest()
+    listing = hashlib.sha256(b"".join(lines)).hexdigest()
+    return {"files": len(files), "bytes": sum(file.size for file in files), "listing": listing}
 
 
 def named_part(name: str) -> str:

@@ -77,7 +77,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     """
     found = plan.listed(request.source, request.to, settings.patterns)
     about = described(settings)
-    source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
+    source = plan.described(found)
     if there := work.before(request, "text", about, source):
         return there
     reader = Reader(plan.root(request.source), settings.field, settings.val, settings.skip_damaged)

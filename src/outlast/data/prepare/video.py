@@ -79,7 +79,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     if settings.labels and not listed:
         raise BadSource(f"there is no list of labels {settings.labels}, or it is empty; name a CSV with file,label")
     about = dataclasses.asdict(settings) | {"labels": hashlib.sha256(listed).hexdigest() if listed else ""}
-    source = {"files": len(found), "bytes": sum(file.size for file in found), "listing": plan.listing(found)}
+    source = plan.described(found)
     if there := work.before(request, "video", about, source):
         return there
     with work.opened(request, about, found) as place:
