@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pickle
 import random
@@ -11,8 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import disturbances
 import worlds
 from outlast import contract
 from outlast.data import stdlib
@@ -59,38 +57,8 @@ def arguments(data: Path, steps: int, *more: str, accumulate: int = 1, batch: in
     return [f"--data={data}", *shape, *step, "--eval-interval=10", "--eval-iters=2", *SCHEDULE, *more]
 
 
-def program(argv: list[str], consumed: Path | None = None) -> None:
-    """What a rank does; notes which samples each step has."""
-    if consumed is not None:
-        update = gpt.Trainer.update
-
-        def told(self: gpt.Trainer, step: int, batch: Any) -> None:
-            update(self, step, batch)
-            with (consumed / f"consumed-{self.run.generation}-{self.run.rank}").open("a") as file:
-                file.write(json.dumps({"step": step, "indices": batch.indices.tolist()}) + "\n")
-
-        gpt.Trainer.update = told  # type: ignore[method-assign] # in a process of its own
-    gpt.main(argv)
-
-
-def trained(argv: list[str], output: Path, ranks: int = 1, *, generation: int = 1, timeout_s: float = 240) -> None:
-    processes = worlds.started(functools.partial(program, argv), output, ranks, generation=generation)
-    end = worlds.ended(processes, output, timeout_s=timeout_s)
-    assert end.codes == [0] * ranks, end.errors
-
-
-def final(output: Path) -> dict[str, Any]:
-    return dict(json.loads((output / "final.json").read_text()))
-
-
-def logged(output: Path, name: str = "loss") -> dict[int, float]:
-    """A metric of every step, and every step once."""
-    lines = [
-        json.loads(line) for line in (output / contract.METRICS).read_text().splitlines(keepends=True) if line.endswith("\n")
-    ]
-    found = [(line["step"], line[name]) for line in lines if name in line]
-    assert len(dict(found)) == len(found), "a step that was replayed is in the metrics once"
-    return dict(found)
+def trained(argv: list[str], output: Path, ranks: int = 1, *, timeout_s: float = 240) -> None:
+    disturbances.trained(gpt.main, argv, output, ranks, timeout_s=timeout_s)
 
 
 # The loss
@@ -117,27 +85,6 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits_at_once(
 # Killed
 
 
-def killed_and_resumed(argv: list[str], output: Path, ranks: int, steps: int, draw: random.Random) -> None:
-    """Kill all ranks 20 times, one after the other: 15 times in a step that is drawn, 5 times while they start; then train on."""
-    moments = [*sorted(draw.sample(range(2, steps - 2), 15)), *[0] * 5]
-    moments = [0, *moments[:7], 0, *moments[7:-5], 0, 0, 0]
-    assert len(moments) == 20
-    metrics = output / contract.METRICS
-    for generation, at in enumerate(moments, start=1):
-        processes = worlds.started(functools.partial(program, argv), output, ranks, generation=generation)
-        size = metrics.stat().st_size if metrics.exists() else 0
-        while at and not (metrics.exists() and metrics.stat().st_size != size and max(logged(output), default=0) >= at):
-            assert all(process.is_alive() for process in processes), "it ends only if it is killed"
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.03 if at else 1.0))
-        for process in draw.sample(processes, ranks):
-            process.kill()
-            time.sleep(draw.choice((0, 0.02)))
-        for process in processes:
-            process.join()
-    trained(argv, output, ranks, generation=len(moments) + 1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -146,12 +93,8 @@ def killed_and_resumed(argv: list[str], output: Path, ranks: int, steps: int, dr
 def test_killed_20_times_it_ends_with_the_same_bits(
     tmp_path: Path, blocks: Path, experts: tuple[str, ...], accumulate: int, parallel: str
 ) -> None:
-    argv = arguments(blocks, 300, f"--parallel={parallel}", "--dropout=0.1", *experts, accumulate=2 * accumulate)
-    trained(argv, tmp_path / "calm", 2)
-    killed_and_resumed(argv, tmp_path / "killed", 2, 300, random.Random(f"{experts} {accumulate} {parallel}"))
-    assert final(tmp_path / "killed") == final(tmp_path / "calm")
-    assert logged(tmp_path / "killed") == logged(tmp_path / "calm")
-    assert logged(tmp_path / "killed", "val_loss") == logged(tmp_path / "calm", "val_loss")
+    argv = arguments(blocks, 100, f"--parallel={parallel}", "--dropout=0.1", *experts, accumulate=2 * accumulate)
+    disturbances.killed_20_times(gpt.main, argv, tmp_path, seed=accumulate, logs=("loss", "val_loss"))
 
 
 @pytest.mark.jobs
@@ -163,7 +106,7 @@ def test_a_job_whose_worker_is_killed_ends_with_the_same_bits(machine: Any, tmp_
     machine.at_step(name, 12)
     machine.backend.chaos(name, "kill-worker", worker=1, rng=machine.rng)
     assert machine.end(name).exit_code == 0
-    assert final(machine.backend.output(name)) == final(tmp_path / "calm")
+    assert disturbances.final(machine.backend.output(name)) == disturbances.final(tmp_path / "calm")
 
 
 # Resized
@@ -174,38 +117,7 @@ def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(
     tmp_path: Path, blocks: Path, experts: tuple[str, ...]
 ) -> None:
     argv = arguments(blocks, 7, *experts, accumulate=3)  # 7 steps of 12 samples: one epoch of 84
-    trained(argv, tmp_path / "calm")
-    output = tmp_path / "resized"
-    for generation, (ranks, leave_at) in enumerate([(1, 2), (3, 5), (2, 0)], start=1):
-        env = {"LEAVE_AT": str(leave_at)}
-        end = worlds.ended(
-            worlds.started(functools.partial(leaving, argv, tmp_path), output, ranks, generation=generation, **env), output
-        )
-        assert set(end.codes) == {contract.Exit.INTERRUPTED if leave_at else 0}, end.errors
-        worlds.again(end)
-    seen = [
-        (record["step"], index)
-        for file in tmp_path.glob("consumed-*")
-        for record in map(json.loads, file.read_text().splitlines())
-        for index in record["indices"]
-    ]
-    assert Counter(index for _, index in seen) == Counter(range(84))
-    assert {step for step, _ in seen} == set(range(7))
-    assert logged(output) == pytest.approx(logged(tmp_path / "calm"), rel=1e-4)
-    assert logged(output, "val_loss")[7] == pytest.approx(logged(tmp_path / "calm", "val_loss")[7], rel=1e-4)
-
-
-def leaving(argv: list[str], consumed: Path) -> None:
-    """A rank that is told to leave in a step, as an agent does."""
-    at, interrupted = int(os.environ["LEAVE_AT"]), gpt.Session.interrupted
-
-    def told(self: gpt.Session) -> bool:
-        if at and self.rank == 0 and self._step == at:
-            Path(os.environ[contract.Env.NOTICE]).write_text("{}")
-        return interrupted(self)
-
-    gpt.Session.interrupted = told  # type: ignore[method-assign] # in a process of its own
-    program(argv, consumed)
+    disturbances.resized(gpt.main, argv, tmp_path, logs=("loss", "val_loss"))
 
 
 # Measured
@@ -218,12 +130,12 @@ def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tm
     end = worlds.ended(worlds.started(functools.partial(measuring, argv), tmp_path, 2), tmp_path)
     assert end.codes == [0, 0], end.errors
     calls = [len((tmp_path / f"measured-{rank}").read_text().splitlines()) for rank in range(2)]
-    assert calls[0] == calls[1] == 2 * 2 * len(logged(tmp_path, "val_loss")), (
+    assert calls[0] == calls[1] == 2 * 2 * len(disturbances.logged(tmp_path, "val_loss")), (
         "half of 4 calls, for both parts, at every evaluation"
     )
-    losses = logged(tmp_path, "val_loss")
+    losses = disturbances.logged(tmp_path, "val_loss")
     assert losses[20] > min(losses.values())
-    assert final(tmp_path)["best_val_loss"] == min(losses.values())
+    assert disturbances.final(tmp_path)["best_val_loss"] == min(losses.values())
     best = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert (best["best_val_loss"], losses[best["iter_num"]]) == (min(losses.values()), min(losses.values()))
     assert torch.load(tmp_path / "current_ckpt.pt", weights_only=True)["iter_num"] == 20
@@ -334,7 +246,7 @@ def test_nanogpt_samples_from_our_checkpoint_and_trains_on_from_it(tmp_path: Pat
     said = script(nanogpt, "sample.py", "--start=def", "--num_samples=2", "--max_new_tokens=20")
     assert said.count("---------------") == 2
     assert "\ndef" in said
-    best = logged(nanogpt / "out", "val_loss")
+    best = disturbances.logged(nanogpt / "out", "val_loss")
     flags = [f"--{name}={value}" for name, value in LAYERS.items()]
     said = script(
         nanogpt, "train.py", "--dataset=words", "--init_from=resume", *flags, "--batch_size=4", "--eval_iters=200",
@@ -374,7 +286,7 @@ def test_we_sample_from_nanogpt_s_checkpoint_and_train_on_from_it(tmp_path: Path
     assert said.returncode == 0, said.stderr
     assert said.stdout.startswith("def")
     trained(arguments(blocks, 3, f"--init-from={nanogpt / 'out' / 'ckpt.pt'}", "--learning-rate=1e-5"), tmp_path / "on")
-    assert logged(tmp_path / "on")[1] == pytest.approx(loss.item(), abs=0.5), "not that of weights that know nothing"
+    assert disturbances.logged(tmp_path / "on")[1] == pytest.approx(loss.item(), abs=0.5), "not that of weights that know nothing"
 
 
 # What it learns
@@ -404,7 +316,7 @@ def learned(python_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
         rates = "--learning-rate=2e-3 --min-lr=2e-4 --warmup-iters=40 --eval-iters=50 --dtype=float32"
         argv = [f"--data={python_text}", *settings.split(), *rates.split(), *more]
         trained(argv, output, timeout_s=900)
-        return float(final(output)["val_loss"])
+        return float(disturbances.final(output)["val_loss"])
 
     return loss
 
