@@ -206,3 +206,22 @@ def test_under_outlast_a_mistake_is_left_to_the_runner(
     monkeypatch.setenv("OUTLAST_WORKER_STATE", "/somewhere")
     with pytest.raises(OutlastError):
         settings.run(mistaken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Short:
+    data: str = flag("", "a directory", first=True)
+    batch_size: int = flag(32, "images", also=("b",))
+    evaluate: bool = flag(False, "a switch", also=("e",))
+
+
+@pytest.mark.parametrize("argv", ["here -b 8 -e", "-b8 here --evaluate", "-e -b 8 --data here"])
+def test_flags_may_have_one_letter_and_one_argument_may_have_no_flag(argv: str) -> None:
+    assert settings.parse(Short, argv.split(), None) == Short("here", 8, True)
+
+
+def test_of_two_arguments_without_flags_the_mistake_is_said() -> None:
+    assert refusal(["here", "there"], Short) == "'here' belongs to no flag; see --help"
+    assert refusal(["here", "--data=there"], Short) == "data is there twice, as 'there' and as 'here'; leave one out; see --help"
+    assert refusal(["here"]) == "'here' belongs to no flag; see --help"
+    assert refusal(["-x"], Short) == "'-x' belongs to no flag; see --help"

@@ -213,7 +213,10 @@ def test_a_resumed_stream_goes_on_with_the_very_next_batch():
 
 def test_the_stream_ends_after_its_steps_however_many_epochs_that_takes():
     stream = a_stream(20, 8, steps=7)
-    assert [(b.epoch, b.size, b.ends_epoch) for b in stream] == [(e, s, s == 4) for e in range(3) for s in (8, 8, 4)][:7]
+    epoch = [(8, 0), (8, 8), (4, 16)]
+    assert [(b.epoch, b.size, b.start, b.ends_epoch) for b in stream] == [
+        (e, s, at, s == 4) for e in range(3) for s, at in epoch
+    ][:7]
     assert (stream.total_steps, stream.steps_per_epoch, len(stream), list(stream)) == (7, 3, 0, [])
 
 

@@ -53,13 +53,15 @@ def flag(
     most: float | None = None,
     group: str = "",
     also: tuple[str, ...] = (),
+    first: bool = False,
 ) -> Any:
     """A field with its default, what it is for (unit and reason), and the smallest and largest values that make sense.
 
     The default `...` makes it required, and keyword-only. `group` is the heading of the help that begins with this field. `also`
-    are other names for it in flags and files.
+    are other names for it in flags and files; one of a single letter has one dash (`-b 32`). `first`: an argument without a flag
+    is its value; of one field at most, a single text.
     """
-    metadata = {"help": reason, "least": least, "most": most, "group": group, "also": also}
+    metadata = {"help": reason, "least": least, "most": most, "group": group, "also": also, "first": first}
     if default is ...:
         return dataclasses.field(metadata=metadata, kw_only=True)
     return dataclasses.field(default=default, metadata=metadata)
@@ -204,7 +206,7 @@ def _fields(settings: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return ("--" if len(name) > 1 else "-") + name.replace("_", "-")
 
 
 def _dashed(argv: Sequence[str], kinds: dict[str, _Kind]) -> Iterator[str]:
@@ -257,11 +259,12 @@ def _meant(name: str, kinds: dict[str, _Kind]) -> str:
 
 
 def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> argparse.ArgumentParser:
+    first = next((field.name for field, _ in _fields(settings) if field.metadata["first"]), "")
+    usage = f"%(prog)s [--config FILE ...] {f'[{first.upper()}] ' if first else ''}[flags]"
     parser = _Parser(
-        description=about, usage="%(prog)s [--config FILE ...] [flags]", formatter_class=_Help, allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
-    parser.known = kinds
+        description=about, usage=usage, formatter_class=_Help, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.known, parser.first = kinds, first
     parser.add_argument(
         "--config", nargs="+", action="extend", metavar="FILE",
         help="YAML files of the settings below; later files override earlier ones, flags override files",
@@ -281,7 +284,7 @@ def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> argpa
             const=True if kind.item is bool else None,
         )  # fmt: skip
         if kind.item is bool:
-            no = [_flag(f"no_{name}") for name in (field.name, *kind.also)]
+            no = [_flag(f"no_{name}") for name in (field.name, *kind.also) if len(name) > 1]
             section.add_argument(*no, dest=dest, action="store_const", const=False, help=argparse.SUPPRESS)
     return parser
 
@@ -332,9 +335,15 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     known: dict[str, _Kind]
+    first: str
+    """The field whose value needs no flag; empty: none."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, wrong = self.parse_known_args(args, namespace)
+        if self.first and len(wrong) == 1 and not wrong[0].startswith("-"):
+            if hasattr(found, self.first):
+                self.error(f"{self.first} is there twice, as {getattr(found, self.first)!r} and as {wrong[0]!r}; leave one out")
+            setattr(found, self.first, wrong.pop())
         for argument in wrong:
             name = argument.partition("=")[0]
             if name.startswith("--"):

@@ -59,6 +59,8 @@ class Batch:
     """Micro-batches and their shares, as `split` returns them, on the device that they were read on."""
     most: int = 1
     """Micro-batches of the rank that has the most."""
+    start: int = 0
+    """Samples of the epoch before this batch, over all ranks."""
 
     def __iter__(self) -> NoReturn:
         raise OutlastError(
@@ -310,7 +312,7 @@ class Stream:
                 if not self.sample:
                     self.sample = kind(pieces[0][0])
                 most = -(-plan.size // (self.microbatch * ranks)) if self.microbatch else 1
-                yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces, most)
+                yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces, most, plan.start)
         finally:
             self.reading -= 1
         if self.ended is not None:
