@@ -163,6 +163,9 @@ def images(
         int | None,
         typer.Option(metavar="N", min=1, help="Resize the shorter side to N pixels and cut out the centre.", show_default=False),
     ] = None,
+    stretch: Annotated[
+        bool, typer.Option("--stretch", help="Resize all of the image to N x N, and keep its width / height as column aspect.")
+    ] = False,
     encoded: Annotated[bool, typer.Option("--encoded", help="Keep the files' bytes instead of pixels.")] = False,
     val: ValOption = 0.1,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of samples per shard.")] = "64Mi",
@@ -181,11 +184,12 @@ def images(
     Examples:
       outlast data prepare images data/cifar10 --to data/cifar10-shards
       outlast data prepare images tiny-imagenet-200 --to s3://bucket/tiny --size 64
+      outlast data prepare images imagenet --to /data/imagenet-256 --size 256 --stretch
       outlast data prepare images photos --to data/photos --encoded --skip-damaged
     """
     from outlast.data.prepare import images as pictures
 
-    settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged)
+    settings = pictures.Settings(size, encoded, val, _size(shard_size) or 1, skip_damaged, stretch)
     _made(lambda request: pictures.prepare(request, settings), source, to, processes, work, verify=verify)
 
 

@@ -1,5 +1,8 @@
 """Images to columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); or, encoded, `image` as the bytes of the files.
 
+Stretched images come with `aspect` float32 (n,): width / height of the file. A part of such an image still has the shape that it
+had in the file, as long as whoever cuts it out reckons with the aspect (`outlast.recipes.pixels.boxes`).
+
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered by name. Samples are in the order of a hash of their names, so that every shard has
 some of every class. Without `size` all images must have one shape. Memory: some two shards per process.
@@ -27,6 +30,10 @@ from outlast.data.prepare.plan import TRAIN, VAL, BadSource, File
 from outlast.errors import OutlastError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
+LARGEST = 256 << 20
+"""Bytes of the largest file that is decoded; arbitrary: a camera's largest JPEG has a tenth."""
+NAMED = 5
+"""Most damaged images whose names the manifest keeps."""
 _TINY = "val/val_annotations.txt"
 _WORDS = "words.txt"
 
@@ -43,6 +50,13 @@ class Settings:
     """Share in val, where the source does not say."""
     shard_size: int = tables.SHARD
     skip_damaged: bool = False
+    stretch: bool = False
+    """Resize the whole image to `size` x `size` instead, and keep its aspect."""
+
+    def about(self) -> dict[str, Any]:
+        """What the manifest says of them; `stretch` only where it is on, as manifests that were written before it."""
+        said = dataclasses.asdict(self)
+        return said if self.stretch else {name: value for name, value in said.items() if name != "stretch"}
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,13 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     """Make the dataset, or finish it; the manifest. Raises BadSource, and OutlastError for settings that cannot be met."""
     if settings.size is not None and (settings.size < 1 or settings.encoded):
         raise OutlastError(f"--size {settings.size} cannot be met: it is 1 or more pixels, and not for --encoded; leave it out")
+    if settings.stretch and settings.size is None:
+        raise OutlastError("--stretch needs --size: how many pixels both sides shall have; add it, or leave --stretch out")
     pillow()
-    request = dataclasses.replace(request, source=_inside(request.source))
+    request = dataclasses.replace(request, source=inside(request.source))
     batch_files = _cifar(request.source)
     found = plan.listed(batch_files or request.source, request.to)
-    about = dataclasses.asdict(settings)
+    about = settings.about()
     source = plan.described(found)
     if there := work.before(request, "images", about, source):
         return there
@@ -81,6 +97,8 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
             do = functools.partial(_write, root=root, to=request.to, settings=settings, shape=shape)
             notes = place.results("shard", do, tables.batches(items, sizes, settings.shard_size))
         source |= {"classes": list(names), "damaged": sum(note["damaged"] for note in notes)}
+        if names_of_damaged := [name for note in notes for name in note.get("names", ())]:
+            source |= {"damaged_files": sorted(names_of_damaged)[:NAMED]}
         parts = tables.parts(notes, [part for part in (TRAIN, VAL) if part in used or (part == VAL and settings.val)])
         return place.finish(shards.Manifest("images", parts, about, source, place=str(request.to)))
 
@@ -94,7 +112,7 @@ def pillow() -> Any:
     return Image
 
 
-def _inside(source: Path) -> Path:
+def inside(source: Path) -> Path:
     """The source, or the only directory in it, if that has parts: as archives are unpacked, `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
@@ -158,31 +176,36 @@ def _shape(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) 
         return (settings.size, settings.size, 3)
     for item in (*items[TRAIN], *items[VAL]):
         try:
-            return _pixels(root, item.file, settings).shape
+            return pixels(root, item.file, settings)[0].shape
         except BadSource:
             if not settings.skip_damaged:
                 raise
     return (0, 0, 3)
 
 
-def _pixels(root: Path, file: str, settings: Settings) -> NDArray[np.uint8]:
-    """An image, (H, W, 3). Raises BadSource if it is damaged."""
+def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
+    """An image, (H, W, 3), and the width / height that it has in its file. Raises BadSource if it is damaged."""
     image_library = pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about palettes, and sizes below the limit
+            if (size := (root / file).stat().st_size) > LARGEST:
+                raise ValueError(f"{size:,} bytes are more than {LARGEST:,}")
             with image_library.open(root / file) as image:
+                aspect = image.width / image.height
                 if settings.size:
                     image.draft("RGB", (settings.size, settings.size))  # JPEG decodes at a smaller scale, 2 to 8 times as fast
-                return np.asarray(resized(image.convert("RGB"), settings.size))
+                return np.asarray(resized(image.convert("RGB"), settings.size, stretch=settings.stretch)), aspect
     except Exception as error:  # whatever damaged bytes make a decoder raise
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error
 
 
-def resized(image: Any, size: int | None) -> Any:
-    """The centre of an image whose shorter side has been made `size` pixels long."""
+def resized(image: Any, size: int | None, *, stretch: bool = False) -> Any:
+    """The centre of an image whose shorter side has been made `size` pixels long; stretched, all of it."""
     if size is None or image.size == (size, size):
         return image
+    if stretch:
+        return image.resize((size, size), pillow().Resampling.BICUBIC)
     width, height = image.size
     shorter = min(width, height)
     left, top = (width - shorter) // 2, (height - shorter) // 2
@@ -192,26 +215,34 @@ def resized(image: Any, size: int | None) -> Any:
 def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Settings, shape: tuple[int, ...] | None) -> work.Note:
     rows: list[NDArray[np.uint8]] = []
     labels: list[int] = []
-    damaged = 0
+    aspects: list[float] = []
+    damaged: list[str] = []
     for item in batch.items:
         try:
-            pixels = _pixels(root, item.file, settings)
+            decoded, aspect = pixels(root, item.file, settings)
         except BadSource:
             if not settings.skip_damaged:
                 raise
-            damaged += 1
+            damaged.append(item.file)
             continue
-        if shape and pixels.shape != shape:
-            (h, w, _), (h0, w0, _) = pixels.shape, shape
+        if shape and decoded.shape != shape:
+            (h, w, _), (h0, w0, _) = decoded.shape, shape
             raise BadSource(f"{item.file} has {w}x{h} pixels and others {w0}x{h0}; make them equal with --size, or use --encoded")
-        rows.append(np.frombuffer((root / item.file).read_bytes(), np.uint8) if settings.encoded else pixels)
+        rows.append(np.frombuffer((root / item.file).read_bytes(), np.uint8) if settings.encoded else decoded)
         labels.append(item.label)
+        aspects.append(aspect)
     columns: dict[str, NDArray[Any]] = {"label": np.array(labels, np.int64)}
+    if settings.stretch:
+        columns["aspect"] = np.array(aspects, np.float32)
     if settings.encoded:
         columns["image"], columns[f"image{shards.OFFSETS}"] = shards.ragged(rows, "uint8")
     elif rows:
         columns["image"] = np.stack(rows)  # (n, H, W, 3)
-    return {batch.part: tables.write(to, batch.part, batch.shard, columns), "damaged": damaged}
+    return {
+        batch.part: tables.write(to, batch.part, batch.shard, columns),
+        "damaged": len(damaged),
+        "names": damaged[:NAMED],
+    }
 
 
 # ---- CIFAR-10
@@ -240,9 +271,12 @@ def _write_cifar(place: work.Place, directory: Path, settings: Settings) -> tupl
 
 def _write_batch(batch: tables.Batch[str], *, directory: Path, to: Path, settings: Settings) -> work.Note:
     images = cifar.read(directory, batch.items)
-    pixels = images.x.transpose(0, 2, 3, 1)  # (n, 32, 32, 3)
+    pictures = images.x.transpose(0, 2, 3, 1)  # (n, 32, 32, 3)
+    columns: dict[str, NDArray[Any]] = {"label": images.y}
     if settings.size:
         image_library = pillow()
-        pixels = np.stack([np.asarray(resized(image_library.fromarray(each), settings.size)) for each in pixels])
-    columns: dict[str, NDArray[Any]] = {"image": np.ascontiguousarray(pixels), "label": images.y}
+        pictures = np.stack([np.asarray(resized(image_library.fromarray(each), settings.size)) for each in pictures])
+    if settings.stretch:
+        columns["aspect"] = np.ones(len(pictures), np.float32)
+    columns["image"] = np.ascontiguousarray(pictures)
     return {batch.part: tables.write(to, batch.part, batch.shard, columns), "damaged": 0}

@@ -1,0 +1,503 @@
+"""Images on their way from files to a network: read, packed once, and augmented as batches of bytes.
+
+    place = pixels.pack(data, size=256)                      # decoded once per machine; a prepared place is returned as it is
+    train = pixels.packed(place)
+    stream = Stream(train, batch=256, microbatch=64, seed=s.seed, epochs=90)
+    for batch in stream:
+        for (x, y, index, aspect), share in batch.split(net):  # (b, 256, 256, 3) bytes, (b,), (b,), (b,)
+            u = pixels.draws(s.seed, batch.epoch, index, pixels.CROP + 1)
+            x = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect), 224)  # (b, 224, 224, 3) bytes
+            x = pixels.flip(x, u[:, -1] < 0.5)
+            x = pixels.normalised(x)  # (b, 3, 224, 224)
+
+Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and
+after any restart. Images stay bytes, channels last, up to `normalised`: a quarter of the memory traffic of float32. Every
+function takes a batch as (b, H, W, 3) or (b, 3, H, W), changes none, and returns a new one of the same layout.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from outlast import file_locks
+from outlast.data import shards
+from outlast.data.prepare import images, plan, work
+from outlast.errors import OutlastError
+from outlast.training import Shards
+from outlast.workerfiles import wants
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Of ImageNet's pixels in 0 ... 1, by channel: red, green, blue."""
+_TRIES = 10
+"""Boxes that are drawn for an image until one fits, as torchvision's RandomResizedCrop does."""
+CROP = 2 * _TRIES + 2
+"""Random numbers per image that `boxes` needs."""
+_SAID_S = 5.0
+"""Interval of the lines about packing; arbitrary."""
+
+
+class Samples(NamedTuple):
+    """A batch of images, or, from a `Folder`, one image as arrays without the first dimension."""
+
+    x: Any
+    """Pixels, uint8 (b, H, W, 3)."""
+    y: Any
+    """Labels, int64 (b,)."""
+    index: Any
+    """Which samples of the dataset these are, int64 (b,): what `draws` needs."""
+    aspect: Any
+    """Width / height of the image in its file, float32 (b,): what `boxes` and `centre` need."""
+
+
+# ---- reading
+
+
+class Packed(Shards):
+    """Prepared images, for a `Stream`, which gives `Samples`. Use `packed`."""
+
+    def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
+        super().__init__(place, part)
+        if self.manifest.kind != "images" or self.manifest.settings.get("encoded"):
+            what = "encoded images" if self.manifest.kind == "images" else self.manifest.kind
+            raise OutlastError(
+                f"{place} holds {what}, and decoded images are needed; make them: outlast data prepare images SOURCE --to PLACE"
+            )
+        self.classes: list[str] = list(self.manifest.source.get("classes", ()))
+        """Names, in the order of labels; empty if the manifest has none."""
+        self.bad: int = int(self.manifest.source.get("damaged", 0))
+        """Damaged images that were left out of both parts."""
+        if not self.remote:
+            for shard in range(len(self._shards)):
+                self._labels(self._open(shard)["label"])
+
+    def _labels(self, y: NDArray[np.int64]) -> None:
+        """Raise OutlastError for a label beyond the classes."""
+        if not len(y):
+            return
+        lowest, highest = int(y.min()), int(y.max())
+        if lowest < 0 or (self.classes and highest >= len(self.classes)):
+            wrong = lowest if lowest < 0 else highest
+            raise OutlastError(
+                f"{self._place.name} has label {wrong} in {self.part}, and its {len(self.classes)} classes have labels from 0 to "
+                f"{len(self.classes) - 1}; prepare the data again"
+            )
+
+    def take(self, indices: NDArray[np.int64]) -> Samples:
+        """The samples at `indices`: (b, H, W, 3), (b,), (b,), (b,)."""
+        columns = super().take(indices)
+        x, y = columns["image"], columns["label"]
+        self._labels(y.numpy())
+        aspect = columns.get("aspect")
+        if aspect is None:  # the pixels have the aspect of the file, or what was kept of it
+            aspect = torch.full((len(y),), x.shape[2] / x.shape[1])
+        return Samples(x, y, torch.from_numpy(indices.astype(np.int64)), aspect)
+
+    def __getitem__(self, index: int) -> Samples:
+        """One sample, without the first dimension."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return Samples(*(column[0] for column in self.take(np.array([index % len(self)]))))
+
+
+def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
+    """The images of a prepared place: a directory, or the URL of one in a store (`s3://bucket/tiny`). For a `Stream`.
+
+    `stream = Stream(pixels.packed(place), batch=256)` gives `Samples` in `batch.split(net)`. `.classes` are the names of the
+    labels, `len(...)` the number of images. Raises OutlastError if the place has no such part, no decoded images, or a label
+    beyond its classes.
+    """
+    return Packed(place, part)
+
+
+class Folder(Dataset[Samples]):
+    """Images decoded from their files whenever they are read. Use `folder`."""
+
+    def __init__(self, root: str | os.PathLike[str], part: str, size: int | None, val: float, skip_bad: bool) -> None:
+        images.pillow()
+        self.root, items, self.classes = _listed(Path(root), val)
+        self.items = items[part]
+        if not self.items:
+            raise OutlastError(f"{root} has no images in {part}; give more, or a larger share of val")
+        self._settings = images.Settings(size, stretch=size is not None)
+        self._skip_bad = skip_bad
+        self.bad: list[str] = []
+        """Names of damaged images that this process has met, with `skip_bad`."""
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Samples:
+        """One image: uint8 (H, W, 3), its label, its index, its aspect. Raises OutlastError if it cannot be decoded."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"image {index} of {len(self)}")
+        index %= len(self)
+        for further in range(len(self)):
+            item = self.items[(index + further) % len(self)]
+            try:
+                x, aspect = images.pixels(self.root, item.file, self._settings)
+            except plan.BadSource as error:
+                if not self._skip_bad:
+                    raise OutlastError(str(error).replace("--skip-damaged", "--skip-bad")) from error
+                if item.file not in self.bad:
+                    self.bad.append(item.file)
+                    print(f"outlast: {item.file} cannot be decoded; the next image stands in for it", file=sys.stderr, flush=True)
+                continue
+            return Samples(np.array(x), item.label, index, np.float32(aspect))
+        raise OutlastError(f"none of the {len(self)} images in {self.root} can be decoded; get the data again")
+
+
+def folder(
+    root: str | os.PathLike[str], part: str = "train", *, size: int | None = None, val: float = 0.1, skip_bad: bool = False
+) -> Folder:
+    """The images of a directory, decoded whenever they are read: `Stream(pixels.folder(root, size=256), batch=256, workers=8)`.
+
+    Layouts: `train/CLASS/...` with `val/CLASS/...` (ImageNet, torchvision's ImageFolder), tiny-imagenet-200 with its flat val,
+    `CLASS/...`, of which a hash of the name draws the share `val`; also inside of a single nested directory. `size` resizes every
+    image to size x size, all of it (its `aspect` tells what that did); without it all must have one shape. The images, their
+    order and their pixels are those of `pack`, so a run may go on with either.
+
+    With `skip_bad`, the next image in the order that can be decoded stands in for one that cannot, on every rank and in every
+    epoch the same; all others still come once. Each is named once on the screen of the process that meets it. Raises OutlastError
+    for a directory without images or classes, and when classes differ between train and val.
+    """
+    return Folder(root, part, size, val, skip_bad)
+
+
+def _listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
+    """The directory, the images of each part and the classes. Raises OutlastError for what cannot be trained on."""
+    inner = images.inside(root)
+    found = plan.listed(inner, inner / work.PRIVATE)
+    items, names, _ = images.layout(inner, found, val)
+    _check(inner, items, names)
+    return inner, items, names
+
+
+def _check(root: Path, items: dict[str, list[images.Item]], names: Sequence[str]) -> None:
+    """Raise OutlastError for classes that are empty, or in one part only, and for an empty val."""
+    directories = {part: path for path in _directories(root) if (part := plan.named_part(path.name))}
+    divided = plan.TRAIN in directories
+    for path in _directories(directories[plan.TRAIN]) if divided else _directories(root):
+        if path.name not in names:
+            raise OutlastError(f"class {path.name} has no images: {path} holds none; remove that directory, or fill it")
+    if not divided or plan.VAL not in directories:
+        return
+    has = {part: {item.label for item in some} for part, some in items.items()}
+    if not any(plan.named_part(item.file) == plan.VAL for item in items[plan.VAL]):
+        raise OutlastError(f"{directories[plan.VAL]} has no images; put some there, or remove it: then a tenth of train is val")
+    for one, other in ((plan.VAL, plan.TRAIN), (plan.TRAIN, plan.VAL)):
+        if only := sorted(has[one] - has[other]):
+            first = ", ".join(names[label] for label in only[:3]) + (", ..." if len(only) > 3 else "")
+            raise OutlastError(
+                f"{len(only)} of {len(names)} classes are in {one} and not in {other} ({first}); both parts need the same: "
+                f"add images of them to {other}, or remove them from {one}"
+            )
+
+
+def _directories(path: Path) -> list[Path]:
+    return sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
+# ---- packing
+
+
+def pack(
+    source: str | os.PathLike[str],
+    to: str | os.PathLike[str] | None = None,
+    *,
+    size: int | None = None,
+    val: float = 0.1,
+    skip_bad: bool = False,
+    processes: int | None = None,
+) -> str:
+    """Decode a directory of images once, and return the place to give to `packed`; a place that is prepared is returned as it is.
+
+    What `outlast data prepare images SOURCE --to TO --size SIZE --stretch` does, for the layouts of `folder`. `to` is a directory
+    that may be shared by machines; by default one in this machine's cache ($OUTLAST_CACHE). Call it on every rank: one process
+    does the work and writes lines about it, others wait. Killed at any moment, the next call goes on where it was. When the
+    images are there, returns at once. `processes` decode, one per core by default. Takes minutes: call it in `with run.alive():`.
+
+    Raises OutlastError for what `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out,
+    counted, and the first few named.
+    """
+    if "://" in os.fspath(source) or (Path(source) / shards.MANIFEST).exists():
+        return os.fspath(source)
+    root = images.inside(Path(source).absolute())
+    settings = images.Settings(size, val=val, skip_damaged=skip_bad, stretch=size is not None)
+    place = Path(to) if to is not None else _cached(root, settings)
+    said = _Said(root, place)
+    with file_locks.exclusive(place.with_name(f".{place.name}.lock"), waiting=said.waiting, stop=threading.Event()):
+        if not (place / shards.MANIFEST).exists():
+            _listed(root, val)
+        request = work.Request(root, place, processes or work.cores(), said.progress)
+        try:
+            made = images.prepare(request, settings)
+        except plan.BadSource as error:
+            raise OutlastError(str(error).replace("--skip-damaged", "--skip-bad")) from error
+        said.done(made)
+    return str(place)
+
+
+def _cached(root: Path, settings: images.Settings) -> Path:
+    key = hashlib.sha256(f"{root} {sorted(settings.about().items())}".encode(errors="surrogateescape")).hexdigest()[:16]
+    return wants.cache(os.environ) / "packed" / f"{root.name}-{key}"
+
+
+class _Said:
+    """Lines about packing, on the screen of the process that packs."""
+
+    def __init__(self, root: Path, place: Path) -> None:
+        self._root, self._place = root, place
+        self._began = self._last = time.monotonic()
+        self._first: int | None = None
+
+    def waiting(self) -> None:
+        """Another process packs."""
+        self._say(f"another process packs {self._root} to {self._place}; waiting for it")
+
+    def progress(self, stage: str, done: int, total: int) -> None:
+        """Bytes of files that are done."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = done
+            share = f", {done / total:.0%} of it is done" if done else ""
+            self._say(f"packing {self._root} to {self._place}{share}")
+        elif now - self._last >= _SAID_S or done == total:
+            self._last = now
+            rate = (done - self._first) / max(now - self._began, 1e-9) / 1e6
+            self._say(f"packing: {done / max(total, 1):.0%} of {total / 1e6:,.0f} MB of files, {rate:.1f} MB/s")
+
+    def done(self, made: shards.Manifest) -> None:
+        """It is packed."""
+        if self._first is None:
+            return
+        count = sum(part.samples for part in made.parts.values())
+        self._say(f"packed {count:,} images in {time.monotonic() - self._began:.1f} s")
+        if damaged := int(made.source.get("damaged", 0)):
+            self._say(f"left out {damaged} images that cannot be decoded: {', '.join(made.source.get('damaged_files', ()))}")
+
+    def _say(self, line: str) -> None:
+        print(f"outlast: {line}", file=sys.stderr, flush=True)
+
+
+# ---- random numbers
+
+
+_GAMMA = -0x61C8864680B583EB
+"""splitmix64's increment, 0x9E3779B97F4A7C15, as a signed number."""
+
+
+def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "") -> Tensor:
+    """`count` random numbers in 0 ... 1 (1 excluded) per sample: float32 (b, count), on the device of `indices`, int64 (b,).
+
+    A function of (seed, epoch, index, purpose) alone, the same on every device: splitmix64 (Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators", 2014), with the sample's index as its counter. Another `purpose` (`"mixup"`) gives
+    independent numbers.
+    """
+    digest = hashlib.shake_256(f"outlast pixels 1 {seed} {epoch} {purpose}".encode()).digest(8)
+    key = int.from_bytes(digest, "little", signed=True)
+    state = _mixed(indices.to(torch.int64) * _GAMMA + key)  # (b,)
+    columns = torch.arange(1, count + 1, device=indices.device, dtype=torch.int64) * _GAMMA
+    bits = _mixed(state[:, None] + columns)  # (b, count)
+    return ((bits >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """splitmix64's finalizer on int64, whose products wrap around; torch's >> keeps the sign, so those bits are masked."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+# ---- augmentation
+
+
+def boxes(
+    u: Tensor,
+    aspect: Tensor,
+    scale: tuple[float, float] = (0.08, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+) -> Tensor:
+    """Random parts of images for `crop_resize`: float64 (b, 4), left, top, width and height as shares of the image.
+
+    `u` are `draws` of shape (b, CROP), `aspect` the images' width / height, (b,). A part has a share of the area in `scale` and a
+    width / height in `ratio`, as it was in the file; the distribution of torchvision's RandomResizedCrop ("Going deeper with
+    convolutions", Szegedy et al., 2014).
+    """
+    u, aspect = u.double(), aspect.double()
+    area = scale[0] + (scale[1] - scale[0]) * u[:, 0 : 2 * _TRIES : 2]  # (b, tries)
+    low, high = np.log(ratio[0]), np.log(ratio[1])
+    shape = torch.exp(low + (high - low) * u[:, 1 : 2 * _TRIES : 2]) / aspect[:, None]  # width / height in shares of the image
+    width, height = (area * shape).sqrt(), (area / shape).sqrt()
+    fits = (width <= 1) & (height <= 1)
+    # torchvision's last resort: as much of the centre as `ratio` allows
+    fallback_width = (ratio[1] / aspect).clamp(max=1)
+    fallback_height = (aspect / ratio[0]).clamp(max=1)
+    first = fits.to(torch.uint8).argmax(1, keepdim=True)
+    found = fits.any(1)
+    width = torch.where(found, width.gather(1, first)[:, 0], fallback_width)
+    height = torch.where(found, height.gather(1, first)[:, 0], fallback_height)
+    left = torch.where(found, u[:, -2], 0.5) * (1 - width)
+    top = torch.where(found, u[:, -1], 0.5) * (1 - height)
+    return torch.stack((left, top, width, height), 1)
+
+
+def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
+    """The central squares of images for `crop_resize`: float64 (b, 4). `aspect`: width / height, (b,).
+
+    A side of the square is `share` of the image's shorter side: 224 / 256 is what Resize(256) and CenterCrop(224) keep.
+    """
+    aspect = aspect.double()
+    shorter = aspect.clamp(max=1)  # in heights of the image
+    width, height = share * shorter / aspect, share * shorter
+    return torch.stack(((1 - width) / 2, (1 - height) / 2, width, height), 1)
+
+
+@torch.no_grad()
+def crop_resize(x: Tensor, boxes: Tensor, size: int) -> Tensor:
+    """Cut a part out of each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
+
+    `boxes` as `boxes` and `centre` return them; their edges are rounded to whole pixels. On a CPU each image goes through torch's
+    kernel for bytes; elsewhere all images together through two matrix products. Both round the same sums, which differ by at most
+    1 of 255.
+    """
+    rows, columns = _plane(x)
+    n = torch.tensor([x.shape[columns], x.shape[rows]] * 2, device=boxes.device, dtype=torch.float64)
+    ends = ((boxes[:, :2] + boxes[:, 2:]) * n[:2]).round()
+    start = torch.minimum((boxes[:, :2] * n[:2]).round(), n[:2] - 1).clamp(min=0)
+    extent = torch.minimum(torch.maximum(ends, start + 1), n[:2]) - start
+    pixel = x.permute(0, 3, 1, 2) if rows == 1 else x  # (b, 3, H, W)
+    if x.device.type == "cpu":
+        out = torch.empty((len(x), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        for i, (left, top, w, h) in enumerate(torch.cat((start, extent), 1).long().tolist()):
+            part = pixel[i : i + 1, :, top : top + h, left : left + w]
+            out[i : i + 1] = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
+    else:
+        out = _products(pixel, start.to(x.device), extent.to(x.device), size)
+    return out.permute(0, 2, 3, 1) if rows == 1 else out.contiguous()
+
+
+def _products(x: Tensor, start: Tensor, extent: Tensor, size: int) -> Tensor:
+    """`crop_resize` as matrix products, for any device: (b, 3, H, W) -> (b, 3, s, s)."""
+    down = _weights(start[:, 1], extent[:, 1], size, x.shape[2])  # (b, s, H)
+    across = _weights(start[:, 0], extent[:, 0], size, x.shape[3])  # (b, s, W)
+    b, _, height, width = x.shape
+    lines = torch.bmm(down, x.permute(0, 2, 1, 3).reshape(b, height, 3 * width).float())  # (b, s, 3 W)
+    lines = lines.view(b, size, 3, width).permute(0, 2, 1, 3).reshape(b, 3 * size, width)
+    out = torch.bmm(lines, across.transpose(1, 2)).view(b, 3, size, size)
+    return out.round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)
+
+
+def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
+    """How much each of `count` pixels adds to each of `size`, (b, size, count): the triangle of Pillow's bilinear filter."""
+    scale = extent / size  # (b,)
+    middle = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale[:, None]  # (b, size)
+    pixel = torch.arange(count, device=start.device) + 0.5
+    far = (pixel - middle[:, :, None]).abs() / scale.clamp(min=1)[:, None, None]
+    inside = (pixel > start[:, None]) & (pixel < (start + extent)[:, None])  # (b, count)
+    weights = (1 - far).clamp(min=0) * inside[:, None]
+    return (weights / weights.sum(2, keepdim=True)).float()
+
+
+@torch.no_grad()
+def flip(x: Tensor, chosen: Tensor) -> Tensor:
+    """Mirror the `chosen` images, bool (b,), left to right."""
+    columns = _plane(x)[1]
+    out = x.clone()
+    out[chosen] = x[chosen].flip(columns)
+    return out
+
+
+@torch.no_grad()
+def shift(x: Tensor, u: Tensor, pad: int = 4, *, reflect: bool = False) -> Tensor:
+    """Move each image by up to `pad` pixels, as to pad it and to cut out a random part of its own size. `u`: `draws`, (b, 2).
+
+    What comes in at the edges is black, or with `reflect` the image mirrored there.
+    """
+    rows, columns = _plane(x)
+    b, height, width = len(x), x.shape[rows], x.shape[columns]
+    by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), -pad ... pad
+    down = torch.arange(height, device=x.device) + by[:, :1]  # (b, H)
+    across = torch.arange(width, device=x.device) + by[:, 1:]  # (b, W)
+    there = None
+    if reflect:
+        down, across = _reflected(down, height), _reflected(across, width)
+    else:
+        there = ((down >= 0) & (down < height))[:, :, None] & ((across >= 0) & (across < width))[:, None]  # (b, H, W)
+        down, across = down.clamp(0, height - 1), across.clamp(0, width - 1)
+    which = torch.arange(b, device=x.device)[:, None, None]
+    if rows == 1:
+        out = x[which, down[:, :, None], across[:, None]]  # (b, H, W, 3)
+        return out if there is None else out.mul_(there[..., None])
+    channel = torch.arange(3, device=x.device)[None, :, None, None]
+    out = x[which[..., None], channel, down[:, None, :, None], across[:, None, None]]  # (b, 3, H, W)
+    return out if there is None else out.mul_(there[:, None])
+
+
+def _reflected(places: Tensor, count: int) -> Tensor:
+    places = places.abs()
+    return torch.minimum(places, 2 * (count - 1) - places)
+
+
+@torch.no_grad()
+def cutout(x: Tensor, u: Tensor, size: int, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
+    """Paint a square of size x size pixels with a random centre over each image. `u`: `draws`, (b, 2). At the edges, less of it.
+
+    DeVries and Taylor, "Improved regularization of convolutional neural networks with cutout", 2017.
+    """
+    rows, columns = _plane(x)
+
+    def inside(dimension: int, u: Tensor) -> Tensor:  # (b, n)
+        count = x.shape[dimension]
+        first = (u * count).floor() - size // 2
+        places = torch.arange(count, device=x.device)
+        return (places >= first[:, None]) & (places < first[:, None] + size)
+
+    painted = inside(rows, u[:, 0])[:, :, None] & inside(columns, u[:, 1])[:, None]  # (b, H, W)
+    colour = torch.tensor(fill, dtype=x.dtype, device=x.device)
+    if rows == 1:
+        return torch.where(painted[..., None], colour, x)
+    return torch.where(painted[:, None], colour[:, None, None], x)
+
+
+@torch.no_grad()
+def normalised(
+    x: Tensor,
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.channels_last,
+) -> Tensor:
+    """Bytes to what a network takes: (x / 255 - mean) / std, computed in float32, as `dtype` of shape (b, 3, H, W)."""
+    rows, _ = _plane(x)
+    x = (x if rows == 1 else x.permute(0, 2, 3, 1)).contiguous()  # (b, H, W, 3)
+    b, height, width, _ = x.shape
+    scale = torch.tensor([1 / (255 * s) for s in std], device=x.device).repeat(width)  # (3 W,)
+    offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=x.device).repeat(width)
+    lines = torch.addcmul(offset, x.view(b, height, 3 * width).to(torch.float32), scale)  # three numbers at a time are slow
+    out = lines.to(dtype).view(b, height, width, 3).permute(0, 3, 1, 2)
+    return out.contiguous(memory_format=memory_format)
+
+
+def _plane(x: Tensor) -> tuple[int, int]:
+    """Which dimensions of a batch are its rows and columns. Raises OutlastError if it is no batch of colour images."""
+    if x.dim() == 4 and x.dtype == torch.uint8 and 3 in (x.shape[1], x.shape[3]):
+        return (1, 2) if x.shape[3] == 3 else (2, 3)
+    raise OutlastError(
+        f"a batch of images is uint8 of shape (b, H, W, 3) or (b, 3, H, W), and this one is {x.dtype} of shape {tuple(x.shape)}"
+    )

@@ -1,0 +1,216 @@
+"""Images from files to a network: what is read, packed and augmented, against references that handle one image at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from outlast.data import shards
+from outlast.errors import OutlastError
+from outlast.recipes import pixels
+from outlast.training import Stream
+
+SIZE = 24
+MASK = (1 << 64) - 1
+
+
+def noise(n: int = 6, height: int = 40, width: int = 32) -> torch.Tensor:
+    """Batch of bytes, (n, height, width, 3)."""
+    return torch.randint(0, 256, (n, height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def an_image(path: Path, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small = draw.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    Image.fromarray(small).resize((int(draw.integers(30, 70)), int(draw.integers(30, 70)))).save(path)
+
+
+def a_folder(root: Path, train: int = 6, val: int = 2) -> Path:
+    for number, name in enumerate(("ant", "bee", "cat")):
+        for i in range(train):
+            an_image(root / "train" / name / f"{i}.jpg", 100 * number + i)
+        for i in range(val):
+            an_image(root / "val" / name / f"{i}.png", 1000 + 100 * number + i)
+    return root
+
+
+def sentence(call: Callable[[], Any]) -> str:
+    with pytest.raises(OutlastError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
+
+
+# ---- random numbers
+
+
+def splitmix(state: int) -> int:
+    """The finalizer, as its paper writes it."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+def test_draws_are_splitmix64_of_the_index_whatever_the_batch() -> None:
+    import hashlib
+
+    indices = torch.tensor([0, 1, 7, 1_281_166, 2**40])
+    key = int.from_bytes(hashlib.shake_256(b"outlast pixels 1 3 5 ").digest(8), "little")
+    expected = [
+        [
+            (splitmix((splitmix((i * 0x9E3779B97F4A7C15 + key) & MASK) + (j + 1) * 0x9E3779B97F4A7C15) & MASK) >> 40) / 2**24
+            for j in range(4)
+        ]
+        for i in indices.tolist()
+    ]
+    found = pixels.draws(3, 5, indices, 4)
+    assert found.tolist() == expected
+    assert torch.equal(pixels.draws(3, 5, indices[2:4], 2), found[2:4, :2]), "a function of the index, not of its place"
+    others = (pixels.draws(4, 5, indices, 4), pixels.draws(3, 6, indices, 4), pixels.draws(3, 5, indices, 4, "mixup"))
+    assert not any((other == found).any() for other in others)
+
+
+def test_draws_are_uniform_and_independent() -> None:
+    u = pixels.draws(0, 0, torch.arange(20_000), 8).double()
+    counts = torch.stack([torch.histc(column, 64, 0, 1) for column in u.T])
+    chi = ((counts - 20_000 / 64) ** 2 / (20_000 / 64)).sum(1)  # 63 degrees of freedom: 63 +- 11
+    assert (chi < 63 + 4 * 11.2).all()
+    several = torch.cat((u, pixels.draws(0, 1, torch.arange(20_000), 8).double(), u.roll(1, 0)), 1)  # epochs, neighbours
+    correlation = torch.corrcoef(several.T) - torch.eye(24)
+    assert correlation.abs().max() < 4.5 / 20_000**0.5
+
+
+# ---- augmentation
+
+
+def test_boxes_have_the_area_and_the_shape_that_was_asked_for() -> None:
+    n = 4000
+    aspect = torch.tensor([0.5, 1.0, 4 / 3, 8.0]).repeat(n // 4)
+    u = pixels.draws(1, 2, torch.arange(n), pixels.CROP)
+    left, top, width, height = pixels.boxes(u, aspect).unbind(1)
+    assert (torch.stack((left, top, 1 - left - width, 1 - top - height)) >= -1e-12).all()
+    area, shape = width * height, width * aspect / height
+    narrow = aspect == 8  # a third of that fits, seldom
+    assert area[~narrow].min() > 0.0799
+    assert area.max() <= 1
+    assert shape.min() > 0.7499
+    assert shape.max() < 1.3334
+    square = aspect == 1
+    assert area[square].mean() == pytest.approx(0.48, abs=0.02), "uniform up to where boxes stop to fit"
+    assert torch.equal(pixels.boxes(u[5:9], aspect[5:9]), pixels.boxes(u, aspect)[5:9]), "bit for bit in any batch"
+    assert left[narrow & (width * 8 / height > 1.333)].numel(), "the last resort is as much of the centre as fits"
+
+
+def test_the_centre_is_what_resize_and_centre_crop_keep() -> None:
+    found = pixels.centre(torch.tensor([4 / 3, 0.5]), share=0.5)
+    torch.testing.assert_close(found[0], torch.tensor([(1 - 0.375) / 2, 0.25, 0.375, 0.5]).double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[1], torch.tensor([0.25, 0.375, 0.5, 0.25]).double())
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_a_crop_is_that_of_pillow_and_of_interpolate(size: int) -> None:
+    x = noise()
+    found_boxes = pixels.boxes(pixels.draws(0, 0, torch.arange(6), pixels.CROP), torch.full((6,), 0.8))
+    found = pixels.crop_resize(x, found_boxes, size)
+    for image, box, made in zip(x, found_boxes.tolist(), found, strict=True):
+        left, right = round(box[0] * 32), round((box[0] + box[2]) * 32)
+        top, bottom = round(box[1] * 40), round((box[1] + box[3]) * 40)
+        part = image[top:bottom, left:right].permute(2, 0, 1)[None].float()
+        exact = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+        assert (made - exact).abs().max() < 1.1
+        pillow = Image.fromarray(image.numpy()[top:bottom, left:right]).resize((size, size), Image.Resampling.BILINEAR)
+        assert np.abs(np.asarray(pillow).astype(int) - made.numpy().astype(int)).max() <= 1
+    assert torch.equal(pixels.crop_resize(x.permute(0, 3, 1, 2), found_boxes, size).permute(0, 2, 3, 1), found)
+    whole = torch.tensor([[0.0, 0, 1, 1]] * 6).double()
+    extents = torch.tensor([[32.0, 40.0]] * 6).double()
+    products = pixels._products(x.permute(0, 3, 1, 2), torch.zeros(6, 2).double(), extents, size).permute(0, 2, 3, 1)
+    assert (products.int() - pixels.crop_resize(x, whole, size).int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["channels first", "channels last"])
+def test_flip_shift_cutout_and_normalised_are_what_loops_do(first: bool) -> None:
+    x = noise(n=40, height=10, width=8)
+    given = x.permute(0, 3, 1, 2).contiguous() if first else x
+    kept = given.clone()
+    u = pixels.draws(0, 0, torch.arange(40), 2)
+
+    def last(made: torch.Tensor) -> torch.Tensor:
+        return made.permute(0, 2, 3, 1) if first else made
+
+    chosen = u[:, 0] < 0.5
+    flipped = last(pixels.flip(given, chosen))
+    for reflect, mode in ((False, "constant"), (True, "reflect")):
+        shifted = last(pixels.shift(given, u, 3, reflect=reflect))
+        seen = set()
+        for i, image in enumerate(x):
+            padded = F.pad(image.permute(2, 0, 1)[None].float(), (3, 3, 3, 3), mode=mode)[0].byte().permute(1, 2, 0)
+            down, across = (int(each * 7) for each in u[i].tolist())
+            seen.add(down)
+            assert torch.equal(shifted[i], padded[down : down + 10, across : across + 8])
+            assert torch.equal(flipped[i], image.flip(1) if chosen[i] else image)
+        assert seen == set(range(7))
+    cut = last(pixels.cutout(given, u, 4, fill=(1, 2, 3)))
+    for i, image in enumerate(x):
+        top, left = int(u[i, 0] * 10) - 2, int(u[i, 1] * 8) - 2
+        expected = image.clone()
+        expected[max(0, top) : top + 4, max(0, left) : left + 4] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+        assert torch.equal(cut[i], expected)
+    made = pixels.normalised(given)
+    exact = (x.double() / 255 - torch.tensor(pixels.MEAN).double()) / torch.tensor(pixels.STD).double()
+    torch.testing.assert_close(made.double(), exact.permute(0, 3, 1, 2), rtol=0, atol=1e-6)
+    assert made.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(pixels.normalised(given, dtype=torch.bfloat16), made.bfloat16()), "rounded once"
+    assert pixels.normalised(given, memory_format=torch.contiguous_format).is_contiguous()
+    assert torch.equal(given, kept)
+    assert "this one is torch.float32 of shape (40, 10, 8, 3)" in sentence(lambda: pixels.flip(x.float(), chosen))
+
+
+# ---- files
+
+
+def augmented(dataset: Any, **more: Any) -> dict[int, torch.Tensor]:
+    """Every sample of epoch 0 as a network sees it, by its index."""
+    found = {}
+    for batch in Stream(dataset, batch=8, microbatch=4, seed=3, **more):
+        for (x, _, index, aspect), _ in batch.split():
+            u = pixels.draws(3, batch.epoch, index, pixels.CROP + 1)
+            x = pixels.flip(pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect), 16), u[:, -1] < 0.5)
+            found |= dict(zip(index.tolist(), pixels.normalised(x), strict=True))
+    return found
+
+
+def test_packed_images_are_those_of_the_folder_and_nothing_is_decoded_twice(tmp_path: Path, capfd: Any) -> None:
+    source = a_folder(tmp_path / "nested" / "pictures").parent
+    place = pixels.pack(source, size=SIZE, processes=1)
+    assert "outlast: packed 24 images in" in capfd.readouterr().err
+    packed, folder = pixels.packed(place), pixels.folder(source, size=SIZE)
+    assert packed.classes == folder.classes == ["ant", "bee", "cat"]
+    for part in ("train", "val"):
+        for ours, theirs in zip(pixels.packed(place, part), pixels.folder(source, part, size=SIZE), strict=True):
+            assert (ours.y, ours.index) == (theirs.y, theirs.index)
+            np.testing.assert_array_equal(ours.x, theirs.x)
+            assert ours.aspect == theirs.aspect
+    ours = augmented(packed)
+    assert len(ours) == 18
+    for again in (augmented(folder), augmented(packed, workers=1)):
+        assert all(torch.equal(ours[i], again[i]) for i in range(18)), "the same pixels whoever reads them"
+    for path in source.rglob("*.jpg"):
+        about = path.stat()
+        path.write_bytes(bytes(about.st_size))
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert pixels.pack(source, size=SIZE) == place
+    assert pixels.pack(place) == place, "a prepared place is returned as it is"
+    assert shards.verify(shards.read(place), shards.Local(Path(place))) == []
