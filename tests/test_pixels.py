@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from outlast.data import shards
+from outlast.data import cifar, shards
 from outlast.errors import OutlastError
 from outlast.recipes import pixels
 from outlast.training import Stream
@@ -195,7 +202,7 @@ def augmented(dataset: Any, **more: Any) -> dict[int, torch.Tensor]:
 def test_packed_images_are_those_of_the_folder_and_nothing_is_decoded_twice(tmp_path: Path, capfd: Any) -> None:
     source = a_folder(tmp_path / "nested" / "pictures").parent
     place = pixels.pack(source, size=SIZE, processes=1)
-    assert "outlast: packed 24 images in" in capfd.readouterr().err
+    assert "outlast: packed 24 images to" in capfd.readouterr().err
     packed, folder = pixels.packed(place), pixels.folder(source, size=SIZE)
     assert packed.classes == folder.classes == ["ant", "bee", "cat"]
     for part in ("train", "val"):
@@ -214,3 +221,160 @@ def test_packed_images_are_those_of_the_folder_and_nothing_is_decoded_twice(tmp_
     assert pixels.pack(source, size=SIZE) == place
     assert pixels.pack(place) == place, "a prepared place is returned as it is"
     assert shards.verify(shards.read(place), shards.Local(Path(place))) == []
+
+
+def test_a_second_start_neither_lists_nor_decodes_and_a_change_is_noticed(tmp_path: Path, capfd: Any) -> None:
+    source = a_folder(tmp_path / "pictures")
+    place = pixels.pack(source, size=SIZE)
+    directory, image = source / "train" / "ant", source / "train" / "ant" / "0.jpg"
+    about, kept = directory.stat(), image.read_bytes()
+    image.unlink()
+    os.utime(directory, ns=(about.st_atime_ns, about.st_mtime_ns))
+    capfd.readouterr()
+    assert pixels.pack(source, size=SIZE) == place, "nothing was listed"
+    assert capfd.readouterr().err == ""
+    os.utime(directory)
+    other = pixels.pack(source, size=SIZE)
+    assert (len(pixels.packed(other)), len(pixels.packed(place))) == (17, 18)
+    image.write_bytes(kept)
+    assert pixels.pack(source, size=SIZE) == place
+    assert pixels.pack(source, tmp_path / "shared", size=SIZE) == str(tmp_path / "shared")
+
+
+def test_one_process_packs_and_the_others_wait(tmp_path: Path, capfd: Any) -> None:
+    source = a_folder(tmp_path / "pictures", train=30)
+    with ThreadPoolExecutor(3) as pool:  # locks of files know no difference between threads and processes
+        places = list(pool.map(lambda _: pixels.pack(source, size=SIZE), range(3)))
+    assert len(set(places)) == 1
+    assert capfd.readouterr().err.count("outlast: packed 96 images") == 1
+
+
+def test_tiny_imagenets_flat_val_has_all_its_classes(tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    source = archive / "tiny-imagenet-200"
+    names = [f"n{i:02d}" for i in range(20)]
+    for i, name in enumerate(names):
+        an_image(source / "train" / name / "images" / f"{name}_0.JPEG", i)
+        an_image(source / "val" / "images" / f"val_{i}.JPEG", 1000 + i)
+    lines = [f"val_{i}.JPEG\t{names[(i + 1) % 20]}\t0\t0\t63\t63" for i in range(20)]
+    (source / "val" / "val_annotations.txt").write_text("\n".join(lines))
+    found = pixels.packed(pixels.pack(archive, size=SIZE), "val")
+    assert found.classes == names, "not one class, images"
+    labels = {sample.y.item(): sample.x.numpy() for sample in found}
+    theirs = pixels.folder(archive, "val", size=SIZE)
+    assert [theirs.items[i].file for i in range(20) if theirs[i].y == 4] == ["val/images/val_3.JPEG"]
+    assert sorted(labels) == list(range(20))
+
+
+def test_a_damaged_image_is_named_or_left_out_and_another_stands_in(tmp_path: Path, capfd: Any) -> None:
+    source = a_folder(tmp_path / "pictures")
+    (source / "train" / "bee" / "3.jpg").write_bytes(b"\xff\xd8 no image")
+    reason = sentence(lambda: pixels.pack(source, size=SIZE))
+    assert reason.startswith("train/bee/3.jpg is damaged or no image (")
+    assert reason.endswith("; replace it, or leave it out with --skip-bad")
+    found = pixels.packed(pixels.pack(source, size=SIZE, skip_bad=True))
+    assert (len(found), found.bad) == (17, 1)
+    assert "left out 1 images that cannot be decoded: train/bee/3.jpg" in capfd.readouterr().err
+    strict, lenient = (pixels.folder(source, size=SIZE, skip_bad=skip) for skip in (False, True))
+    at = next(i for i, item in enumerate(lenient.items) if item.file == "train/bee/3.jpg")
+    assert sentence(lambda: strict[at]).endswith("--skip-bad")
+    stood_in, neighbour = lenient[at], lenient[(at + 1) % 18]
+    assert (stood_in.index, stood_in.y) == (at, neighbour.y)
+    np.testing.assert_array_equal(stood_in.x, neighbour.x)
+    assert lenient.bad == ["train/bee/3.jpg"]
+    assert len(augmented(lenient)) == 18
+    for path in source.rglob("*.jpg"):
+        path.unlink()
+    assert "3.jpg: No such file or directory; correct that" in sentence(lambda: lenient[at]), "is not damage, and not left out"
+
+
+def test_what_cannot_be_trained_on_is_one_sentence(tmp_path: Path) -> None:
+    source = a_folder(tmp_path / "pictures")
+
+    def refused() -> str:
+        said = sentence(lambda: pixels.pack(source, size=SIZE))
+        assert sentence(lambda: pixels.folder(source, size=SIZE)) == said
+        assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").glob("packed/*/*")), "nothing half-written"
+        return said.replace(str(tmp_path), "TMP")
+
+    (source / "val" / "dog").mkdir()
+    assert refused() == "class dog has no images: TMP/pictures/val/dog holds none; remove that directory, or fill it"
+    an_image(source / "val" / "dog" / "1.png", 1)
+    assert refused() == (
+        "1 of 4 classes are in val and not in train (dog); both parts need the same: add images of them to train, or remove them "
+        "from val"
+    )
+    shutil.rmtree(source / "val" / "dog")
+    (source / "train" / "elk").mkdir()
+    assert refused() == "class elk has no images: TMP/pictures/train/elk holds none; remove that directory, or fill it"
+    an_image(source / "train" / "elk" / "1.png", 1)
+    assert "in train and not in val (elk)" in refused()
+    shutil.rmtree(source / "train" / "elk")
+    shutil.rmtree(source / "val")
+    (source / "val").mkdir()
+    assert refused() == "TMP/pictures/val has no images; put some there, or remove it: then a tenth of train is val"
+    shutil.rmtree(source / "train")
+    assert refused().startswith("TMP/pictures has no")
+    assert sentence(lambda: pixels.pack(tmp_path / "none")).endswith("none does not exist; name a file or a directory")
+
+
+def test_a_label_beyond_the_classes_is_refused_before_training(tmp_path: Path) -> None:
+    columns = {"image": noise(3).numpy(), "label": np.array([0, 2, 1])}
+    shard = shards.write_columns(tmp_path / "train-00000.safetensors", columns)
+    made = shards.Manifest("images", {"train": shards.Part((shard,))}, source={"classes": ["a", "b"]})
+    shards.write(tmp_path, made)
+    assert sentence(lambda: pixels.packed(tmp_path)) == (
+        f"{tmp_path} has label 2 in train, and its 2 classes have labels from 0 to 1; prepare the data again"
+    )
+    assert "has no part val" in sentence(lambda: pixels.packed(tmp_path, "val"))
+
+
+def test_cifar_stays_bytes_until_it_is_normalised(tmp_path: Path) -> None:
+    n = 500
+    x = np.random.default_rng(0).integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
+    for file in (*cifar.TRAIN, cifar.TEST):
+        cifar.write(tmp_path, file, x, [i % 10 for i in range(n)], file)
+    cifar.write_meta(tmp_path, [str(i) for i in range(10)], n)
+    tracemalloc.start()
+    images = cifar.train(Path(str(tmp_path)))  # without a slash at the end
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * images.x.nbytes, "float64 would be eight times as much"
+    data = (images.x, images.y, np.arange(len(images)))
+    batch = next(iter(Stream(data, batch=64, seed=0)))
+    ((read, _, index), _), *_ = batch.split()
+    moved = pixels.shift(pixels.flip(read, index % 2 == 0), pixels.draws(0, 0, index, 2))
+    assert (moved.dtype, moved.shape) == (torch.uint8, (64, 3, 32, 32))
+    place = pixels.pack(tmp_path)
+    assert torch.equal(pixels.packed(place, "val")[7].x, torch.from_numpy(x[7]).permute(1, 2, 0))
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_packs_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
+    source = a_folder(tmp_path / "pictures", train=200, val=100)
+    undisturbed = pixels.pack(source, tmp_path / "undisturbed", size=SIZE)
+    program = f"from outlast.recipes import pixels; pixels.pack({str(source)!r}, {str(tmp_path / 'killed')!r}, size={SIZE})"
+    first = tmp_path / "killed" / ".prepare" / "shard-000000.json"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        while not first.exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    written = first.stat().st_mtime_ns
+    assert not (tmp_path / "killed" / "manifest.json").exists()
+    killed = pixels.pack(source, tmp_path / "killed", size=SIZE)
+    assert written, "the first shard was there"
+    assert pixels.packed(killed).fingerprint == pixels.packed(undisturbed).fingerprint
+
+
+def test_machines_that_packed_different_images_do_not_train_together(tmp_path: Path) -> None:
+    class Ranks:
+        def gather(self, value: Any) -> list[Any]:
+            return [value, self.other]
+
+    run: Any = Ranks()
+    packed = pixels.packed(pixels.pack(a_folder(tmp_path / "pictures"), size=SIZE))
+    run.other = [packed.fingerprint]
+    pixels.agreed(run, packed)
+    run.other = ["another"]
+    assert sentence(lambda: pixels.agreed(run, packed)).startswith("rank 1 has packed other images than rank 0: ")

@@ -19,12 +19,13 @@ function takes a batch as (b, H, W, 3) or (b, 3, H, W), changes none, and return
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,11 +35,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from outlast import file_locks
+from outlast import file_locks, files
 from outlast.data import shards
 from outlast.data.prepare import images, plan, work
 from outlast.errors import OutlastError
 from outlast.training import Shards
+from outlast.training.session import Session
 from outlast.workerfiles import wants
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -47,6 +49,8 @@ _TRIES = 10
 """Boxes that are drawn for an image until one fits, as torchvision's RandomResizedCrop does."""
 CROP = 2 * _TRIES + 2
 """Random numbers per image that `boxes` needs."""
+_FEW = 32 << 20
+"""Bytes of files that one process decodes sooner than several have started; measured: 2 s for those to start."""
 _SAID_S = 5.0
 """Interval of the lines about packing; arbitrary."""
 
@@ -124,6 +128,19 @@ def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
     return Packed(place, part)
 
 
+def agreed(run: Session, *datasets: Packed) -> None:
+    """Raise OutlastError, on every rank, if machines have packed different images. Collective; call it before `run.resume`.
+
+    They do if their sources differ, or the libraries that decode: the same index would then be another image elsewhere.
+    """
+    prints = run.gather([dataset.fingerprint for dataset in datasets])
+    if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
+        raise OutlastError(
+            f"rank {others[0]} has packed other images than rank 0: their sources, or versions of Pillow, differ; "
+            "pack once to a place that all machines share, and name that place"
+        )
+
+
 class Folder(Dataset[Samples]):
     """Images decoded from their files whenever they are read. Use `folder`."""
 
@@ -183,19 +200,27 @@ def _listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]],
     """The directory, the images of each part and the classes. Raises OutlastError for what cannot be trained on."""
     inner = images.inside(root)
     found = plan.listed(inner, inner / work.PRIVATE)
-    items, names, _ = images.layout(inner, found, val)
-    _check(inner, items, names)
-    return inner, items, names
+    return inner, *_laid_out(inner, found, val)
+
+
+def _laid_out(root: Path, found: Sequence[plan.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
+    items, names, _ = images.layout(root, found, val)
+    _check(root, items, names)
+    return items, names
 
 
 def _check(root: Path, items: dict[str, list[images.Item]], names: Sequence[str]) -> None:
     """Raise OutlastError for classes that are empty, or in one part only, and for an empty val."""
     directories = {part: path for path in _directories(root) if (part := plan.named_part(path.name))}
-    divided = plan.TRAIN in directories
-    for path in _directories(directories[plan.TRAIN]) if divided else _directories(root):
-        if path.name not in names:
+    if plan.TRAIN not in directories:
+        directories = {"": root}
+    filled = {root / parent for some in items.values() for item in some for parent in PurePosixPath(item.file).parents}
+    if plan.VAL in directories and directories[plan.VAL] not in filled:
+        raise OutlastError(f"{directories[plan.VAL]} has no images; put some there, or remove it: then a tenth of train is val")
+    for path in (each for directory in directories.values() for each in _directories(directory)):
+        if path not in filled:
             raise OutlastError(f"class {path.name} has no images: {path} holds none; remove that directory, or fill it")
-    if not divided or plan.VAL not in directories:
+    if plan.VAL not in directories:
         return
     has = {part: {item.label for item in some} for part, some in items.items()}
     if not any(plan.named_part(item.file) == plan.VAL for item in items[plan.VAL]):
@@ -239,36 +264,65 @@ def pack(
         return os.fspath(source)
     root = images.inside(Path(source).absolute())
     settings = images.Settings(size, val=val, skip_damaged=skip_bad, stretch=size is not None)
-    place = Path(to) if to is not None else _cached(root, settings)
-    said = _Said(root, place)
+    place = Path(to).absolute() if to is not None else _cached(root, settings)
+    said = _Said(root)
     with file_locks.exclusive(place.with_name(f".{place.name}.lock"), waiting=said.waiting, stop=threading.Event()):
-        if not (place / shards.MANIFEST).exists():
-            _listed(root, val)
-        request = work.Request(root, place, processes or work.cores(), said.progress)
+        record = place.with_name(f".{place.name}.packed.json")
+        if packed_before := _unchanged(record, root, settings):
+            return packed_before
+        found = plan.listed(root, root / work.PRIVATE)
+        changed = _changed(root, found)  # before the files are listed for good: what comes later is seen the next time
+        if not images.cifar_batches(root):
+            _laid_out(root, found, val)
+        if to is None:
+            place = place.with_name(f"{place.name}-{plan.described(found)['listing'][:8]}")
+        few = sum(file.size for file in found) < _FEW
+        request = work.Request(root, place, processes or (1 if few else work.cores()), said.progress)
         try:
-            made = images.prepare(request, settings)
+            said.done(images.prepare(request, settings), place)
         except plan.BadSource as error:
             raise OutlastError(str(error).replace("--skip-damaged", "--skip-bad")) from error
-        said.done(made)
-    return str(place)
+        about = {"source": str(root), "settings": settings.about(), "place": str(place), "changed": changed}
+        files.replace(record, json.dumps(about), durable=True)
+        return str(place)
 
 
 def _cached(root: Path, settings: images.Settings) -> Path:
+    """A name in this machine's cache for what is made of a directory."""
     key = hashlib.sha256(f"{root} {sorted(settings.about().items())}".encode(errors="surrogateescape")).hexdigest()[:16]
-    return wants.cache(os.environ) / "packed" / f"{root.name}-{key}"
+    return wants.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
+
+
+def _changed(root: Path, found: Sequence[plan.File]) -> dict[str, int]:
+    """When files were last added to, or removed from, each directory of a source, in ns."""
+    directories = {parent for file in found for parent in PurePosixPath(file.name).parents}
+    return {str(each): (root / each).stat().st_mtime_ns for each in sorted(directories)}
+
+
+def _unchanged(record: Path, root: Path, settings: images.Settings) -> str | None:
+    """The place of what was packed before, if nothing has changed since. Lists no files, of which there may be millions."""
+    try:
+        about = json.loads(record.read_bytes())
+        same = (about["source"], about["settings"]) == (str(root), settings.about())
+        if same and all((root / name).stat().st_mtime_ns == ns for name, ns in about["changed"].items()):
+            shards.read(about["place"])
+            return str(about["place"])
+    except (OSError, ValueError, KeyError, shards.BadDataset):
+        pass  # none, of another version, or damaged: it is packed again, or found to be the same
+    return None
 
 
 class _Said:
     """Lines about packing, on the screen of the process that packs."""
 
-    def __init__(self, root: Path, place: Path) -> None:
-        self._root, self._place = root, place
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._began = self._last = time.monotonic()
         self._first: int | None = None
 
     def waiting(self) -> None:
         """Another process packs."""
-        self._say(f"another process packs {self._root} to {self._place}; waiting for it")
+        self._say(f"another process packs {self._root}; waiting for it")
 
     def progress(self, stage: str, done: int, total: int) -> None:
         """Bytes of files that are done."""
@@ -276,18 +330,18 @@ class _Said:
         if self._first is None:
             self._first = done
             share = f", {done / total:.0%} of it is done" if done else ""
-            self._say(f"packing {self._root} to {self._place}{share}")
+            self._say(f"packing {self._root}{share}")
         elif now - self._last >= _SAID_S or done == total:
             self._last = now
             rate = (done - self._first) / max(now - self._began, 1e-9) / 1e6
             self._say(f"packing: {done / max(total, 1):.0%} of {total / 1e6:,.0f} MB of files, {rate:.1f} MB/s")
 
-    def done(self, made: shards.Manifest) -> None:
+    def done(self, made: shards.Manifest, place: Path) -> None:
         """It is packed."""
         if self._first is None:
             return
         count = sum(part.samples for part in made.parts.values())
-        self._say(f"packed {count:,} images in {time.monotonic() - self._began:.1f} s")
+        self._say(f"packed {count:,} images to {place} in {time.monotonic() - self._began:.1f} s")
         if damaged := int(made.source.get("damaged", 0)):
             self._say(f"left out {damaged} images that cannot be decoded: {', '.join(made.source.get('damaged_files', ()))}")
 

@@ -76,7 +76,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
         raise OutlastError("--stretch needs --size: how many pixels both sides shall have; add it, or leave --stretch out")
     pillow()
     request = dataclasses.replace(request, source=inside(request.source))
-    batch_files = _cifar(request.source)
+    batch_files = cifar_batches(request.source)
     found = plan.listed(batch_files or request.source, request.to)
     about = settings.about()
     source = plan.described(found)
@@ -184,7 +184,10 @@ def _shape(root: Path, items: Mapping[str, Sequence[Item]], settings: Settings) 
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """An image, (H, W, 3), and the width / height that it has in its file. Raises BadSource if it is damaged."""
+    """An image, (H, W, 3), and the width / height that it has in its file.
+
+    Raises BadSource if it is damaged, and OutlastError if its bytes cannot be had, which another machine may see differently.
+    """
     image_library = pillow()
     try:
         with warnings.catch_warnings():
@@ -197,6 +200,8 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
                     image.draft("RGB", (settings.size, settings.size))  # JPEG decodes at a smaller scale, 2 to 8 times as fast
                 return np.asarray(resized(image.convert("RGB"), settings.size, stretch=settings.stretch)), aspect
     except Exception as error:  # whatever damaged bytes make a decoder raise
+        if isinstance(error, OSError) and error.errno:
+            raise OutlastError(f"cannot read {root / file}: {error.strerror}; correct that, and run the same again") from error
         raise BadSource(f"{file} is damaged or no image ({error}); replace it, or leave it out with --skip-damaged") from error
 
 
@@ -248,7 +253,7 @@ def _write(batch: tables.Batch[Item], *, root: Path, to: Path, settings: Setting
 # ---- CIFAR-10
 
 
-def _cifar(source: Path) -> Path | None:
+def cifar_batches(source: Path) -> Path | None:
     """The directory of CIFAR-10's batches, if the source is that."""
     return next((path for path in (source, source / "cifar-10-batches-py") if (path / cifar.META).is_file()), None)
 
