@@ -147,6 +147,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(f"{names}: put what both need into a module of its own")
 
 
+def test_one_module_knows_how_torch_names_devices() -> None:
+    """Everything else asks `training.device`, so that it works on every accelerator."""
+    torchs = re.compile(r"\btorch\.(cuda|xpu|hpu|neuron|mps|accelerator)\b|\btorch_(xla|neuronx)\b(?!\")")
+    code = {path: re.sub(r'"""[\s\S]*?"""', "", path.read_text()) for path in SOURCE.rglob("*.py")}
+    found = {str(path.relative_to(SOURCE)) for path, text in code.items() if torchs.search(text)}
+    assert found == {"training/device.py"}
+
+
 def test_no_module_is_too_long() -> None:
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
     over = {f"{name} ({lines} lines)" for name, lines in lengths.items() if lines > LINES}

@@ -27,7 +27,9 @@ class Accelerator:
     device: str = ""
     """Device type in torch; `torch.<device>` is its module."""
     backend: str = ""
-    """Backend of torch.distributed for collectives between such devices. Its name also marks its errors."""
+    """Backend of torch.distributed for collectives between such devices."""
+    package: str = ""
+    """Python package that adds the device to torch. Empty if torch itself knows it."""
     files: str = ""
     """Pattern of the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
@@ -63,19 +65,24 @@ TABLE = (
         about="AWS Trainium and Inferentia",
         others=("aws.amazon.com/neuroncore", "aws.amazon.com/neurondevice"),
         shared=("aws.amazon.com/neuron", "aws.amazon.com/neurondevice"),
+        device="neuron",
+        backend="neuron",
+        package="torch_neuronx",
         vendor="AWS",
         image="neuron",
     ),
-    Accelerator("google.com/tpu", vendor="Google"),
+    Accelerator("google.com/tpu", device="xla", backend="xla", package="torch_xla", vendor="Google"),  # and older Neuron SDKs
     Accelerator("gpu.intel.com/i915", others=("gpu.intel.com/xe",), vendor="Intel"),
-    Accelerator("habana.ai/gaudi", vendor="Intel"),
+    Accelerator("habana.ai/gaudi", device="hpu", backend="hccl", package="habana_frameworks.torch", vendor="Intel"),
 )
 
 NAMED = tuple(row for row in TABLE if row.name)
 RESOURCES = {row.name: row.resource for row in NAMED}
 """Resource by short name."""
-BACKENDS = {row.device: row.backend for row in TABLE if row.device}
-"""Backend for collectives by torch's device type."""
+DEVICES = {row.device: row for row in TABLE if row.device}
+"""A row of each device type of torch."""
+LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
+"""Libraries of collectives. An error that names one is an error of a collective; one that names the device may be any error."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
 """Values of `resources.accelerator` that several processes may share one of."""
 IMAGES = tuple(row.image for row in TABLE if row.image)

@@ -82,9 +82,9 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Check]:
 
 
 def _on_two(nodes: Sequence[Document]) -> Accelerator | None:
-    """The first accelerator that two nodes offer, so that two pods can try its backend."""
+    """The first accelerator that two nodes offer and torch itself knows, so that two pods can try its backend."""
     offered = [node["status"].get("allocatable", {}) for node in nodes]
-    rows = (row for row in accelerators.TABLE if row.backend)
+    rows = (row for row in accelerators.TABLE if row.backend and not row.package)
     return next((row for row in rows if sum(each.get(row.resource, "0") != "0" for each in offered) > 1), None)
 
 

@@ -66,7 +66,7 @@ def torch(interpreter: str) -> Check:
     """What torch says in a process of its own: it is heavy, and may crash."""
     remedy = "pip install 'outlast[train]'"
     try:
-        command = [interpreter, "-c", _ASK_TORCH, *accelerators.BACKENDS]
+        command = [interpreter, "-c", _ASK_TORCH, *accelerators.DEVICES]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
     except subprocess.TimeoutExpired:
         return failed("torch", f"is not imported after {_TORCH_S} s", "look at the disk that it is on, or install it again")

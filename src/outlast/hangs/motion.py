@@ -101,7 +101,7 @@ def cpu_s() -> float:
 def accelerator() -> Any:
     """The torch module of the accelerators that this process has begun to use; None if it uses none."""
     torch: Any = sys.modules.get("torch")
-    modules = (getattr(torch, device, None) for device in accelerators.BACKENDS)
+    modules = (getattr(torch, device, None) for device in accelerators.DEVICES)
     with contextlib.suppress(AttributeError):  # half imported
         return next((module for module in modules if module and module.is_initialized()), None)
     return None

@@ -122,8 +122,7 @@ def evaluate(s: Settings) -> None:
     """Accuracy on the held-out images, overall and per class."""
     output = Path(os.environ.get(contract.Env.OUTPUT, "out"))
     images = cifar.test(directory(s))
-    accelerator = device.find()
-    where = torch.device(accelerator.type if accelerator else "cpu")
+    where = device.computing()
     model = network()
     weights = restore(model, output, s.checkpoint)
     model.to(where).eval()  # BatchNorm's running statistics, not those of the test images

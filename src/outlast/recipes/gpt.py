@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from outlast import accelerators, contract
+from outlast import contract
 from outlast.errors import NotFound, OutlastError
 from outlast.recipes import gpt_data, gpt_model, results, settings
 from outlast.recipes.gpt_data import Corpus, Pretrained, Record
@@ -196,7 +196,7 @@ class Trainer:
         self.norm = torch.zeros((), device=self.run.device)
 
     def forward(self, net: nn.Module, tokens: Tensor) -> Losses:  # (b, t + 1)
-        with torch.autocast(self.run.device.type, torch.bfloat16, enabled=bfloat16(self.s, self.run.device)):
+        with device.of(self.run.device).autocast(dtype(self.s, self.run.device)):
             return cast(Losses, net(tokens[:, :-1], tokens[:, 1:]))
 
     def update(self, step: int, batch: Any) -> None:
@@ -396,9 +396,10 @@ def parallel(s: Settings, run: Session, model: GPT) -> nn.Module:
     return net
 
 
-def bfloat16(s: Settings, where: torch.device) -> bool:
-    """Whether matrix products are in bfloat16."""
-    return s.dtype == "bfloat16" or (s.dtype == "auto" and where.type == "cuda" and torch.cuda.is_bf16_supported())
+def dtype(s: Settings, where: torch.device) -> torch.dtype:
+    """The type of matrix products."""
+    auto = where.type != "cpu" and device.of(where).bfloat16()
+    return torch.bfloat16 if s.dtype == "bfloat16" or (s.dtype == "auto" and auto) else torch.float32
 
 
 def ignored(s: Settings, run: Session) -> list[str]:
@@ -406,7 +407,7 @@ def ignored(s: Settings, run: Session) -> list[str]:
     found = []
     if s.device and s.device.partition(":")[0] != run.device.type:
         found.append(f"device {s.device} is ignored: this run computes on {run.device.type}, what torch finds here")
-    backend = "nccl" if run.device.type == "cuda" else "gloo"
+    backend = device.of(run.device).backend.rpartition(":")[2]
     if s.backend and s.backend != backend:
         found.append(f"backend {s.backend} is ignored: it is {backend} on {run.device.type}")
     if s.init_from == "resume":
@@ -479,8 +480,7 @@ class Log:
         each = (now - self._since) / max(1, step - self._step)
         self._since, self._step = now, step
         found = {"ms": each * 1000, "tokens_per_s": self._tokens / each}
-        where = self._run.device
-        peak = accelerators.peak_flops(torch.cuda.get_device_name(where)) if where.type == "cuda" else None
+        peak = device.of(self._run.device).peak_flops()
         return found | ({"mfu": self._flops / each / (peak * self._run.world_size)} if peak else {})
 
     def iteration(self, step: int, values: Mapping[str, float], speed: Mapping[str, float]) -> None:
@@ -508,7 +508,7 @@ def newest(s: Settings) -> Pretrained:
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Loss and perplexity on all blocks of the validation text."""
-    output, where = Path(os.environ.get(contract.Env.OUTPUT, "out")), computing()
+    output, where = Path(os.environ.get(contract.Env.OUTPUT, "out")), device.computing()
     found = newest(s)
     corpus = Corpus(place(s), found.config.block_size)
     gpt_data.same_tokenizer(found.digest, corpus.tokenizer.digest if corpus.tokenizer else "", found.name)
@@ -518,7 +518,7 @@ def evaluate(s: Settings) -> None:
     for batch in Stream(corpus.val, batch=s.batch_size, shuffle=False):
         for x, _ in batch.split(model):
             corpus.check(x.cpu())
-            with torch.autocast(where.type, torch.bfloat16, enabled=bfloat16(s, where)):
+            with device.of(where).autocast(dtype(s, where)):
                 total += model(x[:, :-1], x[:, 1:]).main.item() * len(x)
     loss = total / blocks
     document = {
@@ -536,7 +536,7 @@ def sample(s: Settings) -> None:
     kept = gpt_data.kept_tokenizer(Path(os.environ.get(contract.Env.OUTPUT, "out")))
     if kept is None and (s.data or s.dataset or contract.Env.DATA in os.environ):
         kept = Corpus(place(s), found.config.block_size).tokenizer
-    show(s, found.model().to(computing()), kept)
+    show(s, found.model().to(device.computing()), kept)
 
 
 def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
@@ -549,12 +549,6 @@ def show(s: Settings, model: GPT, tokenizer: gpt_data.Tokenizer | None) -> None:
     for row in gpt_model.generate(model, tokens, s.max_new_tokens, s.temperature, s.top_k, s.seed).tolist():
         print(tokenizer.decode(row) if tokenizer else " ".join(map(str, row)))
         print("---------------", flush=True)
-
-
-def computing() -> torch.device:
-    """Where one process computes."""
-    found = device.find()
-    return torch.device(found.type if found else "cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -288,17 +288,16 @@ class _Planner(DefaultLoadPlanner):
 
 def _generators() -> dict[str, Any]:
     kept = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if found := device.find():
-        kept[found.type] = found.random_state()
-    return kept
+    accelerator = device.find()
+    return kept | ({accelerator.type: accelerator.random_state()} if accelerator is not device.CPU else {})
 
 
 def _set_generators(kept: Mapping[str, Any]) -> None:
     random.setstate(kept["python"])
     np.random.set_state(kept["numpy"])
     torch.set_rng_state(kept["torch"])
-    if (found := device.find()) and found.type in kept:
-        found.set_random_state(kept[found.type])
+    if (accelerator := device.find()).type in kept:
+        accelerator.set_random_state(kept[accelerator.type])
 
 
 # Restoring

@@ -1,11 +1,22 @@
-"""The devices that training computes on: what `training` asks of torch about them.
+"""The devices that training computes on. The only module that knows how torch's modules for them differ.
+
+    accelerator = device.find()                # this machine's: a GPU, a Trainium, ..., or the CPU
+    accelerator.bind(local_rank)               # -> torch.device; what Session.device is
+    with device.of(x.device).autocast(torch.bfloat16):
+        ...
 
 An accelerator of `outlast.accelerators` whose torch module is like `torch.cuda` needs nothing here; another one gets a subclass
-of `Device`, named in `_SPECIAL`.
+of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no case for it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import os
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +25,20 @@ from outlast import accelerators
 
 
 class Device:
-    """Accelerators of one type, by the module that torch has for them."""
+    """Devices of one type, by the module that torch has for them."""
 
-    def __init__(self, type: str, backend: str) -> None:
+    pins = True
+    """Whether tensors in pinned memory are copied to it in the background."""
+
+    def __init__(self, type: str, backend: str = "", package: str = "") -> None:
         self.type = type
         self.backend = f"cpu:gloo,{type}:{backend}"
         """What `init_process_group` needs: gloo for tensors on the CPU, the accelerator's own backend for its tensors."""
+        self._package = package
 
     @property
     def _module(self) -> Any:
+        _imported(self._package)
         return getattr(torch, self.type, None)
 
     def available(self) -> bool:
@@ -34,6 +50,32 @@ class Device:
         device = torch.device(self.type, index)
         self._module.set_device(device)
         return device
+
+    def name(self) -> str:
+        """The model of the current device."""
+        return str(self._module.get_device_name())
+
+    def peak_flops(self) -> float | None:
+        """Peak of dense matrix products in bfloat16, in FLOP/s; None if it is not known."""
+        return accelerators.peak_flops(self.name())
+
+    def bfloat16(self) -> bool:
+        """Whether matrix products in bfloat16 are faster than in float32."""
+        return True
+
+    def autocast(self, dtype: torch.dtype | None) -> torch.autocast:
+        """A context in which matrix products are computed in `dtype`; None or float32: as the tensors are."""
+        lower = dtype not in (None, torch.float32)
+        return torch.autocast(self.type, dtype if lower else None, enabled=lower)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a CPU tensor in pinned memory, where that makes copies to the device faster; otherwise the tensor itself."""
+        return tensor.pin_memory() if self.pins else tensor
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's random number generators: the CPU's and the current device's."""
+        torch.manual_seed(seed)
+        self._module.manual_seed(seed)
 
     def random_state(self) -> Any:
         """State of the current device's random number generator."""
@@ -47,12 +89,144 @@ class Device:
         """Wait for the work that was queued on the current device, such as copies to the CPU."""
         self._module.synchronize()
 
+    def mark_step(self) -> None:
+        """End the step for devices that record operations and run them as one program (XLA). Others compute at once."""
 
-_SPECIAL: dict[str, type[Device]] = {}
+
+class _Cpu(Device):
+    pins = False
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.backend = "gloo"
+
+    def available(self) -> bool:
+        return True
+
+    def bind(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def name(self) -> str:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine()
+
+    def peak_flops(self) -> None:
+        return None
+
+    def bfloat16(self) -> bool:
+        module: Any = torch.cpu  # whose names for this are private; None on other processors than x86
+        return bool(module._is_amx_tile_supported() or module._is_avx512_bf16_supported())
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def random_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        """Nothing: what the CPU computes is done when the call returns."""
+
+
+class _Cuda(Device):
+    def bfloat16(self) -> bool:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+class _Neuron(Device):
+    pins = False  # TorchNeuron's documentation does not mention pinned memory
+
+
+class _Xla(Device):
+    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has one device and need not choose it.
+
+    Its process group takes tensors on XLA devices only; ours for the CPU is another group.
+    """
+
+    pins = False
+
+    def __init__(self, type: str, backend: str = "", package: str = "") -> None:
+        super().__init__(type, backend, package)
+        self.backend = backend
+
+    def available(self) -> bool:
+        return _has_xla()
+
+    def bind(self, index: int) -> torch.device:
+        importlib.import_module("torch_xla.distributed.xla_backend")  # registers the backend
+        return torch.device(self.type)
+
+    def name(self) -> str:
+        return str(importlib.import_module("torch_xla.runtime").device_type())
+
+    def peak_flops(self) -> None:
+        return None
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.set_random_state(seed)
+
+    def random_state(self) -> Any:
+        return self._model.get_rng_state()
+
+    def set_random_state(self, state: Any) -> None:
+        self._model.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        self.mark_step()
+        self._model.wait_device_ops()
+
+    def mark_step(self) -> None:
+        importlib.import_module("torch_xla").sync()
+
+    @property
+    def _model(self) -> Any:
+        return importlib.import_module("torch_xla.core.xla_model")
+
+
+_SPECIAL: dict[str, type[Device]] = {"cuda": _Cuda, "neuron": _Neuron, "xla": _Xla}
 """Classes of accelerators whose module is not like `torch.cuda`, by torch's device type."""
+CPU = _Cpu()
 
 
-def find() -> Device | None:
-    """The accelerator of this machine; None: training computes on the CPU."""
-    rows = (_SPECIAL.get(type, Device)(type, backend) for type, backend in accelerators.BACKENDS.items())
-    return next((each for each in rows if each.available()), None)
+@functools.cache
+def _imported(package: str) -> bool:
+    """Whether the package that adds a device to torch is here; it has then been imported."""
+    try:
+        return bool(package and importlib.import_module(package))
+    except ModuleNotFoundError as error:
+        if error.name and (package == error.name or package.startswith(f"{error.name}.")):
+            return False
+        raise
+
+
+@functools.cache
+def _has_xla() -> bool:
+    """Whether torch_xla has an accelerator, or $PJRT_DEVICE asks for its CPU. Asked once: torch_xla sets the variable itself."""
+    asked = "PJRT_DEVICE" in os.environ
+    return _imported("torch_xla") and (asked or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
+
+
+def _made(row: accelerators.Accelerator) -> Device:
+    return _SPECIAL.get(row.device, Device)(row.device, row.backend, row.package)
+
+
+def find() -> Device:
+    """The accelerator of this machine; without one, the CPU."""
+    return next((each for each in map(_made, accelerators.DEVICES.values()) if each.available()), CPU)
+
+
+def of(where: torch.device) -> Device:
+    """The device that tensors on `where` are computed on."""
+    row = accelerators.DEVICES.get(where.type)
+    return CPU if where.type == "cpu" else _made(row) if row else Device(where.type)
+
+
+def computing() -> torch.device:
+    """Where a process computes that is no rank, such as an evaluation."""
+    return torch.device(find().type)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from outlast import accelerators, checkpoints, contract
+from outlast import checkpoints, contract
 from outlast.errors import OutlastError, Superseded, causes
 from outlast.hangs import stall
 from outlast.training import device, metrics
@@ -48,9 +48,10 @@ class Copies:
 
     def of(self, flat: Flat) -> Flat:
         """The same as it is now, on the CPU, valid until the next call. The first is a collective when GPUs hold shards."""
+        accelerator = device.find()
+        accelerator.mark_step()
         copies = {key: self._copy(key, value) if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
-        if found := device.find():
-            found.synchronize()  # accelerators copy in the background
+        accelerator.synchronize()  # they copy in the background
         return copies
 
     def _copy(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,9 +65,7 @@ class Copies:
             )
         kept = self._kept.get(key)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = self._kept[key] = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type in accelerators.BACKENDS
-            )
+            kept = self._kept[key] = device.of(tensor.device).pin(torch.empty(tensor.shape, dtype=tensor.dtype))
         return kept.copy_(tensor.detach(), non_blocking=True)
 
 

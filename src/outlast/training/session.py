@@ -80,7 +80,7 @@ class Session:
     world_size: int
     """Processes in the world; another number after a worker was lost or added."""
     device: torch.device
-    """This rank's GPU, or the CPU where there is none."""
+    """This rank's accelerator, or the CPU where there is none."""
     generation: int
     """Number of the world in this run, counted from 1; the start, restarts and changes of size each form a new one."""
     output: Path
@@ -138,17 +138,16 @@ class Session:
         stall.watch().start()
         self._report()
         accelerator = device.find()
-        self.device = accelerator.bind(self.local_rank) if accelerator else torch.device("cpu")
+        self.device = accelerator.bind(self.local_rank)
         with self._writing():
             self._directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self._directory, os.W_OK | os.X_OK):
                 raise PermissionError(None, "Permission denied")
             self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), self._source())
-        backend = accelerator.backend if accelerator else "gloo"
         if "RANK" in env:
-            dist.init_process_group(backend)
+            dist.init_process_group(accelerator.backend)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
+            dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined] # is public
         self._group: dist.ProcessGroup | None = stall.watch().own(dist.new_group(backend="gloo"))
         self._calls = Calls(self._group)
         with self._writing():
@@ -597,4 +596,4 @@ def _seed(seed: int, rank: int | None = None, step: int = 0) -> None:
         seed = int.from_bytes(digest, "little")
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    torch.manual_seed(seed)
+    device.find().seed(seed)
