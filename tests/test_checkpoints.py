@@ -442,6 +442,30 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path, kind: s
 
 
 @pytest.mark.usefixtures("alone")
+def test_an_optimizers_state_has_the_memory_format_of_its_parameter_again(tmp_path: Path):
+    """Fused kernels walk over both as they lie in memory."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload] # as torch documents it
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(75.0).reshape(1, 3, 5, 5)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    again, fresh = made()
+    checkpoint.restore(saved(tmp_path, {"model": model, "optimizer": optimizer}), {"model": again, "optimizer": fresh})
+    assert fresh.state[again.weight]["momentum_buffer"].stride() == again.weight.stride()
+    for net, opt in ((model, optimizer), (again, fresh)):
+        step(net, opt)
+    assert same(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.usefixtures("alone")
 def test_neither_saving_nor_restoring_makes_an_optimizer_step(tmp_path: Path):
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

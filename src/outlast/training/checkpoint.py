@@ -412,8 +412,9 @@ def _optimizer_room(
         if key.startswith(f"{name}/state/") and isinstance(stored, TensorStorageMetadata):
             parameter = parameters.get(key.removeprefix(f"{name}/state/").rpartition("/")[0])
             dtype = stored.properties.dtype
-            if isinstance(parameter, DTensor) and parameter.shape == stored.size:
-                room[key] = torch.empty_like(parameter, dtype=dtype)
+            if parameter is not None and parameter.shape == stored.size:  # in its memory format, which fused kernels rely on
+                where = parameter.device if isinstance(parameter, DTensor) else "cpu"
+                room[key] = torch.empty_like(parameter, dtype=dtype, device=where)
             else:
                 room[key] = torch.empty(stored.size, dtype=dtype)
     return room
