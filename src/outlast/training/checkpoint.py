@@ -412,7 +412,9 @@ def _optimizer_room(
         if key.startswith(f"{name}/state/") and isinstance(stored, TensorStorageMetadata):
             parameter = parameters.get(key.removeprefix(f"{name}/state/").rpartition("/")[0])
             dtype = stored.properties.dtype
-            if parameter is not None and parameter.shape == stored.size:  # in its memory format, which fused kernels rely on
+            if (
+                isinstance(parameter, torch.Tensor) and parameter.shape == stored.size
+            ):  # in its memory format, which fused kernels rely on
                 where = parameter.device if isinstance(parameter, DTensor) else "cpu"
                 room[key] = torch.empty_like(parameter, dtype=dtype, device=where)
             else:

@@ -1,0 +1,136 @@
+"""Where `outlast.recipes.imagenet` gets its images: files, packed shards, or made on the device."""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outlast import contract
+from outlast.data import shards
+from outlast.errors import OutlastError
+from outlast.recipes import pixels
+from outlast.training import Session
+
+if TYPE_CHECKING:
+    from outlast.recipes.imagenet import Settings
+
+PACKED_AT_ONCE = 16 * 2**30
+"""Bytes of decoded images up to which a directory of files is packed without being asked: minutes, and 20 times tiny-imagenet."""
+
+
+def opened(s: Settings, run: Session | None = None) -> Pictures | Made:
+    """The data that the settings name. With `run`, every rank must call it. Raises OutlastError for what cannot be trained on."""
+    if s.synthetic:
+        return Made(s)
+    place = directory(s)
+    if run is None:
+        return Pictures(s, place)
+    with run.alive():  # packing takes minutes
+        return Pictures(s, place)
+
+
+def directory(s: Settings) -> str:
+    """Where the images are. The directory `train` of a dataset means the dataset: scripts without a validation want that."""
+    named = s.data or os.environ.get(contract.Env.DATA, "")
+    if not named:
+        raise OutlastError(
+            f"no data: give a directory (--data DIR), set {contract.Env.DATA}, or train on made ones with --synthetic; "
+            "outlast data get tiny-imagenet-200 downloads some"
+        )
+    path = Path(named)
+    if path.name == "train" and (path.parent / "val").is_dir():
+        return str(path.parent)
+    if "://" not in named and not path.is_dir():
+        raise OutlastError(f"data {named}: there is no such directory; give one with train/CLASS/ and val/CLASS/")
+    return named
+
+
+class Pictures:
+    """Images of files or of packed shards: both parts, each for a `Stream`, and how micro-batches become what networks take."""
+
+    def __init__(self, s: Settings, place: str) -> None:
+        self._s, self.place = s, place
+        self.train: Any
+        self.val: Any
+        self.classes: list[str]
+        """Names, by label."""
+        if "://" in place or (Path(place) / shards.MANIFEST).exists():
+            self.train, self.val = (pixels.packed(place, part) for part in ("train", "val"))
+        else:
+            size = stored(s, Path(place))
+            self.train, self.val = (pixels.folder(place, part, size=size, skip_bad=s.skip_bad) for part in ("train", "val"))
+            if s.pack or (s.pack is None and self._bytes(size) <= PACKED_AT_ONCE):
+                packed = pixels.pack(place, size=size, skip_bad=s.skip_bad)
+                self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
+        self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
+        if not self.classes:
+            raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
+
+    def _bytes(self, size: int | None) -> int:
+        side = size or int(self.train[0].x.shape[0])
+        return (len(self.train) + len(self.val)) * 3 * side * side
+
+    def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Images (b, 3, s, s) and labels (b,) of a micro-batch, on its device. `epoch` None: of val, without augmentation."""
+        s = self._s
+        x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
+        if epoch is None:
+            x = pixels.crop_resize(x, pixels.centre(aspect, s.val_crop), s.image_size)
+        else:
+            u = pixels.draws(s.seed, epoch, index, pixels.CROP + 1)
+            x = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect, (s.min_crop, 1.0)), s.image_size)
+            if s.flip:
+                x = pixels.flip(x, u[:, -1] < 0.5)
+        return pixels.normalised(x, dtype=dtype), y
+
+    def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
+        """Raise OutlastError for a label beyond the classes; `pixels` has checked it where the data name their classes."""
+        for (_, y, _, _), _ in pieces if not self.train.classes else ():
+            if (label := int(y.max())) >= len(self.classes):
+                raise OutlastError(
+                    f"{self.place} has label {label}, and with --num-classes {len(self.classes)} labels are 0 to "
+                    f"{len(self.classes) - 1}; raise it to {label + 1} or more"
+                )
+
+
+def stored(s: Settings, root: Path) -> int | None:
+    """Pixels a side that images are kept with until they are cropped; None: as they are."""
+    if s.stored_size is not None:
+        return s.stored_size or None
+    if (root / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
+        return None
+    return s.image_size * 8 // 7  # 256 of 224, as everybody has it
+
+
+class Made:
+    """Images that are made once, on the device, so that reading costs nothing: what is measured is the step."""
+
+    place = "synthetic"
+
+    def __init__(self, s: Settings) -> None:
+        self._s, self._pool = s, torch.empty(0)
+        self.train = np.arange(s.synthetic_images)
+        self.val = np.arange(max(1, s.synthetic_images // 20))
+        self.classes = [str(label) for label in range(s.num_classes or 1000)]
+
+    def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Noise (b, 3, s, s), the same in each micro-batch, and labels that can be learned by heart."""
+        if not len(self._pool):
+            draw = torch.Generator().manual_seed(self._s.seed)
+            pool = torch.randn(self._s.piece, 3, self._s.image_size, self._s.image_size, generator=draw)
+            self._pool = pool.to(piece.device, dtype, memory_format=torch.channels_last)
+        labels = torch.arange(len(piece), device=piece.device) % len(self.classes)
+        return self._pool[: len(piece)], labels
+
+    def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
+        """Nothing: labels are made."""
+
+
+Images = Pictures | Made

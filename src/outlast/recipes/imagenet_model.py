@@ -1,0 +1,211 @@
+"""ResNet with 18 to 152 layers, for `outlast.recipes.imagenet` (He et al., "Deep residual learning for image recognition", 2015).
+
+The 3x3 convolution of a bottleneck has the stride, as in everybody's by now (ResNet "v1.5"). Names of weights are torchvision's,
+so published weights load.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outlast.errors import OutlastError
+
+WIDTH = 64
+"""Channels of the first stage; every further one has twice those of the one before."""
+LAYERS = {
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
+    "resnet152": (3, 8, 36, 3),
+}
+"""Blocks of the four stages; from 50 layers on they are bottlenecks."""
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut: (b, i, h, w) -> (b, o, h / stride, w / stride)."""
+
+    expansion = 1
+
+    def __init__(self, i: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(i, width, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(i, width, stride)
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        """The norm before the sum."""
+        return self.bn2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return self.relu(y.add_(x if self.downsample is None else self.downsample(x)))  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut: (b, i, h, w) -> (b, 4 width, h / stride, w / stride)."""
+
+    expansion = 4
+
+    def __init__(self, i: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(i, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(i, 4 * width, stride)
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        """The norm before the sum."""
+        return self.bn3
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return self.relu(y.add_(x if self.downsample is None else self.downsample(x)))  # type: ignore[no-any-return]
+
+
+def shortcut(i: int, o: int, stride: int) -> nn.Sequential | None:
+    """What makes the input of a block as large as its output; None where it is."""
+    if stride == 1 and i == o:
+        return None
+    return nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
+
+
+def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count: int, stride: int) -> nn.Sequential:
+    """Blocks of one resolution, which the first of them makes."""
+    return nn.Sequential(block(i, width, stride), *(block(width * block.expansion, width) for _ in range(count - 1)))
+
+
+class ResNet(nn.Module):
+    """Images (b, 3, h, w) to logits (b, classes).
+
+    `zero_gamma`: every residual block begins as its shortcut (Goyal et al., 2017).
+    """
+
+    def __init__(self, arch: str, classes: int, *, zero_gamma: bool = False) -> None:
+        super().__init__()
+        self.arch, self.classes = arch, classes
+        block = BasicBlock if arch in ("resnet18", "resnet34") else Bottleneck
+        self.conv1 = nn.Conv2d(3, width := WIDTH, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, 2, 1)
+        first, second, third, fourth = LAYERS[arch]
+        self.layer1 = stage(block, width, width, first, 1)
+        self.layer2 = stage(block, width * block.expansion, 2 * width, second, 2)
+        self.layer3 = stage(block, 2 * width * block.expansion, 4 * width, third, 2)
+        self.layer4 = stage(block, 4 * width * block.expansion, 8 * width, fourth, 2)
+        self.fc = nn.Linear(8 * width * block.expansion, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if zero_gamma and isinstance(module, BasicBlock | Bottleneck):
+                nn.init.zeros_(module.last_norm.weight)
+        nn.init.normal_(self.fc.weight, std=0.01)  # as Goyal et al.; torch's own is uniform
+        nn.init.zeros_(self.fc.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))  # (b, 64, h/4, w/4)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))  # (b, 512 | 2048, h/32, w/32)
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Statistics:
+    """BatchNorm's running statistics as a function of the global batch, whatever the world.
+
+    `nn.BatchNorm2d` moves them in every forward pass, by its own micro-batch; DDP then keeps those of rank 0. Here all
+    micro-batches of a step start from the same values, and the mean of what they arrive at counts: the statistics move once a
+    step, by the mean over the global batch. A step of one micro-batch in all is torch's own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        self._counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        self._running = [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
+        self._before: list[Tensor] = []
+        self._mean: list[Tensor] = []
+        self._number = 0
+
+    def begin(self) -> None:
+        """Call before the first micro-batch of a step."""
+        self._number = int(self._counts[0])
+        self._before = [each.clone() for each in self._running]
+        self._mean = [torch.zeros_like(each) for each in self._running]
+
+    def add(self, share: float) -> None:
+        """Call after each micro-batch, with its share of the global batch; the shares of all ranks add up to their number."""
+        torch._foreach_add_(self._mean, self._running, alpha=share)
+        torch._foreach_copy_(self._running, self._before)
+
+    def end(self, ranks: int) -> None:
+        """Call after the last micro-batch, on all ranks. A collective."""
+        if ranks > 1:
+            flat = torch.cat(self._mean)
+            dist.all_reduce(flat)
+            self._mean = list(flat.div_(ranks).split([len(each) for each in self._mean]))
+        torch._foreach_copy_(self._running, self._mean)
+        for count in self._counts:
+            count.fill_(self._number + 1)
+
+
+def load(model: ResNet, file: Path) -> str:
+    """Load weights that others have published, torchvision's or ours; returns what was left out, empty if nothing.
+
+    The last layer is left out if it has another number of classes. Raises OutlastError when they are those of another model.
+    """
+    found = {name.removeprefix("module."): tensor for name, tensor in _read(file).items()}
+    ours = model.state_dict()
+    strange = sorted(name for name in ours.keys() ^ found.keys() if not name.endswith("num_batches_tracked"))
+    if strange:
+        whose = f"the file has {strange[0]}" if strange[0] in found else f"the file lacks {strange[0]}"
+        raise OutlastError(
+            f"--weights {file} are no weights of {model.arch}: {whose}; name the --arch that they were trained with"
+        )
+    other = [name for name, tensor in found.items() if tensor.shape != ours[name].shape]
+    if other and not all(name.startswith("fc.") for name in other):
+        shapes = f"{tuple(found[other[0]].shape)}, and {model.arch} wants {tuple(ours[other[0]].shape)}"
+        raise OutlastError(f"--weights {file}: {other[0]} is {shapes}; name the --arch that they were trained with")
+    model.load_state_dict({**ours, **{name: tensor for name, tensor in found.items() if name not in other}})
+    classes = len(found["fc.weight"])
+    return f"fc, as it is for {classes} classes and the data have {model.classes}" if other else ""
+
+
+def _read(file: Path) -> Mapping[str, Tensor]:
+    if not file.is_file():
+        raise OutlastError(
+            f"--weights {file}: there is no such file; give torchvision's or a run's model.pt (nothing is downloaded)"
+        )
+    if file.suffix == ".safetensors":
+        try:
+            from safetensors.torch import load_file
+        except ImportError:
+            raise OutlastError(f"{file} needs the package safetensors: pip install 'outlast[data]'") from None
+        return load_file(file)
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise OutlastError(f"--weights {file} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    found = found.get("state_dict", found) if isinstance(found, dict) else found  # as scripts for ImageNet save checkpoints
+    if not (isinstance(found, dict) and found and all(isinstance(each, Tensor) for each in found.values())):
+        raise OutlastError(
+            f"--weights {file} holds no weights by name; give a state_dict, as torch.save(model.state_dict()) has it"
+        )
+    return found
