@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from outlast import accelerators
 from outlast.local import workers
-from outlast.training import device
+from outlast.training import Stream, device, session
 
 
 def test_a_short_name_means_a_resource_and_anything_else_itself() -> None:
@@ -71,3 +74,150 @@ def test_each_kind_of_accelerator_is_shown_by_its_own_variable(monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     shown = workers.gpus()
     assert (shown["CUDA_VISIBLE_DEVICES"], shown["NPU_VISIBLE_DEVICES"]) == (["1"], [])
+
+
+# Devices that are not here, as far as a fake shows
+
+
+class Fake(device.Device):
+    """An accelerator of which each tensor happens to be on the CPU. It notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("fake")
+        self.backend = "gloo"
+        self.calls: list[str] = []
+        self.drawn = 0
+
+    def available(self) -> bool:
+        return True
+
+    def bind(self, index: int) -> torch.device:
+        self.calls.append(f"bind {index}")
+        return torch.device("cpu")
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls.append("pin")
+        return tensor
+
+    def seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.calls.append("seed")
+
+    def random_state(self) -> int:
+        self.calls.append("state")
+        return self.drawn
+
+    def set_random_state(self, state: int) -> None:
+        self.drawn = state
+
+    def synchronize(self) -> None:
+        self.calls.append("wait")
+
+    def mark_step(self) -> None:
+        self.calls.append("mark")
+
+
+def trained(fake: Fake, output: Path, monkeypatch: pytest.MonkeyPatch, steps: int) -> tuple[int, list[str]]:
+    """Train some steps of four; returns the step that the run went on from, and what the device was asked in the last one."""
+    monkeypatch.setattr(accelerators, "DEVICES", {})
+    monkeypatch.setattr(device, "CPU", fake)
+    monkeypatch.setenv("OUTLAST_OUTPUT", str(output))
+    with session.open(seed=3, quiet=True) as run:
+        model = torch.nn.Linear(2, 1).to(run.device)
+        stream = Stream((torch.ones(4, 2),), batch=1)
+        first = step = run.resume({"model": model, "stream": stream})
+        fake.calls = fake.calls if step == 0 else []
+        for batch in stream:
+            for (x,), _ in batch.split(model):
+                model(x)
+                fake.drawn += 10  # random numbers
+            step += 1
+            run.log(step)
+            if step == steps:
+                run.save(step)
+                break
+    return first, fake.calls
+
+
+def test_a_session_binds_its_device_and_a_resumed_one_restores_its_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake()
+    first, calls = trained(fake, tmp_path, monkeypatch, 2)
+    assert (first, fake.drawn) == (0, 20)
+    assert calls[0] == "bind 0"
+    assert "pin" in calls[: calls.index("mark")], "by the thread that reads ahead"
+    order = [call for call in calls if call != "pin"]
+    assert order[:3] == ["bind 0", "seed", "seed"]  # alike on all ranks, then for this one
+    assert order[-3:] == ["state", "mark", "wait"], "recorded steps end before the copies, and copies are waited for"
+    again = Fake()
+    first, calls = trained(again, tmp_path, monkeypatch, 4)
+    assert (first, again.drawn) == (2, 40)
+
+
+def fake_xla(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[object]:
+    """Put a torch_xla beside torch, with an accelerator of this kind; returns the list of calls."""
+    calls: list[object] = []
+    model = SimpleNamespace(
+        get_rng_state=lambda: 7,
+        set_rng_state=lambda state: calls.append(("state", state)),
+        wait_device_ops=lambda: calls.append("waited"),
+    )
+    tensors = SimpleNamespace(_xla_get_tensor_id=lambda tensor: 42)
+    modules = {
+        "torch_xla": SimpleNamespace(sync=lambda: calls.append("sync"), _XLAC=tensors),
+        "torch_xla.runtime": SimpleNamespace(device_type=lambda: kind),
+        "torch_xla.core.xla_model": model,
+        "torch_xla.distributed.xla_backend": SimpleNamespace(),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    device._imported.cache_clear()
+    device._has_xla.cache_clear()
+    return calls
+
+
+@pytest.fixture
+def xla(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    yield fake_xla(monkeypatch, "NEURON")
+    device._imported.cache_clear()
+    device._has_xla.cache_clear()
+
+
+def test_xla_trains_where_torch_xla_has_an_accelerator(xla: list[object]) -> None:
+    found = device.find()
+    assert (found.type, found.backend, found.name(), found.peak_flops()) == ("xla", "xla", "NEURON", None)
+    assert found.bind(5) == torch.device("xla"), "torchrun's process has one device"
+    assert found.pin(tensor := torch.ones(1)) is tensor
+    assert (found.bfloat16(), found.random_state(), found.place(tensor)) == (True, 7, 42)
+    found.set_random_state(9)
+    found.mark_step()
+    found.synchronize()
+    with torch.random.fork_rng(devices=[]):
+        found.seed(3)
+    assert xla == [("state", 9), "sync", "sync", "waited", ("state", 3)]
+    assert device.computing() == torch.device("xla")
+
+
+def test_torch_xla_without_an_accelerator_is_not_used_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, xla: list[object]
+) -> None:
+    fake_xla(monkeypatch, "CPU")
+    assert device.find() is device.CPU
+    device._has_xla.cache_clear()
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert device.find().type == "xla"
+
+
+def test_devices_of_packages_are_found_once_the_package_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    module = SimpleNamespace(is_available=lambda: True, set_device=calls.append)
+    monkeypatch.setitem(sys.modules, "habana_frameworks", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch", SimpleNamespace())
+    monkeypatch.setattr(torch, "hpu", module, raising=False)
+    device._imported.cache_clear()
+    found = device.find()
+    assert (found.type, found.backend) == ("hpu", "cpu:gloo,hpu:hccl")
+    assert found.bind(1) == torch.device("hpu", 1)
+    device._imported.cache_clear()

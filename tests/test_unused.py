@@ -74,6 +74,8 @@ READ = {
     "scheduling.spot": (None, "manifests/scheduling.py: .spot"),
     "environment.requirements": ("prepare/prepare.py: .requirements", "prepare/prepare.py: .requirements"),
     "environment.conda": ("prepare/prepare.py: .conda", "prepare/prepare.py: .conda"),
+    "compile.cache": ("prepare/prepare.py: compile.cache", "prepare/prepare.py: compile.cache"),
+    "compile.warm_up": ("prepare/prepare.py: compile.warm_up", "prepare/prepare.py: compile.warm_up"),
     "env": ("local/workers.py: fields.env", "manifests/variables.py: spec.env"),
     "suspend": ("local/backend.py: spec.suspend", "manifests/pods.py: .suspend"),
     "active_deadline_seconds": ("local/launcher.py: .active_deadline_seconds", "operator/rules/end.py: .active_deadline_seconds"),

@@ -249,6 +249,7 @@ class Agent:
                 self._preparation.environment()
             case Phase.DATA:
                 self._preparation.data()
+                self._preparation.compiled()
             case Phase.CHECKPOINT:
                 if self._store:
                     self._restore()

@@ -29,7 +29,7 @@ from outlast.agent.upload_handle import SUPERSEDED
 from outlast.checkpoints import remote
 from outlast.errors import OutlastError, Superseded
 from outlast.launch import rank0_files, titles
-from outlast.prepare import workdir
+from outlast.prepare import compiled, workdir
 from outlast.runs.layout import OWN, skipped
 from outlast.sync import growing, sync
 
@@ -95,6 +95,8 @@ class Uploader:
         self._growing = growing.Sender(place, output)
         self._results = workdir.Results(output)
         self._environ = environ or {}
+        self.compiled: compiled.Cache | None = None
+        """What compilers made, if jobs share it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -156,6 +158,8 @@ class Uploader:
             more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
         self._checked = True
+        if self.compiled:
+            self.compiled.push(stop)
         self.update(pushed=time.time(), since=None, error="", doing="", backlog=0)
 
     def _grown(self) -> list[str]:
@@ -298,6 +302,8 @@ def main(argv: list[str]) -> int:
             run_id, owner = environ[contract.Env.RUN], environ[contract.Env.OWNER]
             retention = checkpoints.Retention.parse(job.spec.checkpoint.retention, job.spec.checkpoint.which_are_best)
             uploader = Uploader(output, place, run_id, owner, retention, _tell, environ=environ)
+            if job.spec.compile.cache:
+                uploader.compiled = compiled.Cache.of(environ)
             if not final:
                 run(uploader, job.spec.sync.every.total_seconds(), stop)
                 return 0

@@ -1,4 +1,4 @@
-"""Runs installers (pip, uv, conda): logs their output, kills them on shutdown, extracts their error."""
+"""Runs installers (pip, uv, conda) and compilers: logs their output, kills them on shutdown, extracts their error."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ class Shell:
     stop: threading.Event
     log: Path
     """Gets all output; `say` gets a line every few seconds, and the last ones if it fails."""
+    cwd: Path | None = None
+    remedy: str = "correct the file"
+    """What a user may do when it fails."""
 
     def run(self, argv: Sequence[str], name: str) -> None:
         """Run a program; raises OutlastError with its error if it fails."""
@@ -61,6 +64,7 @@ class Shell:
             subprocess.Popen(
                 argv,
                 env=env,
+                cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -89,7 +93,7 @@ class Shell:
             failed = f"{name}: {program} says: {last_words(lines) or f'exit code {code}'}"
             if any(_NETWORK.search(line) for line in lines):
                 raise Unavailable(f"{failed}; the network or the machine is at fault, it is tried again")
-            raise OutlastError(f"{failed}; correct the file")
+            raise OutlastError(f"{failed}; {self.remedy}")
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
         """On shutdown kill the program and its children: pip runs another Python."""

@@ -216,6 +216,14 @@ class Preparation:
         own = substitution.values(fields.env, self._environ)
         self._environ.update({name: value for name, value in own.items() if value != known[name]})
 
+    def compiled(self) -> None:
+        """Bring what was compiled before, and run the job's warm-up, if it has one."""
+        if self._job.spec.compile.cache:
+            from outlast.prepare import compiled
+
+            wanted = [substitution.replaced(arg, self._environ) for arg in self._job.spec.compile.warm_up]
+            compiled.prepare(compiled.Cache.of(self._environ), wanted, self._environ, self.python, self.say, self._stop)
+
     def _here(self, field: str, place: str) -> Path:
         if path := spec.local(place):
             if not path.exists():

@@ -231,6 +231,22 @@ class Environment(Checked):
             yield ("conda",), "environment.requirements and environment.conda are both given; keep one"
 
 
+class Compile(Checked):
+    """What compilers make of the model: `torch.compile`, Triton, those for Trainium."""
+
+    cache: fields.Flag = False
+    """Whether to keep it in `<output>/.compiled/` for all jobs of that output. Each worker fetches it before training and uploads
+    what is new with its output. Programs there are run as they are: share an output only with people whose code you would run."""
+    warm_up: tuple[str, ...] = ()
+    """Command that a worker runs before training, once in a run, to fill the cache, such as `neuron_parallel_compile` around a
+    few steps. It runs in the directory of the code with the job's environment and data; what it writes to `OUTLAST_OUTPUT` is
+    thrown away. Needs `cache`."""
+
+    def rules(self) -> Iterator[tuple[Place, str]]:
+        if self.warm_up and not self.cache:
+            yield ("warmUp",), "compile.warmUp fills a cache that is not kept; set compile.cache: true, or remove it"
+
+
 class Hang(Checked):
     """When a process counts as hung. Its stacks are written to `logs/`, and training restarts."""
 
@@ -376,6 +392,8 @@ class Spec(Checked):
     """Where and when pods may run."""
     environment: Environment = Environment()
     """Packages to install."""
+    compile: Compile = Compile()
+    """Whether compiled programs are kept."""
     env: Annotated[dict[str, str], AfterValidator(fields.unreserved)] = Field({})
     """Environment variables for training: `NCCL_DEBUG: INFO`. `$(NAME)` is replaced by the value of another variable, from `env`
     or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,

@@ -109,8 +109,8 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Address of a tensor's memory, by which parameters in a state dict differ from buffers; -1 for all that are distributed."""
-    return -1 if isinstance(tensor, DTensor) else tensor.data_ptr()
+    """Where a tensor is, by which parameters in a state dict differ from buffers; -1 for all that are distributed."""
+    return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
 def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -289,7 +289,7 @@ class _Planner(DefaultLoadPlanner):
 def _generators() -> dict[str, Any]:
     kept = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     accelerator = device.find()
-    return kept | ({accelerator.type: accelerator.random_state()} if accelerator is not device.CPU else {})
+    return kept | ({accelerator.type: accelerator.random_state()} if accelerator.type != "cpu" else {})
 
 
 def _set_generators(kept: Mapping[str, Any]) -> None:

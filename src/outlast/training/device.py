@@ -72,6 +72,10 @@ class Device:
         """A copy of a CPU tensor in pinned memory, where that makes copies to the device faster; otherwise the tensor itself."""
         return tensor.pin_memory() if self.pins else tensor
 
+    def place(self, tensor: torch.Tensor) -> int:
+        """A number that tensors on this device share if they share memory."""
+        return tensor.data_ptr()
+
     def seed(self, seed: int) -> None:
         """Seed torch's random number generators: the CPU's and the current device's."""
         torch.manual_seed(seed)
@@ -166,6 +170,9 @@ class _Xla(Device):
 
     def peak_flops(self) -> None:
         return None
+
+    def place(self, tensor: torch.Tensor) -> int:  # they have no addresses
+        return int(importlib.import_module("torch_xla")._XLAC._xla_get_tensor_id(tensor))
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from outlast.errors import OutlastError
-from outlast.training import stalls
+from outlast.training import device, stalls
 from outlast.training.order import VERSION, Indices, Windows, permuted
 from outlast.training.shards import Shards
 
@@ -78,13 +78,13 @@ class Batch:
         epoch, it gets another rank's with share 0.0, because it has to take part in the exchange. FSDP2 gathers weights in every
         forward pass, so there a rank with fewer micro-batches than others gets its first one again, with share 0.0.
         """
-        device = next((p.device for p in net.parameters()), None) if net is not None else None
+        where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
         if hasattr(net, "set_requires_gradient_sync"):  # FSDP2: every forward pass gathers weights from all ranks
             pieces = ((pieces[0][0], 0.0),) * (self.most - len(pieces)) + pieces
         for number, (data, share) in enumerate(pieces, start=1):
             with _exchanging(net, number == len(pieces)):
-                yield (_moved(data, device) if device else data), share
+                yield (_moved(data, where) if where else data), share
 
 
 @contextlib.contextmanager
@@ -99,14 +99,23 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
         yield
 
 
-def _moved(data: Any, device: torch.device) -> Any:
+def _moved(data: Any, where: torch.device) -> Any:
+    return _changed(data, lambda tensor: tensor.to(where, non_blocking=True))
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _changed(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with every tensor changed."""
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
+        return change(data)
     if isinstance(data, Mapping):
-        return {key: _moved(value, device) for key, value in data.items()}
+        return {key: _changed(value, change) for key, value in data.items()}
     if isinstance(data, tuple | list):
-        moved = [_moved(value, device) for value in data]
-        return type(data)(*moved) if hasattr(data, "_fields") else type(data)(moved)
+        changed = [_changed(value, change) for value in data]
+        return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
     return data
 
 
@@ -305,6 +314,7 @@ class Stream:
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)
+        accelerator = device.find()
         begun(self)
         try:
             for plan, pieces in stalls.timed(self._read(plans), self):
@@ -313,6 +323,7 @@ class Stream:
                     self.sample = kind(pieces[0][0])
                 most = -(-plan.size // (self.microbatch * ranks)) if self.microbatch else 1
                 yield Batch(plan.epoch, plan.step, plan.size, plan.indices, plan.ends_epoch, pieces, most, plan.start)
+                accelerator.mark_step()
         finally:
             self.reading -= 1
         if self.ended is not None:
@@ -357,8 +368,10 @@ class Stream:
             epoch, start = (epoch + 1, 0) if ends else (epoch, start + size)
 
     def _read(self, plans: Iterator[_Plan]) -> Generator[tuple[_Plan, tuple[tuple[Any, float], ...]], None, None]:
+        accelerator = device.find()
         if arrays := self._arrays:
-            read = ((plan, tuple((arrays.take(part), share) for part, share in plan.cuts)) for plan in plans)
+            pin = accelerator.pin if self._prefetch else _as_it_is  # in the thread that reads ahead
+            read = ((plan, tuple((_changed(arrays.take(part), pin), share) for part, share in plan.cuts)) for plan in plans)
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
         samples, collate = _Seeded(self._dataset, self.seed), self._collate
@@ -378,6 +391,7 @@ class Stream:
                 num_workers=self._workers,
                 collate_fn=collate,
                 prefetch_factor=max(1, self._prefetch),
+                pin_memory=accelerator.pins,
                 generator=torch.Generator(),
             )
         )

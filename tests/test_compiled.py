@@ -1,0 +1,160 @@
+"""What compilers make is kept in the store of an output: fetched before training, sent beside it, never overwritten."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from outlast import spec, store
+from outlast.errors import OutlastError, Stopped
+from outlast.prepare import compiled
+from outlast.prepare.compiled import Cache
+
+STOP = threading.Event()
+OLD = time.time() - 3600
+
+
+def a_worker(tmp_path: Path, name: str = "worker-0", **more: str) -> dict[str, str]:
+    """The environment of an agent on a machine of its own, whose output is in a store."""
+    machine = tmp_path / name
+    (machine / "code").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "store").mkdir(exist_ok=True)
+    return {
+        "OUTLAST_STORE": f"file://{tmp_path}/store/job",
+        "OUTLAST_OUTPUT": f"{machine}/output/job",
+        "OUTLAST_CACHE": f"{machine}/cache",
+        "OUTLAST_WORKER_STATE": f"{machine}/state",
+        "OUTLAST_CODE": f"{machine}/code",
+        "OUTLAST_RUN": "a1",
+        "PATH": os.environ["PATH"],
+        **more,
+    }
+
+
+def written(cache: Cache, key: str, content: str = "x", at: float = OLD) -> Path:
+    path = cache.directory / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    os.utime(path, (at, at))
+    return path
+
+
+def held(place: store.Store | None) -> dict[str, bytes]:
+    assert place is not None
+    return {entry.key: place.get(entry.key) for entry in place.entries()}
+
+
+def test_the_newest_file_of_each_directory_travels_last() -> None:
+    times = {"neff/MODULE_1/model.done": 3.0, "neff/MODULE_1/model.neff": 2.0, "neff/MODULE_1/flags": 1.0, "triton/a/b.so": 9.0}
+    first, last = compiled.waves(times)
+    assert sorted(first) == ["neff/MODULE_1/flags", "neff/MODULE_1/model.neff"]
+    assert last == ["neff/MODULE_1/model.done", "triton/a/b.so"]
+
+
+def test_a_machine_gets_what_another_one_compiled_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    one, two = (Cache.of(a_worker(tmp_path, name)) for name in ("one", "two"))
+    assert one.directory != two.directory
+    written(one, "inductor/ab/code.py", "first")
+    written(one, "inductor/ab/unfinished.so", at=time.time())
+    written(one, "inductor/locks/ab.lock")
+    written(one, "inductor/ab/.12.tmp")
+    assert one.push(STOP) == 1
+    assert two.fetch(STOP) == 1
+    assert (two.directory / "inductor/ab/code.py").read_text() == "first"
+    written(two, "inductor/ab/code.py", "another machine's")
+    written(two, "triton/c/kernel.so")
+    assert two.push(STOP) == 1
+    assert held(one.place) == {"inductor/ab/code.py": b"first", "triton/c/kernel.so": b"x"}
+    assert (one.fetch(STOP), one.push(STOP), two.fetch(STOP)) == (1, 0, 0)
+
+
+def test_without_a_store_the_directory_is_beside_the_jobs_of_the_output(tmp_path: Path) -> None:
+    environ = {"OUTLAST_OUTPUT": f"{tmp_path}/runs/digits"}
+    cache = Cache.of(environ)
+    assert cache == Cache(tmp_path / "runs" / ".compiled")
+    assert (cache.fetch(STOP), cache.push(STOP)) == (0, 0)
+    mine = cache.variables({"TRITON_CACHE_DIR": "/mine"})
+    assert mine["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/runs/.compiled/inductor"
+    assert set(mine) == set(compiled.VARIABLES) - {"TRITON_CACHE_DIR"}
+
+
+COMPILER = """
+import os, pathlib, sys
+cache = pathlib.Path(os.environ["NEURON_COMPILE_CACHE_URL"], "MODULE_1")
+cache.mkdir(parents=True)
+cache.joinpath("model.neff").write_text(" ".join(sys.argv[1:]))
+pathlib.Path(os.environ["OUTLAST_OUTPUT"], "checkpoint").write_text("a trial's")
+print(os.getcwd(), [name for name in os.environ if name.startswith("OUTLAST_")])
+"""
+
+
+def test_the_warm_up_runs_once_in_a_run_and_its_output_is_thrown_away(tmp_path: Path) -> None:
+    said: list[str] = []
+    environ = a_worker(tmp_path)
+    Path(environ["OUTLAST_CODE"], "compiler.py").write_text(COMPILER)
+    command = ["python", "compiler.py", "--max-steps", "5"]
+    for _ in range(2):  # the second start of the worker
+        compiled.prepare(Cache.of(environ), command, dict(environ), sys.executable, said.append, STOP)
+    assert [line for line in said if "took" not in line] == ["compile.warmUp: python compiler.py --max-steps 5"]
+    log = Path(environ["OUTLAST_WORKER_STATE"], "warm-up.log").read_text()
+    assert log == f"{environ['OUTLAST_CODE']} ['OUTLAST_CACHE', 'OUTLAST_OUTPUT']\n"
+    assert not Path(environ["OUTLAST_WORKER_STATE"], "warm-up").exists()
+    other = a_worker(tmp_path, "worker-1")  # without the compiler: it need not compile
+    compiled.prepare(Cache.of(other), command, other, sys.executable, said.append, STOP)
+    assert Path(other["NEURON_COMPILE_CACHE_URL"], "MODULE_1", "model.neff").read_text() == "--max-steps 5"
+    assert said[2:] == ["fetched 2 files that were compiled before"]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["neuron_parallel_compile", "x"], "compile.warmUp: there is no neuron_parallel_compile on PATH; install it"),
+        (["python", "-c", "raise ValueError('no graph')"], "compile.warmUp: python says: ValueError: no graph; correct"),
+    ],
+)
+def test_a_warm_up_that_fails_says_why_and_leaves_no_marker(tmp_path: Path, command: list[str], sentence: str) -> None:
+    environ = a_worker(tmp_path)
+    for _ in range(2):
+        with pytest.raises(OutlastError) as caught:
+            compiled.prepare(Cache.of(environ), command, environ, sys.executable, lambda _: None, STOP)
+        assert str(caught.value).startswith(sentence)
+
+
+def test_a_worker_that_is_asked_to_leave_ends_its_warm_up(tmp_path: Path) -> None:
+    environ, stop = a_worker(tmp_path), threading.Event()
+    ready = Path(environ["OUTLAST_CODE"], "ready")
+    program = "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(600)"
+
+    def when_ready() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        stop.set()
+
+    threading.Thread(target=when_ready, daemon=True).start()
+    with pytest.raises(Stopped):
+        compiled.prepare(Cache.of(environ), ["python", "-c", program], environ, sys.executable, lambda _: None, stop)
+
+
+def test_a_store_that_fails_is_no_reason_not_to_train(tmp_path: Path) -> None:
+    said: list[str] = []
+    environ = a_worker(tmp_path)
+    cache = Cache.of(environ)
+    written(cache, "inductor")  # a file where the store has a directory
+    assert cache.place is not None
+    cache.place.put("inductor/ab/code.py", b"x")
+    compiled.prepare(cache, (), environ, sys.executable, said.append, STOP)
+    assert [line.partition(":")[0] for line in said] == ["what was compiled before is not fetched, and may be compiled again"]
+    assert environ["TRITON_CACHE_DIR"].startswith(str(cache.directory))
+
+
+def test_a_warm_up_without_a_cache_is_a_mistake() -> None:
+    with pytest.raises(OutlastError, match=r"compile\.warmUp fills a cache that is not kept; set compile\.cache: true"):
+        spec.parse(
+            "apiVersion: outlast.dev/v1alpha1\nkind: ElasticJob\nmetadata: {name: a}\n"
+            "spec:\n  module: m\n  compile: {warmUp: [neuron_parallel_compile]}\n"
+        )
