@@ -196,7 +196,7 @@ def test_xla_trains_where_torch_xla_has_an_accelerator(xla: list[object]) -> Non
     found.synchronize()
     with torch.random.fork_rng(devices=[]):
         found.seed(3)
-    assert xla == [("state", 9), "sync", "sync", "waited", ("state", 3)]
+    assert xla == [("state", 9), "sync", ("state", 7), "sync", ("state", 7), "waited", ("state", 3)]
     assert device.computing() == torch.device("xla")
 
 

@@ -156,6 +156,19 @@ def test_nothing_is_compiled_when_a_worker_starts() -> None:
     assert not any("no-compile" in line or "DONTWRITEBYTECODE" in line for lines in known.values() for line in lines)
 
 
+def test_images_for_training_have_what_the_recipes_need() -> None:
+    known = stages()
+    for stage in ("build-cpu", "build-cuda", "neuron"):
+        extras = re.search(r'"\.\[(\S+)\]"', " ".join(known[stage]))
+        assert extras, stage
+        assert {"store", "kubernetes", "tracking", "data", "llm"} <= set(extras[1].split(",")), stage
+    [install] = (line for line in known["neuron"] if "pip install" in line)
+    assert re.search(r"torch\.__version__.* > torch\.txt .*pip install \S* ?--constraint torch\.txt", install), (
+        "AWS's torch stays"
+    )
+    assert "train" not in re.split(r"[\[\],]", install), "which asks for a torch of its own"
+
+
 def test_the_operators_image_has_no_torch() -> None:
     lines = stages()["build-operator"]
     assert not any("torch" in line or "[train" in line for line in lines)

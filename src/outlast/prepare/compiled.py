@@ -41,7 +41,7 @@ VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
     "TRITON_CACHE_DIR": "triton",
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
-    "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc below torch_xla
+    "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
 }
 """Directories of compilers, by the variable that names them."""
 SETTLED_S = 30.0

@@ -189,7 +189,9 @@ class _Xla(Device):
         self._model.wait_device_ops()
 
     def mark_step(self) -> None:
+        state = self.random_state()
         importlib.import_module("torch_xla").sync()
+        self.set_random_state(state)  # which `sync` changes: a run that saves more often would draw other numbers
 
     @property
     def _model(self) -> Any:
