@@ -121,7 +121,10 @@ def jsonl(
     source: SourceArgument,
     to: ToOption,
     tokenizer: Annotated[
-        str, typer.Option(metavar="WHICH", help="bpe (trained here), gpt2-like (50,257 tokens), or a tokenizer.json.")
+        str,
+        typer.Option(
+            metavar="WHICH", help="bpe (trained here), gpt2-like (50,257 tokens), a tokenizer.json, or a model of Hugging Face."
+        ),
     ] = "bpe",
     vocab_size: VocabularyOption = None,
     val: ValOption = 0.1,

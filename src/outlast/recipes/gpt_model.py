@@ -310,7 +310,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        total, by_x, by_weight = x.new_zeros((), dtype=exact), torch.empty_like(x), torch.zeros_like(weight, dtype=exact)
+        total, by_x = x.new_zeros((), dtype=exact), torch.empty_like(x)
+        learns = ctx.needs_input_grad[1]  # not if it is frozen, as under LoRA
+        by_weight = torch.zeros_like(weight, dtype=exact) if learns else None
         most = _LOGITS if x.is_cuda else _LOGITS_OF_A_CACHE
         rows = max(1, most // len(weight))
         for start in range(0, len(x), rows):
@@ -323,6 +325,8 @@ class _CrossEntropy(torch.autograd.Function):
             p[each, wanted] -= 1  # the gradient of the logits
             p = p.to(x.dtype)
             by_x[start : start + rows] = p @ weight
+            if by_weight is None:
+                continue
             if x.dtype == exact:
                 by_weight.addmm_(p.t(), some)
             else:
@@ -332,10 +336,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
         by_x, by_weight = ctx.saved_tensors
         scale = gradient / len(by_x)
-        return by_x * scale.to(by_x.dtype), (by_weight * scale).to(by_x.dtype), None
+        return by_x * scale.to(by_x.dtype), None if by_weight is None else (by_weight * scale).to(by_x.dtype), None
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19

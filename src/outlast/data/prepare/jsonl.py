@@ -3,7 +3,8 @@
 A line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
 "content": ...}, ...]}`. Learned are completions, texts, and what the assistant says, each with the separator after it. In
 messages a role is a token, `<|assistant|>`, if the tokenizer has it (one trained here does), else that text; a newline follows.
-What looks like such a role in the text of a record stays text. Memory: a shard per process.
+What looks like such a role in the text of a record stays text. A directory of Hugging Face as the tokenizer brings its chat
+template and its own end token, see `chat`. Memory: a shard per process.
 """
 
 from __future__ import annotations
@@ -11,24 +12,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outlast.data import shards
-from outlast.data.prepare import plan, records, tables, text, tokenizer, work
+from outlast.data.prepare import chat, plan, records, tables, text, tokenizer, work
 from outlast.data.prepare.plan import TRAIN, VAL, BadSource, Document, Unit
 from outlast.errors import OutlastError
 
 SHARD = 8 << 20
 """Bytes of records that make a shard. Arbitrary, as `tables.SHARD`; tokens and labels have twice as many."""
 ROLES = ("system", "user", "assistant")
-NOT_LEARNED = -100
-"""What torch's cross entropy ignores by default."""
+Segments = list[tuple[str, str, bool]]
+"""Role (empty if none), text and whether it is learned."""
+_Record = tuple[dict[str, Any], Segments]
+"""A record, as it is and taken apart."""
+T = TypeVar("T")
+NAMED = 3
+"""Records left out that the manifest names; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Settings:
     """What to make of records."""
 
     tokenizer: str = "bpe"
-    """`bpe`, `gpt2-like`, or the path of a tokenizer.json."""
+    """`bpe`, `gpt2-like`, or the path of a tokenizer.json or of a directory of Hugging Face."""
     vocab_size: int | None = None
     val: float = 0.1
     separator: str | None = None
@@ -51,12 +57,23 @@ class Settings:
         """The settings of a text with that tokenizer."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The settings for the manifest: the same on every machine. Raises OutlastError for those that cannot be met."""
+        about = dataclasses.asdict(self) | {"patterns": list(self.patterns)}
+        if not Path(self.tokenizer).is_dir():
+            return about | {key: text.described(self.of_text)[key] for key in ("tokenizer", "vocab_size")}
+        if self.separator is not None or self.vocab_size is not None:
+            raise OutlastError(f"--separator and --vocab-size are not for {self.tokenizer}, which has its own; leave them out")
+        return about | {"tokenizer": f"{Path(self.tokenizer).resolve().name} sha256 {chat.digest(Path(self.tokenizer))}"}
+
 
 @dataclass(frozen=True)
 class Coder:
     """How processes make samples."""
 
     path: Path
+    """A tokenizer.json, or a directory of Hugging Face."""
     digest: str
     separator: int | None
     max_length: int | None
@@ -69,8 +86,7 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
             "records need --tokenizer bpe, gpt2-like or a tokenizer.json, and --max-length 1 or more; correct them"
         )
     found = plan.listed(request.source, request.to, settings.patterns)
-    about = dataclasses.asdict(settings) | {"patterns": list(settings.patterns)}
-    about |= {key: text.described(settings.of_text)[key] for key in ("tokenizer", "vocab_size")}
+    about = settings.described
     source = plan.described(found)
     if there := work.before(request, "jsonl", about, source):
         return there
@@ -80,23 +96,32 @@ def prepare(request: work.Request, settings: Settings) -> shards.Manifest:
     reader = text.Reader(plan.root(request.source), "", settings.val, settings.skip_damaged)
     with work.opened(request, about, found) as place:
         units = plan.units(documents, settings.shard_size)
-        path = request.to / shards.TOKENIZER
-        if not path.exists():
-            sample = units[:: -(-sum(unit.bytes for unit in units) // text.SAMPLE) or 1]
-            text.make_tokenizer(place, path, settings.of_text, functools.partial(_train, reader=reader, units=sample))
-        known = tokenizer.load(path)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        coder = Coder(path, digest, tokenizer.separator(known, settings.separator), settings.max_length)
+        coder, size = _coder(place, settings, reader, units)
         notes = place.results("shard", functools.partial(_write, reader=reader, coder=coder, to=request.to), units)
         source |= {key: sum(note[key] for note in notes) for key in ("damaged", "cut")}
+        if source["damaged"]:
+            source["left_out"] = [each for note in notes for each in note["left_out"]][:NAMED]
         parts = tables.parts(notes, (TRAIN, VAL) if named or settings.val else (TRAIN,))
-        size = tokenizer.vocab_size(known)
-        return place.finish(
-            shards.Manifest("jsonl", parts, about, source, vocab_size=size, tokenizer=shards.TOKENIZER, place=str(request.to))
-        )
+        file = "" if coder.path.is_dir() else shards.TOKENIZER
+        return place.finish(shards.Manifest("jsonl", parts, about, source, "", size, file, str(request.to)))
 
 
-def segments(record: dict[str, Any], file: BinaryIO, at: int) -> list[tuple[str, str, bool]]:
+def _coder(place: work.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
+    """The tokenizer that is given, or one that is trained; and how many tokens it knows."""
+    if (given := Path(settings.tokenizer)).is_dir():
+        digest = chat.digest(given)
+        return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
+    path = place.request.to / shards.TOKENIZER
+    if not path.exists():
+        sample = units[:: -(-sum(unit.bytes for unit in units) // text.SAMPLE) or 1]
+        text.make_tokenizer(place, path, settings.of_text, functools.partial(_train, reader=reader, units=sample))
+    known = tokenizer.load(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    coder = Coder(path, digest, tokenizer.separator(known, settings.separator), settings.max_length)
+    return coder, tokenizer.vocab_size(known)
+
+
+def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
     """Role (empty if none), text and whether it is learned, for each part of a record. Raises BadSource for other forms."""
     if "messages" in record:
         messages = record["messages"]
@@ -119,39 +144,42 @@ def _keys(record: dict[str, Any]) -> str:
     return ", ".join(list(record)[:5]) or "nothing"
 
 
-def _found(unit: Unit, reader: text.Reader, damaged: list[str]) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:
-    """Part and segments of each record of a unit."""
+def _found(unit: Unit, reader: text.Reader, damaged: list[str], coded: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
+    """Part, and what `coded` makes of it, for each record of a unit. What is wrong raises BadSource, or is added to `damaged`."""
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:
             for at, line in records.lines(file, piece):
                 try:
-                    found = segments(records.parsed(line, file, at), file, at)
+                    record = records.parsed(line, file, at)
+                    try:
+                        made = coded((record, segments(record, file, at)))
+                    except chat.Refused as refusal:
+                        raise BadSource(f"{records.where(file, at)} {refusal}") from refusal
                 except BadSource as error:
                     if not reader.skip_damaged:
                         raise
                     damaged.append(str(error))
                     file.seek(at + len(line))
                     continue
-                yield piece.document.part or (VAL if plan.drawn(line.strip()) < reader.val else TRAIN), found
+                yield piece.document.part or (VAL if plan.drawn(line.strip()) < reader.val else TRAIN), made
 
 
 def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit]) -> None:
-    texts = (each for unit in units for part, found in _found(unit, reader, []) if part == TRAIN for _, each, _ in found)
+    found = (some for unit in units for part, some in _found(unit, reader, [], lambda record: record[1]) if part == TRAIN)
+    texts = (each for some in found for _, each, _ in some)
     roles = [f"<|{role}|>" for role in ROLES]
     tokenizer.save(path, tokenizer.train((piece for each in texts for piece in tokenizer.pieces(each)), size, roles))
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.Note:
     """Write the shards of a unit, one per part that it has samples of."""
-    known = tokenizer.load(coder.path)
-    rows: dict[str, list[tuple[NDArray[np.int32], NDArray[np.int32]]]] = {TRAIN: [], VAL: []}
+    rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0
-    for part, found in _found(unit, reader, damaged):
-        ids, labels = sample(found, coder, known)
+    for part, (ids, labels) in _found(unit, reader, damaged, _encoder(coder)):
         cut += coder.max_length is not None and len(ids) > coder.max_length
         rows[part].append((ids[: coder.max_length], labels[: coder.max_length]))
-    note: work.Note = {"damaged": len(damaged), "cut": cut}
+    note: work.Note = {"damaged": len(damaged), "left_out": damaged[:NAMED], "cut": cut}
     for part, some in rows.items():
         columns = {}
         for at, name in enumerate(("input_ids", "labels")):
@@ -160,7 +188,16 @@ def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work.N
     return note
 
 
-def sample(found: Sequence[tuple[str, str, bool]], coder: Coder, known: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
+    """What makes tokens and labels of a record."""
+    if coder.path.is_dir():
+        known = chat.load(coder.path, coder.digest)
+        return lambda record: chat.sample(*record, known)
+    of_library = tokenizer.load(coder.path)
+    return lambda record: sample(record[1], coder, of_library)
+
+
+def sample(found: Segments, coder: Coder, known: Any) -> chat.Sample:
     """Tokens and labels of a record."""
     encoder = tokenizer.encoder(coder.path, coder.digest)
     dtype = shards.dtype(tokenizer.vocab_size(known))
@@ -185,4 +222,4 @@ def sample(found: Sequence[tuple[str, str, bool]], coder: Coder, known: Any) -> 
         elif role:
             add(encoded("\n"), False)
     tokens, mask = np.concatenate(ids), np.concatenate(learned)
-    return tokens, np.where(mask, tokens, NOT_LEARNED).astype(np.int32)
+    return tokens, np.where(mask, tokens, chat.NOT_LEARNED).astype(np.int32)

@@ -1,0 +1,392 @@
+"""The model of `llm`: a causal language model of Hugging Face, whole or under LoRA, and what trains it.
+
+The one module of the recipes that knows transformers and peft. `load` says what is wrong with a directory in a sentence, `Tuned`
+computes the loss of a row of samples, `write` saves what `AutoModelForCausalLM` or `PeftModel` reads.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from outlast import contract
+from outlast.errors import OutlastError
+from outlast.recipes import gpt_model
+from outlast.recipes.llm_data import Row, packed, padded
+from outlast.training import device
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it warns in processes that were forked
+try:
+    import peft
+    import transformers
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.utils.import_utils import is_flash_attn_2_available
+except ModuleNotFoundError as error:
+    raise OutlastError(f"fine-tuning needs the package {error.name}; run: pip install 'outlast[llm]'") from error
+
+PACKED = "outlast"
+"""The name of our attention in transformers."""
+_STARTS = 64
+"""Values of each weight that identify a base model; arbitrary."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Small matrices beside frozen ones (Hu et al., 2021, https://arxiv.org/abs/2106.09685)."""
+
+    r: int
+    alpha: int
+    dropout: float
+    targets: tuple[str, ...]
+
+
+# Loading
+
+
+def place(name: str, local: str, *, offline: bool, what: str = "model") -> str:
+    """The directory of a model, or the name to ask Hugging Face for. Raises OutlastError.
+
+    `local` is a directory, or else `name` is one, or it lies below $OUTLAST_MODELS with all of its name or the last part of it.
+    """
+    if local:
+        if not Path(local).expanduser().is_dir():
+            raise OutlastError(f"--{what}-local-dir {local} is no directory; name the one with config.json and the weights")
+        return str(Path(local).expanduser())
+    places = [Path(name).expanduser()]
+    if shelf := os.environ.get(contract.Env.MODELS):
+        places += [Path(shelf) / name, Path(shelf) / name.rpartition("/")[2]]
+    if found := next((each for each in places if each.is_dir()), None):
+        return str(found)
+    if offline or os.environ.get("HF_HUB_OFFLINE") == "1" or os.environ.get("TRANSFORMERS_OFFLINE") == "1":
+        return _in_the_cache(name, what)
+    return name
+
+
+def _in_the_cache(name: str, what: str) -> str:
+    """What Hugging Face's own cache has."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(name, local_files_only=True))
+    except Exception as error:
+        raise OutlastError(
+            f"{what} {name} is not here, and nothing may be downloaded: it is no directory, not below ${contract.Env.MODELS}, "
+            f"and not in Hugging Face's cache; name its directory with --{what}-local-dir, or as `models` of the job file"
+        ) from error
+
+
+def downloaded(name: str) -> Path:
+    """The directory of a model; asks Hugging Face for one that is none. Raises OutlastError."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise OutlastError(
+            f"model {name} cannot be downloaded: {reason}; name a directory with --model-local-dir, or set HF_TOKEN"
+        ) from error
+
+
+def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
+    """The model in a directory, its weights as `dtype`, on the CPU, to be computed on `where`. Raises OutlastError."""
+    if not (directory / "config.json").is_file():
+        raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
+    _register()
+    with _quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(directory), local_files_only=True)
+            limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+            if limit and seq_len > limit:
+                raise OutlastError(f"--seq-len {seq_len} is above the {limit} positions of {directory.name}; give at most that")
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                str(directory), local_files_only=True, dtype=dtype, attn_implementation=_attention(config, dtype, where)
+            )
+        except OutlastError:
+            raise
+        except Exception as error:  # transformers raises anything
+            reason = " ".join(str(error).split())[:300]
+            raise OutlastError(f"{directory} is no causal language model that transformers can load: {reason}") from error
+    model.config.use_cache = False
+    return model
+
+
+def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str:
+    """The name of the attention: flash attention where it is installed and usable, else ours, else what transformers chooses."""
+    text = config.get_text_config()
+    if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
+        return "flash_attention_2"
+    special = any(getattr(text, name, None) for name in ("attn_logit_softcapping", "attention_chunk_size"))
+    return "sdpa" if special else PACKED
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without progress bars and advice."""
+    transformers.utils.logging.disable_progress_bar()
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers for names of old
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """What identifies the weights of a base model: names, shapes and some values of each, the same in float32 and bfloat16."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        some = flat[torch.linspace(0, len(flat) - 1, _STARTS).long()] if len(flat) else flat
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode() + some.to(torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def adapted(model: Any, lora: Lora) -> Any:
+    """The model with LoRA beside its target modules, everything else frozen. Raises OutlastError."""
+    linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+    names = {name for name, _ in model.named_modules()}
+    missing = [each for each in lora.targets if not any(name == each or name.endswith(f".{each}") for name in names)]
+    if missing or not lora.targets:
+        raise OutlastError(
+            f"--target-modules {' '.join(missing or ['(none)'])}: the model has no such module; it has {', '.join(linear)}"
+        )
+    config = peft.LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets), task_type="CAUSAL_LM"
+    )
+    try:
+        with _quiet():
+            found = peft.get_peft_model(model, config)  # matrices in float32, whatever the frozen ones are
+    except ValueError as error:
+        raise OutlastError(
+            f"LoRA does not fit {' '.join(lora.targets)} of this model: {' '.join(str(error).split())[:300]}"
+        ) from error
+    for module in found.modules():
+        if isinstance(module, BaseTunerLayer):
+            cast(Any, module).cast_input_dtype_enabled = False  # autocast does it; copies in float32 would be for nothing
+    return found
+
+
+# Attention
+
+
+def _register() -> None:
+    AttentionInterface.register(PACKED, _attended)
+    AttentionMaskInterface.register(PACKED, lambda *args, **options: None)
+
+
+def _attended(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Causal attention within each sample of a row. Of (b, heads, t, d), keys with fewer heads: (b, t, heads, d).
+
+    Samples of about one length are computed together, so it costs the sum of their squares, and not the square of their sum.
+    """
+    groups, order = options.pop("packing", None) or ((), None)
+    window = options.pop("sliding_window", None)
+    options = {name: options[name] for name in ("dropout", "scaling") if name in options}
+
+    def within(*qkv: Tensor) -> Tensor:
+        t = qkv[0].shape[2]
+        mask = None
+        if window is not None and t > window:
+            at = torch.arange(t, device=query.device)
+            mask = (at[:, None] >= at) & (at[:, None] - at < window)
+        attend: Any = sdpa_attention_forward
+        found: Tensor = attend(module, *qkv, mask, is_causal=mask is None, **options)[0]
+        return found  # (n, t, heads, d)
+
+    if order is None:
+        return within(query, key, value), None
+    found = []
+    for where, real in groups:  # (n, t) of the row, (m,) of n * t
+        taken = [
+            each[0].index_select(1, where.flatten()).unflatten(1, where.shape).transpose(0, 1) for each in (query, key, value)
+        ]
+        found.append(within(*taken).flatten(0, 1).index_select(0, real))  # (m, heads, d)
+    return torch.cat(found).index_select(0, order)[None], None
+
+
+# The loss
+
+
+class Tuned(nn.Module):
+    """A causal language model that returns the loss of a row, summed over the tokens that are learned.
+
+    Logits are computed for these tokens only, a few rows at a time. `whole`: the model's head is more than a product, so the
+    model computes all logits itself.
+    """
+
+    def __init__(self, model: Any, *, low: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.whole = False
+        self.low = low
+        """Whether matrix products are in bfloat16, with weights that train in float32."""
+
+    @property
+    def base(self) -> Any:
+        """The model below LoRA."""
+        return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model
+
+    def forward(self, row: Row) -> Tensor:
+        with device.of(row.tokens.device).autocast(torch.bfloat16 if self.low else None):
+            return self._loss(row)
+
+    def _loss(self, row: Row) -> Tensor:
+        places, options = row.places, {"packing": (row.groups, row.order)} if row.groups else {}
+        if self.whole:
+            return F.cross_entropy(self._logits(row, **options)[places].float(), row.targets, reduction="sum")
+        hidden: Tensor = self.base.get_decoder()(row.tokens, position_ids=row.positions, use_cache=False, **options)[0]
+        learned = hidden.flatten(0, 1)[places]  # (n, c)
+        if not len(places):
+            return learned.float().sum()  # 0, and a gradient of zeros for DDP, which waits for one
+        head = self.base.get_output_embeddings()
+        if type(head) is nn.Linear and head.bias is None:
+            mean: Tensor = gpt_model.cross_entropy(learned, head.weight, row.targets)
+            return mean * len(places)
+        return F.cross_entropy(head(learned).float(), row.targets, reduction="sum")
+
+    def _logits(self, row: Row, **options: Any) -> Tensor:
+        """All logits, (b * t, v), as the model itself computes them."""
+        with device.of(row.tokens.device).autocast(torch.bfloat16 if self.low else None):
+            logits: Tensor = self.base(row.tokens, position_ids=row.positions, use_cache=False, **options).logits
+            return logits.flatten(0, 1)
+
+    @torch.no_grad()
+    def check(self) -> str:
+        """Find out by two short samples what this model can do: sets `whole`; a sentence if it cannot pack samples."""
+        training = self.training
+        self.eval()
+        where = next(self.parameters()).device
+        vocabulary = self.base.get_input_embeddings().num_embeddings
+        draw = torch.Generator().manual_seed(0)
+        samples = [(some := torch.randint(vocabulary, (n,), generator=draw), some) for n in (9, 14)]
+        rows = [moved(padded([sample]), where) for sample in samples]
+        wanted = [F.cross_entropy(self._logits(row)[row.places].float(), row.targets, reduction="sum") for row in rows]
+        self.whole = not all(_alike(self(row), loss) for row, loss in zip(rows, wanted, strict=True))
+        able = _alike(self(moved(packed(samples, 99)[0], where)), torch.stack(wanted).sum())
+        self.train(training)
+        return "" if able else f"samples are not packed: {type(self.base).__name__} computes something else then"
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Within the errors of bfloat16."""
+    return abs(float(one) - float(other)) <= 0.02 * abs(float(other)) + 1e-3
+
+
+def moved(row: Row, to: torch.device) -> Row:
+    """A row on another device."""
+    groups = tuple((where.to(to), real.to(to)) for where, real in row.groups)
+    tensors = {name: getattr(row, name).to(to) for name in ("tokens", "positions", "places", "targets", "order")}
+    return row._replace(groups=groups, **tensors)
+
+
+def training(model: nn.Module) -> nn.Module:
+    """What of a model trains, as modules of the same names: what a checkpoint holds. Frozen weights come from their directory."""
+    root = nn.Module()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            *path, leaf = name.split(".")
+            at = root
+            for part in path:
+                if part not in at._modules:
+                    at.add_module(part, nn.Module())
+                at = cast(nn.Module, at._modules[part])
+            at.register_parameter(leaf, parameter)
+    return root
+
+
+# Results
+
+
+def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """What of a model trains, on the CPU, shards put together. Without `keep`, takes part and returns nothing. A collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            tensor = parameter.detach()
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keep:
+                found[name] = tensor.cpu()
+    return found
+
+
+def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write a directory that Hugging Face reads, as a whole: an adapter, or weights of type `dtype`; and the tokenizer."""
+    partial = directory.with_name(f".{directory.name}.writing")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        with _quiet(), warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # peft asks the hub for the base model's config, to see whether its vocabulary changed
+            if isinstance(model, peft.PeftModel):
+                model.save_pretrained(str(partial), state_dict=dict(tensors), save_embedding_layers=False)
+            else:
+                model.save_pretrained(str(partial), state_dict={name: each.to(dtype) for name, each in tensors.items()})
+                _said(partial / "config.json", dtype)
+        tokenizer.save_pretrained(str(partial))
+        old = directory.with_name(f".{directory.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if directory.exists():
+            directory.rename(old)
+        partial.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OutlastError(
+            f"{directory} cannot be written: {error.strerror or error}; make room, then run the same again"
+        ) from error
+
+
+def _said(config: Path, dtype: torch.dtype) -> None:
+    """The type of the weights that are there, and not of those in memory."""
+    about = json.loads(config.read_text())
+    config.write_text(json.dumps(about | {"dtype": str(dtype).removeprefix("torch.")}, indent=2, sort_keys=True) + "\n")
+
+
+def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
+    """Write the weights of a base model with an adapter added to them, in the type that the base has. Computed in float32."""
+    with _quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, dtype=torch.float32)
+        merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    write(merged, tokenizer, directory, {name: p.detach() for name, p in merged.named_parameters()}, stored(base))
+
+
+def stored(directory: Path) -> torch.dtype:
+    """The type of the weights in a directory, as its config.json says; float32 if it does not."""
+    about = json.loads((directory / "config.json").read_text())
+    found = getattr(torch, str(about.get("dtype") or about.get("torch_dtype") or "float32"), torch.float32)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+
+
+def layers(model: Any) -> Sequence[nn.Module]:
+    """The decoder layers, which FSDP gathers one at a time."""
+    found: Any = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
+    if found is None:
+        raise OutlastError(f"{type(model).__name__} has no list of decoder layers; use --parallel ddp")
+    return cast(Sequence[nn.Module], found)
