@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,19 +21,36 @@ from outlast.errors import OutlastError
 if TYPE_CHECKING:
     from outlast.ledger import Event
 
+NamesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME",
+        help="Name of the job; several are compared. Default: the only unfinished one, else the newest; in a cluster the only.",
+        show_default=False,
+        autocompletion=which.names,
+    ),
+]
+
 
 def report(
     ctx: typer.Context,
-    name: NameArgument = None,
+    names: NamesArgument = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the comparison of several runs, too: .svg, .png or .pdf.", show_default=False),
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show where the time of a job went.
+    """Show where the time of a job went, or compare several.
 
     How much was training, how much was lost to replayed steps, waiting for data, checkpoints and recovery, and what happened
     when. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's output in a
     store.
+
+    Two names or more are compared with the first: time from submission to the end, speed-up, efficiency (the speed-up divided by
+    how many times as many workers there were), speed, goodput and the last loss.
 
     \b
     Examples:
@@ -38,38 +58,97 @@ def report(
       outlast report cifar10 -o json
       outlast report cifar10 -n team-a
       outlast report s3://bucket/runs/cifar10
+      outlast report cifar10-1 cifar10-2 cifar10-4 --plot scaling.svg
     """
     from outlast.report import goodput, text
 
-    name, run, events, runs, told = _ledger(ctx, name, namespace, context)
-    driven = runs or next(iter(events), None) is None
-    account = goodput.buckets(events, time.time() if driven else None)
-    if told is not None and units.percent(told) != units.percent(account.goodput):
-        said = f"the operator reads no ledger; it estimates a goodput of {units.percent(told)}, which status and list show"
+    if names is not None and len(names) > 1:
+        _compare(ctx, names, namespace, context, plot, output)
+        return
+    if plot is not None:
+        raise OutlastError(f"--plot {plot} draws several runs; name two or more")
+    job = _job(ctx, names[0] if names else None, namespace, context)
+    account = goodput.buckets(job.events, job.now)
+    if job.told is not None and units.percent(job.told) != units.percent(account.goodput):
+        said = f"the operator reads no ledger; it estimates a goodput of {units.percent(job.told)}, which status and list show"
         terminal.say(said)
     if output is not Output.TABLE:
-        show.data({"name": name, "run": run, **text.as_json(account)}, output)
+        show.data({"name": job.name, "run": job.run, **text.as_json(account)}, output)
     elif terminal.colours(sys.stdout):
         console = terminal.console()
-        console.print(text.rich(account, name, console.width))
+        console.print(text.rich(account, job.name, console.width))
     else:
-        sys.stdout.write(text.plain(account, name))
+        sys.stdout.write(text.plain(account, job.name))
 
 
-def _ledger(
-    ctx: typer.Context, name: str | None, namespace: str | None, context: str | None
-) -> tuple[str, str, Iterable[Event], bool, float | None]:
-    """The job's name, its run, its ledger, whether it is active, and the goodput that an operator has estimated."""
+def _compare(
+    ctx: typer.Context, names: list[str], namespace: str | None, context: str | None, plot: Path | None, output: Output
+) -> None:
+    from outlast.report import comparison, goodput
+
+    if plot is not None:
+        from outlast.report import plot as plots
+
+        plots.check(plot)
+    jobs = [_job(ctx, name, namespace, context) for name in names]
+    rows = comparison.compared(
+        [comparison.run(job.name, goodput.buckets(job.events, job.now), job.events, job.metrics()) for job in jobs]
+    )
+    if output is Output.TABLE:
+        print(show.table(comparison.HEADINGS, map(comparison.cells, rows)))
+    else:
+        show.data([comparison.as_json(row) for row in rows], output)
+    if plot is not None:
+        plots.write(plot, rows)
+        terminal.say(f"drawn to {plot}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What a report is made of."""
+
+    name: str
+    run: str
+    events: Iterable[Event]
+    active: bool
+    """Whether something drives it: then the time up to now counts."""
+    metrics: Callable[[], Iterable[str | bytes]]
+    """The lines of its metrics.jsonl."""
+    told: float | None = None
+    """The goodput that an operator has estimated."""
+
+    @property
+    def now(self) -> float | None:
+        """Until when the account goes, if the ledger has no end."""
+        return time.time() if self.active or next(iter(self.events), None) is None else None
+
+
+def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> _Job:
+    """The job of a name, or of a URL."""
     if url := which.in_store(name):
         from outlast.runs import output
 
         place, record = which.recorded(url)
-        return record.job, record.run, output.events(place), not record.ended, None
+        return _Job(record.job, record.run, output.events(place), not record.ended, functools.partial(output.metrics, place))
     backend, name = which.found(ctx, name, namespace, context)
     status, events = backend.status(name), backend.events(name)
+    metrics = functools.partial(_metrics, backend.output(name))
     if which.in_cluster(backend) is None:
-        return name, status.run, events, status.launcher is not None, None
-    return name, status.run, events, status.state.active, status.goodput
+        return _Job(name, status.run, events, status.launcher is not None, metrics)
+    return _Job(name, status.run, events, status.state.active, metrics, status.goodput)
+
+
+def _metrics(output: Path | str) -> Iterable[str | bytes]:
+    """The lines of metrics.jsonl in the output of a job: a directory, or a URL."""
+    if isinstance(output, str):
+        from outlast import store
+        from outlast.runs import output as stored
+
+        return stored.metrics(store.open_(output)) if "://" in output else ()
+    try:
+        return (output / contract.METRICS).read_bytes().splitlines()
+    except OSError:  # none logged, or not on this machine
+        return ()
 
 
 def evaluate(

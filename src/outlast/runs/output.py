@@ -33,3 +33,10 @@ def events(place: store.Store) -> ledger.Events:
     found = (path for path in growing.files(place) if path.startswith(f"{contract.LEDGER}/"))
     pool = ThreadPoolExecutor(growing.AHEAD)
     return ledger.Events(partial(growing.pieces, place, path, pool) for path in found)
+
+
+def metrics(place: store.Store) -> Iterator[bytes]:
+    """The lines of the run's metrics; none where it has logged none."""
+    if contract.METRICS in growing.files(place):
+        with ThreadPoolExecutor(growing.AHEAD) as pool:
+            yield from ledger.lines(growing.pieces(place, contract.METRICS, pool))
