@@ -10,16 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from outlast import checkpoints
-from outlast.data import cifar
-from outlast.errors import OutlastError
 from outlast.recipes import cifar10, results, smoke
-from outlast.training import weights
 
 SMOKE_LINE = re.compile(r"\[(DDP|TRAIN|EPOCH|DONE)\] ")
 
@@ -42,19 +36,6 @@ def a_refusal(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 78, done.stderr
     (sentence,) = done.stderr.splitlines()
     return sentence.removeprefix("outlast: ")
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve training images a file and four test images; the class is the brightness."""
-    directory = tmp_path_factory.mktemp("images")
-    noise = np.random.default_rng(0)
-    for file, n in [*((file, 12) for file in cifar.TRAIN), (cifar.TEST, 4)]:
-        y = noise.integers(0, 10, n)
-        x = y[:, None, None, None] * 25 + noise.integers(0, 20, (n, 3, 32, 32))
-        cifar.write(directory, file, x.astype(np.uint8), y.tolist(), file)
-    cifar.write_meta(directory, [f"shade {i}" for i in range(10)], per_batch=12)
-    return directory
 
 
 # smoke
@@ -102,103 +83,6 @@ def test_smoke_finds_ranks_that_disagree_and_losses_that_do_not_fall() -> None:
 
 
 # cifar10
-
-
-def test_the_network_has_six_convolutions_and_3_229_770_parameters() -> None:
-    model = cifar10.network()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 3_229_770
-    convolutions = [layer for layer in model if isinstance(layer, nn.Conv2d)]
-    assert [layer.out_channels for layer in convolutions] == [32, 64, 128, 128, 256, 256]
-    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-
-
-def test_pixels_are_bytes_until_the_network_sees_them() -> None:
-    x = torch.full((2, 3, 32, 32), 255, dtype=torch.uint8)
-    shown = cifar10.pixels(x)
-    assert (shown.dtype, shown.shape, shown.max().item(), x.max().item()) == (torch.float32, (2, 3, 32, 32), 1.0, 255)
-
-
-def test_cifar10_trains_in_a_world_of_two_and_is_measured(
-    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args = [f"--data={images}", "--epochs=2", "--batch=24", "--microbatch=4", "--log-every=2"]
-    best = {"OUTLAST_CHECKPOINT_BEST": "1 min loss", "OUTLAST_CHECKPOINT_EVERY": "1 steps"}
-    done = started(tmp_path, "cifar10", *args, ranks=2, **best)
-    assert done.returncode == 0, done.stderr
-    *log, last = done.stdout.splitlines()
-    assert [re.sub(r"\d+\.\d{3}$", "x", line) for line in log] == [
-        "[1,     2] loss: x",
-        "[2,     2] loss: x",
-        "[2,     3] loss: x",
-    ]
-    assert re.fullmatch(r"Finished Training: 6 steps in \d+\.\d s, world of 2", last)
-    final = said(tmp_path, "final.json")
-    assert final["step"] == 6
-    assert final["loss"] == pytest.approx(float(log[-1].split()[-1]), abs=5e-4)
-
-    done = started(tmp_path, "cifar10", "--evaluate", OUTLAST_DATA=str(images))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    found = said(tmp_path, "evaluation.json")
-    assert (found["weights"], found["weights_sha256"], found["images"]) == ("model.pt", final["weights_sha256"], 4)
-    assert lines[0] == f"Accuracy of the network on the 4 test images: {found['accuracy']} %"
-    assert len(found["classes"]) == 10
-    assert sum(each["images"] for each in found["classes"].values()) == 4
-    assert [line.split("class: ")[1] for line in lines[1:-1]] == [
-        f"{name:<10s} is " + (f"{each['accuracy']} %" if each["images"] else "unknown") for name, each in found["classes"].items()
-    ]
-
-    [kept] = checkpoints.ranked(checkpoints.list_(tmp_path / "out" / "checkpoints"))[:1]
-    logged = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert kept.metric
-    assert (kept.metric.value in logged, kept.metric.by, kept.metric.mode) == (True, "loss", "min")
-    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / "out"))
-    cifar10.main([f"--data={images}", "--evaluate", "--checkpoint=best"])
-    assert said(tmp_path, "evaluation.json")["weights"] == kept.path.name
-    assert capsys.readouterr().out.endswith("Finished Testing\n")
-
-
-@pytest.mark.slow
-def test_cifar10_interrupted_and_started_again_ends_with_the_weights_of_the_undisturbed_run(tmp_path: Path, images: Path) -> None:
-    args = [f"--data={images}", "--epochs=1", "--batch=24", "--microbatch=8"]
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    undisturbed.mkdir()
-    disturbed.mkdir()
-    assert started(undisturbed, "cifar10", *args).returncode == 0
-
-    (disturbed / "notice").write_text("{}")
-    done = started(disturbed, "cifar10", *args, OUTLAST_NOTICE=str(disturbed / "notice"))
-    assert done.returncode == 75, done.stderr
-    done = started(disturbed, "cifar10", "--evaluate", args[0])
-    assert done.returncode == 0, done.stderr
-    assert said(disturbed, "evaluation.json")["weights"] == "step-00000001"
-
-    assert started(disturbed, "cifar10", *args).returncode == 0
-    assert said(disturbed, "final.json") == said(undisturbed, "final.json")
-
-
-def test_evaluation_uses_the_running_statistics_of_batchnorm(
-    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = cifar10.network()
-    weights.write(tmp_path / "model.pt", weights.whole(model))
-    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path))
-    cifar10.main([f"--data={images}", "--evaluate"])
-    test = cifar.test(images)
-    one_by_one = [model.eval()(cifar10.pixels(torch.from_numpy(x[None]))).argmax().item() for x in test.x]
-    assert json.loads((tmp_path / "evaluation.json").read_text())["accuracy"] == 100 * np.mean(one_by_one == test.y)
-    assert capsys.readouterr().out.endswith("Finished Testing\n")
-
-
-def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OUTLAST_DATA", raising=False)
-    monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path))
-    with pytest.raises(
-        OutlastError, match=r"^no data: give --data DIR or set OUTLAST_DATA; outlast data get digits --to DIR makes some$"
-    ):
-        cifar10.main(["--evaluate"])
-    with pytest.raises(OutlastError, match=r"has no valid checkpoint; train first, or set OUTLAST_OUTPUT$"):
-        cifar10.main(["--evaluate", f"--data={images}"])
 
 
 def test_a_directory_that_is_not_cifar_ends_training_with_78_and_no_traceback(tmp_path: Path) -> None:

@@ -215,7 +215,9 @@ class Short:
     evaluate: bool = flag(False, "a switch", also=("e",))
 
 
-@pytest.mark.parametrize("argv", ["here -b 8 -e", "-b8 here --evaluate", "-e -b 8 --data here"])
+@pytest.mark.parametrize(
+    "argv", ["here -b 8 -e", "-b8 here --evaluate", "-e -b 8 --data here", "--evaluate here -b=8", "-b 8 -e here"]
+)
 def test_flags_may_have_one_letter_and_one_argument_may_have_no_flag(argv: str) -> None:
     assert settings.parse(Short, argv.split(), None) == Short("here", 8, True)
 

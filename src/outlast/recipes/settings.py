@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import os
 import sys
 import types
@@ -73,7 +74,8 @@ def parse(settings: type[T], argv: Sequence[str] | None, about: str | None) -> T
     Raises OutlastError for a wrong flag, key or value, and for a file that cannot be read.
     """
     kinds = {field.name: _Kind.of(field, hint) for field, hint in _fields(settings)}
-    given = vars(_parser(settings, kinds, about).parse_args(_dashed(sys.argv[1:] if argv is None else argv, kinds)))
+    parser = _parser(settings, kinds, about)
+    given = vars(parser.parse_args(list(_dashed(sys.argv[1:] if argv is None else argv, kinds, parser.first))))
     values: dict[str, Any] = {}
     for file in given.pop("config", ()):
         values |= _read(file, kinds)
@@ -209,13 +211,22 @@ def _flag(name: str) -> str:
     return ("--" if len(name) > 1 else "-") + name.replace("_", "-")
 
 
-def _dashed(argv: Sequence[str], kinds: dict[str, _Kind]) -> Iterator[str]:
-    """The arguments, with dashes in the names of flags; values stay as they are."""
+def _dashed(argv: Sequence[str], kinds: dict[str, _Kind], first: str) -> Iterator[str]:
+    """The arguments, with dashes in the names of flags; values stay as they are.
+
+    Where an argument may come without a flag, a switch before it does not take it for its value: `--evaluate data/cifar10`.
+    """
     known = {_flag(prefix + each) for name, kind in kinds.items() for each in (name, *kind.also) for prefix in ("", "no_")}
-    for argument in argv:
+    switches = {_flag(each) for name, kind in kinds.items() for each in (name, *kind.also) if kind.item is bool and first}
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue="-"):
         name, equals, value = argument.partition("=")
-        dashed = _flag(name[2:])
-        yield dashed + equals + value if name.startswith("--") and dashed in known else argument
+        dashed = _flag(name[2:]) if name.startswith("--") else name
+        if dashed not in known:
+            yield argument
+        elif dashed in switches and not equals and not following.startswith("-") and following.lower() not in (*_BOOLS, *_NONE):
+            yield f"{dashed}=true"
+        else:
+            yield dashed + equals + value
 
 
 def _read(file: str, kinds: dict[str, _Kind]) -> dict[str, Any]:
@@ -258,7 +269,7 @@ def _meant(name: str, kinds: dict[str, _Kind]) -> str:
     return f"did you mean {near[0]}?" if near else "see --help for those there are"
 
 
-def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> argparse.ArgumentParser:
+def _parser(settings: type, kinds: dict[str, _Kind], about: str | None) -> _Parser:
     first = next((field.name for field, _ in _fields(settings) if field.metadata["first"]), "")
     usage = f"%(prog)s [--config FILE ...] {f'[{first.upper()}] ' if first else ''}[flags]"
     parser = _Parser(

@@ -1,0 +1,126 @@
+"""What a network trained by `outlast.recipes.cifar10` sees in images of yours: PNG, JPEG and others, or folders of them.
+
+    python -m outlast.recipes.classify out cat.png holiday/           # a run's output: model.pt, or else its newest checkpoint
+    python -m outlast.recipes.classify cifar10.pth cat.png            # a file of weights
+    python -m outlast.recipes.classify out holiday/ -o json | jq -r 'select(.classes[0].name == "dog") | .image'
+
+Prints the most probable classes of each image, in JSON a line for each. Images of any size are cut to a square around their
+centre and resized to 32 x 32 pixels. Those that cannot be read are named on stderr, and the exit code is then 1. Classes have the
+names of the data that the run was trained on, or else CIFAR-10's.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from outlast import contract
+from outlast.data.prepare import images
+from outlast.data.prepare.plan import BadSource
+from outlast.errors import OutlastError
+from outlast.recipes import cifar10, settings
+from outlast.training import device
+
+CLASSES = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+"""CIFAR-10's, in the order of labels."""
+BATCH = 100
+"""Images at once; arbitrary."""
+
+
+def found(names: Sequence[str]) -> Iterator[Path]:
+    """The images, and those in folders and below. Raises OutlastError for a folder without any, and for what does not exist."""
+    for path in map(Path, names):
+        if path.is_dir():
+            below = sorted(each for each in path.rglob("*") if each.name.lower().endswith(images.SUFFIXES) and each.is_file())
+            if not below:
+                raise OutlastError(f"{path} has no images ({', '.join(images.SUFFIXES)}); name another folder, or images")
+            yield from below
+        elif path.exists():
+            yield path
+        else:
+            raise OutlastError(f"{path} does not exist; name images, or folders of images")
+
+
+def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Images as bytes (3, 32, 32). Adds a sentence to `problems` for each that cannot be read."""
+    square = images.Settings(size=32)
+    for path in paths:
+        try:
+            pixels, _ = images.pixels(path.parent, path.name, square)  # (32, 32, 3)
+        except BadSource as error:
+            problems.append(f"{path.parent / str(error).partition('; ')[0]}")
+        else:
+            yield path, torch.tensor(pixels).permute(2, 0, 1)
+
+
+def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
+    """The names of the classes: those given, those of the data that the run was trained on, or CIFAR-10's."""
+    if given:
+        if len(given) != len(CLASSES):
+            raise OutlastError(
+                f"--classes has {len(given)} names, and the network tells {len(CLASSES)} classes apart; give as many"
+            )
+        return list(given)
+    output = weights if weights.is_dir() else weights.parent
+    try:
+        named = json.loads((output / contract.PARAMETERS).read_text()).get("classes")
+    except (OSError, ValueError):
+        return CLASSES
+    return [str(name) for name in named] if isinstance(named, list) and len(named) == len(CLASSES) else CLASSES
+
+
+@torch.inference_mode()
+def probable(model: nn.Module, x: torch.Tensor, names: Sequence[str], top: int) -> list[list[tuple[str, float]]]:
+    """The most probable classes of each image, with probabilities. `x`: bytes (b, 3, 32, 32)."""
+    values, labels = model(cifar10.shown(x.to(device.computing()))).float().softmax(1).topk(top)  # (b, top) each
+    return [
+        [(names[label], value) for value, label in zip(*pair, strict=True)]
+        for pair in zip(values.tolist(), labels.tolist(), strict=True)
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Classify images."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", metavar="WEIGHTS", type=Path, help="output directory of a run, or a file of weights")
+    parser.add_argument("images", metavar="IMAGE", nargs="+", help="image, or folder of images")
+    parser.add_argument("--checkpoint", default="", metavar="NAME", help="of an output directory: best, or a step")
+    parser.add_argument(
+        "--top", type=int, default=3, choices=range(1, len(CLASSES) + 1), metavar="N", help="classes an image (3)"
+    )
+    parser.add_argument("--classes", nargs="+", metavar="CLASS", help="their names, in the order of labels")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table")
+    options = parser.parse_args(argv)
+    where: Path = options.weights
+    names = classes(where, options.classes)
+    paths = list(found(options.images))
+    alone = "" if where.is_dir() else str(where)
+    model, _ = cifar10.trained(where, alone, options.checkpoint)
+    model.to(device.computing()).eval()
+
+    problems: list[str] = []
+    width = max(len(str(path)) for path in paths)
+    some = read(paths, problems)
+    while batch := [pair for _, pair in zip(range(BATCH), some, strict=False)]:
+        answers = probable(model, torch.stack([x for _, x in batch]), names, options.top)
+        for (path, _), likely in zip(batch, answers, strict=True):
+            if options.output == "json":
+                line = [{"name": name, "probability": round(value, 4)} for name, value in likely]
+                print(json.dumps({"image": str(path), "classes": line}), flush=True)
+            else:
+                print(f"{path!s:<{width}}  " + "  ".join(f"{name} {100 * value:.1f} %" for name, value in likely), flush=True)
+    for problem in problems:
+        print(f"outlast: {problem}", file=sys.stderr)
+    if problems:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    settings.run(main)
