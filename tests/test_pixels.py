@@ -141,10 +141,12 @@ def test_a_crop_is_that_of_pillow_and_of_interpolate(size: int) -> None:
         pillow = Image.fromarray(image.numpy()[top:bottom, left:right]).resize((size, size), Image.Resampling.BILINEAR)
         assert np.abs(np.asarray(pillow).astype(int) - made.numpy().astype(int)).max() <= 1
     assert torch.equal(pixels.crop_resize(x.permute(0, 3, 1, 2), found_boxes, size).permute(0, 2, 3, 1), found)
-    whole = torch.tensor([[0.0, 0, 1, 1]] * 6).double()
-    extents = torch.tensor([[32.0, 40.0]] * 6).double()
-    products = pixels._products(x.permute(0, 3, 1, 2), torch.zeros(6, 2).double(), extents, size).permute(0, 2, 3, 1)
-    assert (products.int() - pixels.crop_resize(x, whole, size).int()).abs().max() <= 1
+    mirrored = torch.arange(6) % 2 == 0
+    both = pixels.crop_resize(x, found_boxes, size, mirrored)
+    assert torch.equal(both, pixels.flip(found, mirrored))
+    edges = (found_boxes.view(6, 2, 2).cumsum(1) * torch.tensor([32.0, 40.0]).double()).round()  # (6, 2, 2): begin, end
+    products = pixels._products(x.permute(0, 3, 1, 2), edges[:, 0], edges[:, 1] - edges[:, 0], size, mirrored)
+    assert (products.permute(0, 2, 3, 1).int() - both.int()).abs().max() <= 1, "what other devices compute"
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["channels first", "channels last"])

@@ -6,8 +6,7 @@
     for batch in stream:
         for (x, y, index, aspect), share in batch.split(net):  # (b, 256, 256, 3) bytes, (b,), (b,), (b,)
             u = pixels.draws(s.seed, batch.epoch, index, pixels.CROP + 1)
-            x = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect), 224)  # (b, 224, 224, 3) bytes
-            x = pixels.flip(x, u[:, -1] < 0.5)
+            x = pixels.crop_resize(x, pixels.boxes(u[:, : pixels.CROP], aspect), 224, mirrored=u[:, -1] < 0.5)
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
 Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and
@@ -49,6 +48,8 @@ _TRIES = 10
 """Boxes that are drawn for an image until one fits, as torchvision's RandomResizedCrop does."""
 CROP = 2 * _TRIES + 2
 """Random numbers per image that `boxes` needs."""
+_CHUNK = 1 << 18
+"""Numbers that `normalised` computes at a time on a CPU: they stay in the cache; memory for more is mapped anew each time."""
 _FEW = 32 << 20
 """Bytes of files that one process decodes sooner than several have started; measured: 2 s for those to start."""
 _SAID_S = 5.0
@@ -423,12 +424,12 @@ def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
 
 
 @torch.no_grad()
-def crop_resize(x: Tensor, boxes: Tensor, size: int) -> Tensor:
+def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
     """Cut a part out of each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
 
-    `boxes` as `boxes` and `centre` return them; their edges are rounded to whole pixels. On a CPU each image goes through torch's
-    kernel for bytes; elsewhere all images together through two matrix products. Both round the same sums, which differ by at most
-    1 of 255.
+    `boxes` as `boxes` and `centre` return them; their edges are rounded to whole pixels. The `mirrored` images, bool (b,), come
+    out as from `flip`, without another pass over them. On a CPU each image goes through torch's kernel for bytes; elsewhere all
+    images together through two matrix products. Both round the same sums, which differ by at most 1 of 255.
     """
     rows, columns = _plane(x)
     n = torch.tensor([x.shape[columns], x.shape[rows]] * 2, device=boxes.device, dtype=torch.float64)
@@ -438,18 +439,22 @@ def crop_resize(x: Tensor, boxes: Tensor, size: int) -> Tensor:
     pixel = x.permute(0, 3, 1, 2) if rows == 1 else x  # (b, 3, H, W)
     if x.device.type == "cpu":
         out = torch.empty((len(x), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        mirror = [False] * len(x) if mirrored is None else mirrored.tolist()
         for i, (left, top, w, h) in enumerate(torch.cat((start, extent), 1).long().tolist()):
             part = pixel[i : i + 1, :, top : top + h, left : left + w]
-            out[i : i + 1] = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
+            made = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
+            out[i : i + 1] = made.flip(3) if mirror[i] else made
     else:
-        out = _products(pixel, start.to(x.device), extent.to(x.device), size)
+        out = _products(pixel, start.to(x.device), extent.to(x.device), size, mirrored)
     return out.permute(0, 2, 3, 1) if rows == 1 else out.contiguous()
 
 
-def _products(x: Tensor, start: Tensor, extent: Tensor, size: int) -> Tensor:
+def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
     """`crop_resize` as matrix products, for any device: (b, 3, H, W) -> (b, 3, s, s)."""
     down = _weights(start[:, 1], extent[:, 1], size, x.shape[2])  # (b, s, H)
     across = _weights(start[:, 0], extent[:, 0], size, x.shape[3])  # (b, s, W)
+    if mirrored is not None:
+        across = torch.where(mirrored[:, None, None], across.flip(1), across)
     b, _, height, width = x.shape
     lines = torch.bmm(down, x.permute(0, 2, 1, 3).reshape(b, height, 3 * width).float())  # (b, s, 3 W)
     lines = lines.view(b, size, 3, width).permute(0, 2, 1, 3).reshape(b, 3 * size, width)
@@ -541,11 +546,14 @@ def normalised(
     rows, _ = _plane(x)
     x = (x if rows == 1 else x.permute(0, 2, 3, 1)).contiguous()  # (b, H, W, 3)
     b, height, width, _ = x.shape
+    lines = x.view(b, height, 3 * width)  # three numbers at a time would be slow
     scale = torch.tensor([1 / (255 * s) for s in std], device=x.device).repeat(width)  # (3 W,)
     offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=x.device).repeat(width)
-    lines = torch.addcmul(offset, x.view(b, height, 3 * width).to(torch.float32), scale)  # three numbers at a time are slow
-    out = lines.to(dtype).view(b, height, width, 3).permute(0, 3, 1, 2)
-    return out.contiguous(memory_format=memory_format)
+    out = torch.empty(lines.shape, dtype=dtype, device=x.device)
+    some = b if x.device.type != "cpu" else max(1, _CHUNK // (height * 3 * width))
+    for i in range(0, b, some):
+        out[i : i + some] = torch.addcmul(offset, lines[i : i + some].to(torch.float32), scale)
+    return out.view(b, height, width, 3).permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
 
 
 def _plane(x: Tensor) -> tuple[int, int]:

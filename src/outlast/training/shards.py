@@ -33,6 +33,8 @@ AHEAD = 3
 """Windows that are announced: the one that is read, and two to fetch meanwhile."""
 _MAPPED = 1024
 """Most local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
+_LARGE = 4096
+"""Bytes of a sample from which on samples are copied one by one into a batch: at once they would be copied twice."""
 Columns = dict[str, NDArray[Any]]
 
 
@@ -275,5 +277,9 @@ def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[s
             elif not name.endswith(prepared.OFFSETS):
                 if name not in batch:
                     batch[name] = np.empty((count, *column.shape[1:]), column.dtype)
-                batch[name][rows] = column[places]
+                if column[:1].nbytes < _LARGE:
+                    batch[name][rows] = column[places]
+                else:
+                    for row, place in zip(rows, places, strict=True):
+                        batch[name][row] = column[place]
     return {name: torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows for name, rows in batch.items()}
