@@ -23,7 +23,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ CROP = 2 * _TRIES + 2
 """Random numbers per image that `boxes` needs."""
 _CHUNK = 1 << 18
 """Numbers that `normalised` computes at a time on a CPU: they stay in the cache; memory for more is mapped anew each time."""
+_SMALL = 1 << 16
+"""Numbers of an image from which on several threads are faster than one; arbitrary: between 64 x 64 and 224 x 224."""
 _FEW = 32 << 20
 """Bytes of files that one process decodes sooner than several have started; measured: 2 s for those to start."""
 _SAID_S = 5.0
@@ -440,13 +443,39 @@ def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = N
     if x.device.type == "cpu":
         out = torch.empty((len(x), size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         mirror = [False] * len(x) if mirrored is None else mirrored.tolist()
-        for i, (left, top, w, h) in enumerate(torch.cat((start, extent), 1).long().tolist()):
+        edges = torch.cat((start, extent), 1).long().tolist()
+
+        def one(i: int) -> None:
+            left, top, w, h = edges[i]
             part = pixel[i : i + 1, :, top : top + h, left : left + w]
             made = F.interpolate(part, size=(size, size), mode="bilinear", antialias=True, align_corners=False)
             out[i : i + 1] = made.flip(3) if mirror[i] else made
+
+        _each(one, len(x), size**2 * 3)
     else:
         out = _products(pixel, start.to(x.device), extent.to(x.device), size, mirrored)
     return out.permute(0, 2, 3, 1) if rows == 1 else out.contiguous()
+
+
+def _each(do: Callable[[int], None], count: int, size: int) -> None:
+    """`do` 0 ... `count` - 1, each of which computes `size` numbers by torch's kernels, in as many threads as torch has.
+
+    Torch itself would divide each image among its threads and wait for the slowest: thousands of times a second, and on a machine
+    that is shared each time until that thread has a core again. Small images are done in this thread, since most of their time is
+    Python's.
+    """
+    threads = torch.get_num_threads()
+    try:
+        if threads == 1 or size < _SMALL or count < 2:
+            torch.set_num_threads(1)
+            for i in range(count):
+                do(i)
+        else:
+            with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                for _ in pool.map(do, range(count)):
+                    pass
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
@@ -551,8 +580,12 @@ def normalised(
     offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=x.device).repeat(width)
     out = torch.empty(lines.shape, dtype=dtype, device=x.device)
     some = b if x.device.type != "cpu" else max(1, _CHUNK // (height * 3 * width))
-    for i in range(0, b, some):
-        out[i : i + some] = torch.addcmul(offset, lines[i : i + some].to(torch.float32), scale)
+
+    def chunk(i: int) -> None:
+        these = slice(i * some, (i + 1) * some)
+        out[these] = torch.addcmul(offset, lines[these].to(torch.float32), scale)
+
+    _each(chunk, -(-b // some), some * height * 3 * width)
     return out.view(b, height, width, 3).permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
 
 
