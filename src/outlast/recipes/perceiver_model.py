@@ -1,0 +1,490 @@
+"""Perceiver IO for clips of video, sound and a label: 16 frames, 0.64 s of sound and a class go through 784 latents and come back.
+
+Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
+4.3, with the sizes of deepmind/multimodal-perceiver; with that model's weights it computes what Hugging Face's
+`PerceiverForMultimodalAutoencoding` computes (`imported`). The work is arranged in another way, see `Perceiver.encode`: position
+encodings are computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outlast.errors import OutlastError
+
+AUDIO, IMAGE, LABEL = "audio", "image", "label"
+"""The modalities, in the order of the inputs and of the queries."""
+EPSILON = 1e-5
+"""Of layer norms."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of a model. The defaults are those of deepmind/multimodal-perceiver."""
+
+    frames: int = 16
+    image_size: int = 224
+    """Pixels of a frame's side."""
+    audio_per_frame: int = 1920
+    """Samples of sound per frame."""
+    classes: int = 700
+    num_latents: int = 784
+    d_latents: int = 512
+    num_blocks: int = 1
+    """Times that the self-attentions are applied."""
+    num_self_attends: int = 8
+    num_heads: int = 8
+    num_cross_heads: int = 1
+    widening: int = 1
+    """Hidden units of an MLP, in widths of its input."""
+    d_output: int = 512
+    """Width of what the decoder gives to the three last layers."""
+    patch: int = 4
+    """Pixels of a patch's side."""
+    samples_per_patch: int = 16
+    image_bands: int = 32
+    audio_bands: int = 192
+    """Frequencies of the position encodings, per dimension."""
+    label_channels: int = 1024
+    """Of the label's query."""
+    dropout: float = 0.1
+    """Share of attention weights that are dropped in training."""
+
+    @property
+    def samples(self) -> int:
+        """Of a clip's sound."""
+        return self.frames * self.audio_per_frame
+
+    @property
+    def audio_points(self) -> int:
+        """Patches of sound."""
+        return self.samples // self.samples_per_patch
+
+    @property
+    def image_points(self) -> int:
+        """Pixels of a clip."""
+        return self.frames * self.image_size**2
+
+    @property
+    def channels(self) -> dict[str, int]:
+        """Of an input, before the padding."""
+        return {
+            AUDIO: self.samples_per_patch + 1 + 2 * self.audio_bands,
+            IMAGE: 3 * self.patch**2 + 3 + 6 * self.image_bands,
+            LABEL: self.classes,
+        }
+
+    @property
+    def queried(self) -> dict[str, int]:
+        """Channels of a query, before the padding."""
+        return {AUDIO: 1 + 2 * self.audio_bands, IMAGE: 3 + 6 * self.image_bands, LABEL: self.label_channels}
+
+    @property
+    def d_model(self) -> int:
+        """Width of an input: 704 with 700 classes."""
+        return max(self.channels.values()) + 4
+
+    @property
+    def d_query(self) -> int:
+        """Width of a query."""
+        return max(self.queried.values()) + 2
+
+    def check(self) -> None:
+        """Raise OutlastError for sizes that make no model."""
+        divided = [
+            ("image_size", self.image_size, "patch", self.patch),
+            ("samples of a clip", self.samples, "samples_per_patch", self.samples_per_patch),
+            ("d_latents", self.d_latents, "num_heads", self.num_heads),
+            ("d_model", self.d_model, "num_cross_heads", self.num_cross_heads),
+        ]
+        for whole, size, part, count in divided:
+            if size % count:
+                raise OutlastError(f"{whole} ({size}) is not divisible by {part} ({count}); change one of them")
+
+
+_TINY = {"num_latents": 32, "d_latents": 64, "num_self_attends": 2, "num_heads": 4, "d_output": 64, "label_channels": 64}
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": _TINY | {"frames": 4, "image_size": 32, "samples_per_patch": 64, "image_bands": 8, "audio_bands": 32},
+    "small": {"image_size": 64, "num_latents": 128, "d_latents": 256, "num_self_attends": 4, "d_output": 256},
+    "base": {},
+}
+"""What `--size` sets. `base` is that of the paper."""
+
+
+class Attention(nn.Module):
+    """Queries of width `d_q` attend to inputs of width `d_kv`, or to themselves, over `d_kv` channels; out comes `d_q`."""
+
+    def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
+        super().__init__()
+        self.heads, self.p = heads, dropout
+        self.norm_q = nn.LayerNorm(d_q, EPSILON)
+        self.norm_kv = nn.LayerNorm(d_kv, EPSILON) if cross else None
+        self.query, self.key, self.value = nn.Linear(d_q, d_kv), nn.Linear(d_kv, d_kv), nn.Linear(d_kv, d_kv)
+        self.out = nn.Linear(d_kv, d_q)
+
+    @property
+    def dropout(self) -> float:
+        """Share that is dropped now."""
+        return self.p if self.training else 0.0
+
+    def split(self, x: Tensor) -> Tensor:  # (b, n, c)
+        """Channels divided among heads: (b, h, n, c / h)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """`x`: (b, n, d_q), or (1, n, d_q) for queries that the whole batch shares; `inputs`: (b, m, d_kv). (b, n, d_q)."""
+        x = self.norm_q(x)
+        kv = x if inputs is None or self.norm_kv is None else self.norm_kv(inputs)
+        q, k, v = (self.split(each) for each in (self.query(x), self.key(kv), self.value(kv)))
+        q = q.expand(len(k), -1, -1, -1)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)  # (b, h, n, c / h)
+        return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
+
+    def folded(self, x: Tensor, raw: Inputs) -> Tensor:
+        """`forward` for inputs (b, m, d_kv) that are never made; `x`: (n, d_q), the same for the whole batch. (b, n, d_q).
+
+        The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, the queries go
+        through W instead of all inputs, and channels that are constant within a modality, most of them padding, become one each:
+        408 channels instead of 704 with the paper's sizes. The values are summed up before W in the same way.
+        """
+        assert self.norm_kv is not None
+        gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
+        varying, constant = raw.varying, raw.constant  # channels; (b or 1, 3, d_kv - channels)
+        q = self.query(self.norm_q(x)).unflatten(-1, (self.heads, -1)).transpose(0, 1)  # (h, n, c)
+        w = self.key.weight.unflatten(0, (self.heads, -1))  # (h, c, d_kv)
+        c = (self.key.weight @ shift + self.key.bias).unflatten(0, (self.heads, -1))  # (h, c)
+        per_head = q.shape[-1]
+        beta = q @ c[..., None]  # (h, n, 1)
+        q = (q @ w) * gain  # (h, n, d_kv)
+        seen = q[None, ..., :varying]  # (1, h, n, varying)
+        rest = q[..., varying:] @ constant.mT[:, None]  # (b or 1, h, n, 3)
+        folded = _joined(seen, rest, q.sum(-1, keepdim=True)[None], beta[None], raw.keys.shape[-1])
+        keys = raw.keys[:, None].expand(-1, self.heads, -1, -1)  # (b, h, m, k)
+        folded = folded.expand(len(keys), -1, -1, -1)  # (b, h, n, k)
+        scale = 1 / math.sqrt(per_head)
+        y = F.scaled_dot_product_attention(folded, keys, keys, dropout_p=self.dropout, scale=scale)  # (b, h, n, k)
+        rest = y[..., varying : varying + 3] @ constant[:, None]  # (b, h, n, d_kv - varying)
+        mean, whole = y[..., varying + 3, None], y[..., varying + 4, None]  # whole: 1 without dropout
+        v = (torch.cat((y[..., :varying], rest), -1) + mean) * gain + shift * whole  # (b, h, n, d_kv)
+        v = v @ self.value.weight.unflatten(0, (self.heads, -1)).mT + self.value.bias.unflatten(0, (self.heads, 1, -1)) * whole
+        return cast(Tensor, self.out(v.transpose(1, 2).flatten(2)))
+
+
+class Inputs(NamedTuple):
+    """The inputs of a batch, normalised and without the channels that are the same for a whole modality."""
+
+    keys: Tensor
+    """(b, m, k): `varying` channels, three that say which modality it is, the negative mean, all of these over the standard
+    deviation of all d_model channels; a one; and zeros up to a multiple of 8."""
+    varying: int
+    constant: Tensor
+    """(b or 1, 3, d_model - varying): what the other channels are, for each modality."""
+
+
+def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int) -> Tensor:
+    """Parts of the last dimension in the order of `Inputs.keys`, and zeros."""
+    lead = torch.broadcast_shapes(*(part.shape[:-1] for part in (varying, rest, mean, one)))
+    parts = [part.expand(*lead, -1) for part in (varying, rest, mean, one)]
+    return F.pad(torch.cat(parts, -1), (0, width - sum(part.shape[-1] for part in parts)))
+
+
+class Layer(nn.Module):
+    """Attention, then an MLP. `residual`: the queries are added to what the attention finds."""
+
+    def __init__(self, d_q: int, d_kv: int, heads: int, c: Config, *, cross: bool, residual: bool = True) -> None:
+        super().__init__()
+        self.residual = residual
+        self.attention = Attention(d_q, d_kv, heads, c.dropout, cross=cross)
+        self.norm = nn.LayerNorm(d_q, EPSILON)
+        self.fc1, self.fc2 = nn.Linear(d_q, c.widening * d_q), nn.Linear(c.widening * d_q, d_q)
+
+    def forward(self, x: Tensor, inputs: Tensor | Inputs | None = None) -> Tensor:
+        y = self.attention.folded(x, inputs) if isinstance(inputs, Inputs) else self.attention(x, inputs)
+        if self.residual:
+            y = y + x
+        return cast(Tensor, y + self.fc2(F.gelu(self.fc1(self.norm(y)))))
+
+
+class Points(NamedTuple):
+    """Which points of a clip are decoded, the same for the whole batch."""
+
+    image: Tensor
+    """(p,) int64: numbers of pixels, frame by frame and row by row."""
+    audio: Tensor
+    """(q,) int64: numbers of patches of sound."""
+
+
+class Decoded(NamedTuple):
+    """What the model makes of a batch at the points."""
+
+    image: Tensor
+    """(b, p, 3), from 0 to 1."""
+    audio: Tensor
+    """(b, q, samples_per_patch), from -1 to 1."""
+    label: Tensor
+    """(b, classes) logits."""
+
+
+class Perceiver(nn.Module):
+    """Clips to latents, latents to points of the same clips."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        config.check()
+        self.config = c = config
+        self.latents = nn.Parameter(torch.empty(c.num_latents, c.d_latents))
+        self.padding = nn.ParameterDict(
+            {name: nn.Parameter(torch.empty(1, c.d_model - width)) for name, width in c.channels.items()}
+        )
+        self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))
+        """The label's input where the label is masked."""
+        self.encoder = Layer(c.d_latents, c.d_model, c.num_cross_heads, c, cross=True)
+        self.self_attends = nn.ModuleList(
+            Layer(c.d_latents, c.d_latents, c.num_heads, c, cross=False) for _ in range(c.num_self_attends)
+        )
+        self.label_query = nn.Parameter(torch.empty(1, c.label_channels))
+        self.query_padding = nn.ParameterDict(
+            {name: nn.Parameter(torch.empty(1, c.d_query - width)) for name, width in c.queried.items()}
+        )
+        self.decoder = Layer(c.d_query, c.d_latents, 1, c, cross=True, residual=False)
+        self.final = nn.Linear(c.d_query, c.d_output)
+        widths = {AUDIO: c.samples_per_patch, IMAGE: 3, LABEL: c.classes}
+        self.heads = nn.ModuleDict({name: nn.Linear(c.d_output, width) for name, width in widths.items()})
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "norm" not in name:
+                nn.init.normal_(parameter, std=0.02)
+        self._tables: dict[torch.device, dict[str, Tensor]] = {}
+
+    def forward(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor, points: Points) -> Decoded:
+        """`encode`, and `decode` at the points."""
+        return self.decode(self.encode(video, audio, label, hidden), points)
+
+    def encode(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Tensor:
+        """Latents (b, num_latents, d_latents) of clips.
+
+        `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1;
+        `label`: (b,) int64; `hidden`: (b,) bool, the labels that the model shall not see.
+        """
+        inputs = self._inputs(pixels(video), sound(audio), label, hidden)
+        x = self.encoder(self.latents, inputs)  # (b, n, c)
+        for _ in range(self.config.num_blocks):
+            for layer in self.self_attends:
+                x = layer(x)
+        return cast(Tensor, x)
+
+    def decode(self, latents: Tensor, points: Points) -> Decoded:
+        """What the points are, from latents (b, n, c)."""
+        p, q = len(points.image), len(points.audio)
+        y = self.final(self.decoder(self._queries(points)[None], latents))  # (b, q + p + 1, d_output): audio, image, label
+        audio, image, label = y.split((q, p, 1), 1)
+        return Decoded(self.heads[IMAGE](image), self.heads[AUDIO](audio), self.heads[LABEL](label)[:, 0])
+
+    def _inputs(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Inputs:
+        """All inputs, in float32. `video`: (b, t, h, w, 3); `audio`: (b, samples)."""
+        c, b, tables = self.config, len(video), self._tables_on(video.device)
+        varying = max(c.channels[AUDIO], c.channels[IMAGE])
+        pad_audio, pad_image, pad_label = (self.padding[name][0] for name in (AUDIO, IMAGE, LABEL))
+        one_hot = torch.cat((F.one_hot(label, c.classes).to(pad_label), pad_label.expand(b, -1)), -1)  # (b, d_model)
+        token = torch.where(hidden[:, None], self.hidden_label, one_hot)  # (b, d_model)
+        parts = (
+            (audio.unflatten(1, (-1, c.samples_per_patch)), tables[AUDIO], pad_audio),  # (b, 1920, 16), (1920, 385), (303,)
+            (patches(video, c.patch), tables[IMAGE], pad_image),  # (b, 50176, 48), (50176, 195), (461,)
+            (token[:, None], None, None),  # (b, 1, 704)
+        )
+        width = -(-(varying + 5) // 8) * 8
+        rows = []
+        for number, (x, position, pad) in enumerate(parts):
+            if position is not None and pad is not None:
+                sums = [(each.sum(-1, keepdim=True), each.square().sum(-1, keepdim=True)) for each in (x, position, pad)]
+                total, squares = (sum(each[i] for each in sums) for i in (0, 1))  # (b, m, 1)
+                spread = (position.expand(b, -1, -1), pad[: varying - x.shape[-1] - position.shape[-1]].expand(b, x.shape[1], -1))
+                x = torch.cat((x, *spread), -1)  # (b, m, varying)
+            else:
+                total, squares = x.sum(-1, keepdim=True), x.square().sum(-1, keepdim=True)
+                x = x[..., :varying]
+            mean = total / c.d_model
+            over = (squares / c.d_model - mean.square() + EPSILON).rsqrt()  # (b, m, 1)
+            which = x.new_zeros(3)
+            which[number] = 1
+            ones = over.new_ones(1, 1, 1)
+            rows.append(_joined(x * over, which * over, -mean * over, ones, width))
+        fixed = [pad_audio[varying - c.channels[AUDIO] :], pad_image[varying - c.channels[IMAGE] :]]
+        constant = torch.stack([*(each.expand(b, -1) for each in fixed), token[:, varying:]], 1)  # (b, 3, d_model - varying)
+        return Inputs(torch.cat(rows, 1), varying, constant)
+
+    def _queries(self, points: Points) -> Tensor:
+        """The queries of the points and of the label: (q + p + 1, d_query)."""
+        c = self.config
+        shape = (c.frames, c.image_size, c.image_size)
+        t, h, w = points.image // (shape[1] * shape[2]), points.image // shape[2] % shape[1], points.image % shape[2]
+        image = fourier([2 * i / n - 1 for i, n in zip((t, h, w), shape, strict=True)], shape, c.image_bands)
+        audio = fourier([2 * points.audio / c.audio_points - 1], (c.samples,), c.audio_bands)
+        found = ((AUDIO, audio), (IMAGE, image), (LABEL, self.label_query))
+        return torch.cat([torch.cat((x, self.query_padding[name].expand(len(x), -1)), -1) for name, x in found])
+
+    def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
+        """The position encodings of all inputs, (m, channels), computed once. No buffers, which DDP would send in every step."""
+        if where not in self._tables:
+            c = self.config
+            side = c.image_size // c.patch
+            with torch.no_grad(), torch.autocast(where.type, enabled=False):
+                grid = torch.meshgrid(*(torch.linspace(-1, 1, n, device=where) for n in (c.frames, side, side)), indexing="ij")
+                shape = (c.frames, c.image_size, c.image_size)
+                line = torch.linspace(-1, 1, c.audio_points, device=where)
+                self._tables[where] = {
+                    IMAGE: fourier([each.flatten() for each in grid], shape, c.image_bands),
+                    AUDIO: fourier([line], (c.samples,), c.audio_bands),
+                }
+        return self._tables[where]
+
+    def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
+        """AdamW in one kernel where there is one."""
+        return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay)
+
+
+def pixels(video: Tensor) -> Tensor:
+    """Bytes 0 ... 255 as 0 ... 1; what is floating stays."""
+    return video if video.is_floating_point() else video.float() / 255
+
+
+def sound(audio: Tensor) -> Tensor:
+    """16-bit samples as -1 ... 1; what is floating stays."""
+    return audio if audio.is_floating_point() else audio.float() / 32768
+
+
+def patches(video: Tensor, size: int) -> Tensor:
+    """(b, t, h, w, 3) to (b, t h/size w/size, size size 3)."""
+    b, t, h, w, c = video.shape
+    cut = video.view(b, t, h // size, size, w // size, size, c).permute(0, 1, 2, 4, 3, 5, 6)
+    return cut.reshape(b, t * (h // size) * (w // size), size * size * c)
+
+
+def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor:
+    """Position encodings of n places: (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
+
+    The coordinates, then sin(pi f x) of all frequencies and dimensions, then the cosines. The frequencies of a dimension go in
+    even steps from 1 to half its resolution (section B.1 of the paper).
+    """
+    place = torch.stack(at, -1)  # (n, d)
+    f = torch.stack([torch.linspace(1.0, size / 2, bands, device=place.device) for size in resolution])  # (d, bands)
+    angles = math.pi * (place[..., None] * f).flatten(1)  # (n, d bands)
+    return torch.cat((place, angles.sin(), angles.cos()), -1)
+
+
+# Losses
+
+
+class Losses(NamedTuple):
+    """Means over a micro-batch, each a scalar."""
+
+    image: Tensor
+    """Mean absolute difference of pixels, which are from 0 to 1."""
+    audio: Tensor
+    """That of samples of sound, from -1 to 1."""
+    label: Tensor
+    """Cross-entropy in nats."""
+
+
+def targets(video: Tensor, audio: Tensor, points: Points, config: Config) -> tuple[Tensor, Tensor]:
+    """What the points are: (b, p, 3) and (b, q, samples_per_patch)."""
+    image = pixels(video.flatten(1, 3)[:, points.image])
+    return image, sound(audio.unflatten(1, (-1, config.samples_per_patch))[:, points.audio])
+
+
+def losses(made: Decoded, image: Tensor, audio: Tensor, label: Tensor, weight: Tensor) -> Losses:
+    """Losses of a batch. `weight`: (b,), 0 for clips that do not count, else 1."""
+    each = (
+        (made.image.float() - image).abs().mean((1, 2)),  # (b,)
+        (made.audio.float() - audio).abs().mean((1, 2)),
+        F.cross_entropy(made.label.float(), label, reduction="none"),
+    )
+    return Losses(*((loss * weight).mean() for loss in each))
+
+
+# Weights under the names of Hugging Face
+
+
+_NAMES = (
+    (r"^perceiver\.embeddings\.latents$", "latents"),
+    (r"^perceiver\.input_preprocessor\.padding\.(\w+)$", r"padding.\1"),
+    (r"^perceiver\.input_preprocessor\.mask\.label$", "hidden_label"),
+    (r"^perceiver\.encoder\.cross_attention\.", "encoder."),
+    (r"^perceiver\.encoder\.self_attends\.", "self_attends."),
+    (r"^perceiver\.decoder\.modalities\.label\.decoder\.output_position_encodings\.position_embeddings$", "label_query"),
+    (r"^perceiver\.decoder\.padding\.(\w+)$", r"query_padding.\1"),
+    (r"^perceiver\.decoder\.decoder\.decoding_cross_attention\.", "decoder."),
+    (r"^perceiver\.decoder\.decoder\.final_layer\.", "final."),
+    (r"^perceiver\.output_postprocessor\.modalities\.(\w+)\.classifier\.", r"heads.\1."),
+    (r"\.attention\.self\.layernorm1\.", ".attention.norm_q."),
+    (r"\.attention\.self\.layernorm2\.", ".attention.norm_kv."),
+    (r"\.attention\.self\.", ".attention."),
+    (r"\.attention\.output\.dense\.", ".attention.out."),
+    (r"\.layernorm\.", ".norm."),
+    (r"\.mlp\.dense(\d)\.", r".fc\1."),
+)
+_UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")
+"""Masks that are applied with probability 0."""
+
+
+def config_of(said: Mapping[str, Any], dropout: float | None = None) -> Config:
+    """The sizes in a config.json of Hugging Face. Raises OutlastError for another kind of Perceiver."""
+    usual = {"use_query_residual": True, "cross_attention_shape_for_attention": "kv", "hidden_act": "gelu"}
+    for name, value in {**usual, "qk_channels": None, "v_channels": None}.items():
+        if said.get(name, value) != value:
+            raise OutlastError(f"config.json has {name} {said[name]!r}, and this model is written for {value!r}")
+    shape = said.get("output_shape", (1, 16, 224, 224))
+    widening = {said.get(f"{which}_attention_widening_factor", 1) for which in ("self", "cross")}
+    if len(widening) > 1:
+        raise OutlastError("config.json has two widening factors, and this model has one")
+    names = said.get("id2label") or {}
+    return Config(
+        frames=said.get("num_frames", 16),
+        image_size=shape[2],
+        audio_per_frame=said.get("audio_samples_per_frame", 1920),
+        classes=said.get("num_labels") or len(names) or 2,
+        num_latents=said.get("num_latents", 256),
+        d_latents=said.get("d_latents", 1280),
+        num_blocks=said.get("num_blocks", 1),
+        num_self_attends=said.get("num_self_attends_per_block", 26),
+        num_heads=said.get("num_self_attention_heads", 8),
+        num_cross_heads=said.get("num_cross_attention_heads", 8),
+        widening=widening.pop(),
+        d_output=said.get("output_num_channels", 512),
+        samples_per_patch=said.get("samples_per_patch", 16),
+        label_channels=said.get("_label_trainable_num_channels", 1024),
+        dropout=said.get("attention_probs_dropout_prob", 0.1) if dropout is None else dropout,
+    )
+
+
+def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
+    """Weights of Hugging Face's PerceiverForMultimodalAutoencoding, or ours, under our names.
+
+    Raises OutlastError for weights of another model.
+    """
+    ours = {}
+    for name, tensor in weights.items():
+        if _UNUSED.match(name):
+            continue
+        for pattern, to in _NAMES:
+            name = re.sub(pattern, to, name)
+        ours[name] = tensor
+    with torch.device("meta"):
+        wanted = {name: tensor.shape for name, tensor in Perceiver(config).state_dict().items()}
+    for name, shape in wanted.items():
+        if name not in ours or ours[name].shape != shape:
+            found = f"has shape {tuple(ours[name].shape)}" if name in ours else "is missing"
+            raise OutlastError(f"the weights are not of this model: {name} {found}, and {tuple(shape)} is needed")
+    if surplus := sorted(ours.keys() - wanted.keys()):
+        raise OutlastError(f"the weights are not of this model: it has no {surplus[0]}")
+    return {name: ours[name].contiguous() for name in wanted}
